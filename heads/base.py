@@ -1,0 +1,191 @@
+"""What every draft head is: a module that learns from a frozen target's features and guesses its next tokens.
+
+Training calls `forward` (the loss, teacher-forced, one term per depth). Decoding calls `begin` once, then
+`observe` after the prefill and after every round, and `expand` once per depth of the tree that is grown.
+
+Letters in tensor names: B batch, T time, A accepted tokens, W width of the tree's frontier, V vocabulary,
+D hidden size, F width of the chosen feature layers side by side, K depths, I ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The facts of a target model that decide whether a head fits it; saved with every head."""
+
+    name: str
+    """Folder, Hub id or file that the target was loaded from."""
+    hidden_size: int
+    """Width of the residual stream."""
+    vocab_size: int
+    """Number of rows of the LM head."""
+    num_layers: int
+    """Number of decoder blocks."""
+
+    def check(self, other: TargetInfo) -> None:
+        """Refuse a target that a head for `self` cannot read.
+
+        Raises:
+            ValueError: naming every dimension that differs, with both values.
+        """
+        differing = [
+            f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)} (target)"
+            for name in ("hidden_size", "vocab_size", "num_layers")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        if differing:
+            raise ValueError(
+                f"the head was trained for {self.name!r} and does not fit {other.name!r}: " + "; ".join(differing)
+            )
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The target's own embedding and LM head: frozen, passed in and never registered in a head."""
+
+    embed: Callable[[Tensor], Tensor]
+    """Token ids to vectors of width D."""
+    lm_head: nn.Module
+    """Final-norm states of width D to logits over V."""
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What a head trains on: one batch of conversations, seen by the frozen target."""
+
+    features_BTF: Tensor
+    """The chosen layers' residual streams, side by side."""
+    last_BTD: Tensor
+    """The state after the final norm."""
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+    """True where the token is one that the assistant wrote."""
+    ends: TargetEnds
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """The loss of one batch and the counts from which every reported mean is made.
+
+    All are sums over positions, so that batches, accumulation steps and ranks add up before anything is divided.
+    """
+
+    loss: Tensor
+    """Weighted sum over depths and positions; the trainer divides by the number of answer tokens."""
+    losses_K: Tensor
+    """The unweighted loss summed over positions, per depth."""
+    counts_K: Tensor
+    """How many positions each depth was judged on."""
+    hits_KI: Tensor
+    """How often the true token was the head's i-th best."""
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What a head carries from `observe` through the `expand` calls of one round; each head adds its own fields."""
+
+    ends: TargetEnds
+    depth: int
+    """Depth of the tree at which the next `expand` call draws children, counted from 0 at the root."""
+    max_depth: int
+    """How many `expand` calls a round makes at most."""
+
+
+class DraftHead(nn.Module, ABC):
+    """A draft head: see the module's docstring for who calls what.
+
+    A new head is one subclass with its config dataclass, and one row in `HEADS`.
+    """
+
+    config_class: ClassVar[type[Any]]
+    max_depth: int
+    feature_layers: tuple[int, ...]
+    """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
+
+    def __init__(self, config: Any, target: TargetInfo) -> None:
+        super().__init__()
+        self.config = config
+        self.target = target
+
+    @abstractmethod
+    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+        """Take starting values from the target, once, before training.
+
+        Args:
+            ends: the target's embedding and LM head.
+            token_counts_V: how often each token is an answer token of the training data.
+        """
+
+    @abstractmethod
+    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+        """The teacher-forced loss and hit counts of a batch; `ranks` is how many best tokens are counted as hits."""
+
+    @abstractmethod
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int) -> DraftState:
+        """An empty draft state, preallocated for `capacity` tokens a row and `max_depth` expansions a round."""
+
+    @abstractmethod
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftState:
+        """Take in the tokens that were committed: the feature at position t with the token at t + 1.
+
+        Called with the whole prompt after the prefill and with the accepted path after every round. Rows commit
+        different numbers of tokens: row b's first `lengths_B[b]` (at least 1) count. What earlier `expand` calls
+        guessed is forgotten.
+        """
+
+    @abstractmethod
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftState]:
+        """Logits of the children of a frontier of nodes.
+
+        Args:
+            state: after `observe` for the root, after the previous `expand` for deeper nodes.
+            tokens_BW: the frontier's tokens; W is 1 at the root.
+            parents_BW: for each, the index of its parent in the previous frontier; -1 at the root.
+
+        Returns:
+            logits_BWV over the draft vocabulary (see `target_tokens`), with W = 1 from a head that does not see
+            the path, and the state for the next depth.
+        """
+
+    @abstractmethod
+    def server_config(self) -> dict[str, Any]:
+        """The keys of config.json by which serving engines read this head."""
+
+    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as ids of the target's; a head with a truncated vocabulary overrides it."""
+        return draft_tokens
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that the head can draft."""
+        return self.target.vocab_size
+
+
+def build_config(config_class: type[Any], options: dict[str, Any], where: str) -> Any:
+    """A dataclass from a mapping, with every unknown key refused by name.
+
+    Raises:
+        ValueError: an unknown key, or a value that the dataclass refuses.
+    """
+    known = [field.name for field in dataclasses.fields(config_class)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"unknown {where} option {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+    return config_class(**options)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """At least float32: 16-bit formats are widened, float64 stays."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

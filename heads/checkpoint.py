@@ -1,0 +1,175 @@
+"""Head checkpoints: config.json, model.safetensors and a model card in one folder.
+
+config.json holds the keys that serving engines read and a `headstart` section that they ignore: which head it is,
+its options, its target, its draft tree and how it was trained. Loading is strict, and a save that fails leaves what
+was there before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from . import HEADS
+from .base import DraftHead, TargetInfo, build_config
+from .card import model_card
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What travels with a head's weights besides its options."""
+
+    tree: list[list[int]] | None = None
+    """Paths of ranks of the draft tree that was calibrated for it; null if none was."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """The resolved training config, git revision and package versions."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """Acceptance as evaluation measured it, by tree."""
+
+
+def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftHead:
+    """A new head by its word in `HEADS`.
+
+    Raises:
+        ValueError: an unknown head or option, or a value that the head refuses.
+    """
+    if name not in HEADS:
+        raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
+    head_class = HEADS[name]
+    return head_class(build_config(head_class.config_class, options, f"{name} head"), target)
+
+
+def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts) -> None:
+    """Write a head's checkpoint; `folder` changes only when everything has been written."""
+    name = next(name for name, head_class in HEADS.items() if type(head) is head_class)
+    section = {
+        "head": name,
+        "options": dataclasses.asdict(head.config),
+        "target": dataclasses.asdict(head.target),
+        **dataclasses.asdict(facts),
+    }
+    state = {key: value.detach().cpu().contiguous() for key, value in head.state_dict().items()}
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
+    with new_folder(folder) as partial:
+        save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
+
+
+def load_head(
+    source: str | Path,
+    target: TargetInfo | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> tuple[DraftHead, HeadFacts]:
+    """Load a head from a folder or a Hub id, strictly.
+
+    Args:
+        source: the checkpoint.
+        target: the model that it is to draft for, whose dimensions must match; None to skip the check.
+        dtype: of the parameters; None keeps the saved one.
+        revision: of a Hub id.
+
+    Raises:
+        ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
+            or of another shape; each named.
+    """
+    folder = _local_folder(source, revision)
+    config = _read_config(folder)
+    section = config["headstart"]
+    saved_target = TargetInfo(**section["target"])
+    if target is not None:
+        saved_target.check(target)
+    head = build_head(section["head"], section["options"], saved_target)
+    _load_weights(head, folder / WEIGHTS_FILE)
+    facts = HeadFacts(**{key.name: section[key.name] for key in dataclasses.fields(HeadFacts)})
+    return head.to(dtype=dtype) if dtype else head, facts
+
+
+class new_folder:  # noqa: N801 - a context manager that reads as a verb
+    """A folder that appears whole or not at all: written beside its final place under another name, then renamed."""
+
+    def __init__(self, final: str | Path) -> None:
+        self.final = Path(final)
+        self.partial = self.final.with_name(self.final.name + ".partial")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self.partial
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        replaced = self.final.with_name(self.final.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.final.exists():
+            self.final.rename(replaced)
+        self.partial.rename(self.final)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _local_folder(source: str | Path, revision: str | None) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    try:
+        files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE]
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"no head at {str(source)!r}: neither a folder nor a Hub id that can be reached") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    if not path.is_file() or not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"no head in {str(folder)!r}: it needs {CONFIG_FILE} and {WEIGHTS_FILE}")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if "headstart" not in config:
+        raise ValueError(f"{path} has no 'headstart' section: it was not written by headstart")
+    missing = {"head", "options", "target", *(key.name for key in dataclasses.fields(HeadFacts))} - set(
+        config["headstart"]
+    )
+    if missing:
+        raise ValueError(f"{path}: the 'headstart' section lacks {', '.join(sorted(missing))}")
+    return config
+
+
+def _load_weights(head: DraftHead, path: Path) -> None:
+    expected = head.state_dict()
+    try:
+        with safe_open(path, framework="pt") as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except Exception as error:  # safetensors raises its own undocumented type
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+    problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
+    problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]
+    problems += [
+        f"tensor {name!r} of shape {tuple(saved[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in expected
+        if name in saved and saved[name].shape != expected[name].shape
+    ]
+    if problems:
+        raise ValueError(f"{path}: " + "; ".join(problems))
+    for name, parameter in head.named_parameters():
+        parameter.data = parameter.data.to(saved[name].dtype)
+    head.load_state_dict(saved)

@@ -1,0 +1,191 @@
+"""Medusa-1 (Cai et al. 2024, arXiv:2401.10774): K heads on the target's last state, each blind to the others.
+
+Head i reads the final-norm state h_t and guesses the token at t + 2 + i:
+
+    logits_i = lm_head_i(block_i(h_t)),    block(x) = x + SiLU(W x + b), repeated
+
+The target itself gives the token at t + 1, the root of the draft tree. Trained with cross-entropy weighted by
+decay^i (section 2.2.1). The loss covers the positions whose root and whole draft path lie in one answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
+from .losses import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Options of a Medusa head."""
+
+    num_heads: int = 4
+    """How many tokens after the root are guessed, one head each."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    bias: bool = True
+    """Whether the blocks' linears have a bias."""
+    lm_head: Literal["own", "shared"] = "own"
+    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen."""
+    draft_vocab_size: int | None = None
+    """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
+    decay: float = 0.8
+    """Loss weight of head i is decay ** i."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no Medusa head can be."""
+        if self.lm_head not in ("own", "shared"):
+            raise ValueError(f"unknown medusa lm_head {self.lm_head!r}; choose from own, shared")
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise ValueError(
+                f"medusa needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
+            )
+        if self.draft_vocab_size is not None and self.lm_head == "shared":
+            raise ValueError("medusa draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"medusa draft_vocab_size must be at least 1, not {self.draft_vocab_size}")
+
+
+@dataclass(frozen=True)
+class MedusaState(DraftState):
+    """All depths' logits at once: they depend on the last committed feature alone."""
+
+    logits_BKV: Tensor | None = None
+
+
+class ResidualBlocks(nn.Module):
+    """x + SiLU(W x + b), repeated; W starts at zero, so that a new head begins as its LM head (section 2.1.1)."""
+
+    def __init__(self, width: int, count: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(count))
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any leading shape, width D in and out."""
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaHead(DraftHead):
+    """K residual heads; parameter names are the ones that vLLM's `medusa` model reads."""
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+    token_map: Tensor | None
+
+    def __init__(self, config: MedusaConfig, target: TargetInfo) -> None:
+        super().__init__(config, target)
+        size, width = config.draft_vocab_size, target.hidden_size
+        if size is not None and size > target.vocab_size:
+            raise ValueError(f"medusa draft_vocab_size {size} is larger than the target's vocabulary {target.vocab_size}")
+        self.max_depth = config.num_heads
+        self.feature_layers = (-1,)
+        self.blocks = nn.ModuleList(
+            ResidualBlocks(width, config.num_layers, config.bias) for _ in range(config.num_heads)
+        )
+        if config.lm_head == "own":
+            self.lm_heads = nn.ModuleList(
+                nn.Linear(width, self.draft_vocab_size, bias=False) for _ in range(config.num_heads)
+            )
+        # Sorted target ids: the draft id of a token is its place here.
+        self.register_buffer("token_map", None if size is None else torch.arange(size))
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that the head can draft."""
+        return self.config.draft_vocab_size or self.target.vocab_size
+
+    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+        """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
+        if self.token_map is not None:
+            seen = int((token_counts_V > 0).sum())
+            if seen < self.draft_vocab_size:
+                raise ValueError(
+                    f"medusa draft_vocab_size {self.draft_vocab_size} is larger than the {seen} different answer "
+                    "tokens of the training data; choose a smaller one, or null for the whole vocabulary"
+                )
+            self.token_map.copy_(token_counts_V.topk(self.draft_vocab_size).indices.sort().values)
+        if self.config.lm_head == "own":
+            weight_VD = ends.lm_head.weight.detach()
+            rows = weight_VD if self.token_map is None else weight_VD[self.token_map.to(weight_VD.device)]
+            with torch.no_grad():
+                for lm_head in self.lm_heads:
+                    lm_head.weight.copy_(rows)
+
+    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+        """See `DraftHead.forward`; positions are flattened to the ones that count before any LM head runs."""
+        tokens_BT, mask_BT = features.tokens_BT, features.loss_mask_BT
+        time = tokens_BT.shape[1]
+        losses, counts, hits = [], [], []
+        for depth in range(min(self.max_depth, max(time - 2, 0))):
+            ahead = depth + 2
+            # valid_BT[:, t]: the tokens t + 1 .. t + ahead all belong to one answer
+            valid_BT = mask_BT.unfold(1, ahead, 1)[:, 1:].all(-1)
+            hidden_ND = features.last_BTD[:, : time - ahead][valid_BT]
+            labels_N = self._draft_labels(tokens_BT[:, ahead:][valid_BT])
+            lm_head = self._lm_head(depth, features.ends)
+            loss, hits_I = linear_cross_entropy(self.blocks[depth](hidden_ND), lm_head, labels_N, ranks)
+            losses.append(loss)
+            counts.append(valid_BT.sum())
+            hits.append(hits_I)
+        if not losses:
+            raise ValueError(f"sequences of {time} tokens are too short to train on; a Medusa head needs at least 3")
+        weights_K = torch.tensor([self.config.decay**i for i in range(len(losses))], device=tokens_BT.device)
+        losses_K = torch.stack(losses)
+        return HeadOutput((losses_K * weights_K).sum(), losses_K.detach(), torch.stack(counts), torch.stack(hits))
+
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int) -> MedusaState:
+        """See `DraftHead.begin`; nothing grows with the text, so nothing is allocated."""
+        return MedusaState(ends, depth=0, max_depth=max_depth)
+
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> MedusaState:
+        """See `DraftHead.observe`; only the last committed feature matters, and all heads run on it at once."""
+        rows = torch.arange(len(lengths_B), device=lengths_B.device)
+        last_BF = features_BAF[rows, lengths_B - 1]
+        logits = [self._lm_head(i, state.ends)(self.blocks[i](last_BF)) for i in range(state.max_depth)]
+        return MedusaState(state.ends, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
+
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, MedusaState]:
+        """See `DraftHead.expand`; logits_B1V, the same for every node of a depth."""
+        assert isinstance(state, MedusaState) and state.logits_BKV is not None
+        return state.logits_BKV[:, state.depth : state.depth + 1], replace(state, depth=state.depth + 1)
+
+    def server_config(self) -> dict[str, Any]:
+        """The keys of vLLM's `MedusaConfig`."""
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "truncated_vocab_size": self.draft_vocab_size,
+            "num_heads": self.config.num_heads,
+            "num_hidden_layers": self.config.num_layers,
+            "medusa_fc_bias": self.config.bias,
+            "original_lm_head": self.config.lm_head == "shared",
+        }
+
+    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
+        """See `DraftHead.target_tokens`."""
+        return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
+
+    def _lm_head(self, depth: int, ends: TargetEnds) -> nn.Module:
+        return ends.lm_head if self.config.lm_head == "shared" else self.lm_heads[depth]
+
+    def _draft_labels(self, tokens_N: Tensor) -> Tensor:
+        """Target ids as draft ids; -1 for tokens outside the draft vocabulary."""
+        if self.token_map is None:
+            return tokens_N
+        places = torch.searchsorted(self.token_map, tokens_N).clamp(max=self.draft_vocab_size - 1)
+        return torch.where(self.token_map[places] == tokens_N, places, -1)

@@ -1,0 +1,107 @@
+"""A preallocated KV cache with a length per row, for trees of tokens.
+
+Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
+in node order, and every query sees the whole capacity through its mask, so shapes change only when the capacity grows
+by a bucket. `keep` then moves the accepted nodes' entries together and the rest is forgotten by being overwritten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+BUCKET = 256
+"""Slots by which the capacity grows."""
+
+
+def bucketed(slots: int) -> int:
+    """The smallest capacity in whole buckets that holds `slots`."""
+    return -(-slots // BUCKET) * BUCKET
+
+
+class TreeCache(Cache):
+    """The cache of one `generate` call.
+
+    All layers live in two tensors [layers, batch, heads, capacity, head size], so that `keep` is four operations and
+    not four a layer. They are allocated at the first forward, when the model shows its shapes.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, device: torch.device) -> None:
+        super().__init__(layers=[_TreeLayer(self, i) for i in range(num_layers)])
+        self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.capacity = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+
+    def place(self, new_tokens: int, longest: int) -> None:
+        """Make room for `new_tokens` a row and direct the next forward's entries there.
+
+        Args:
+            new_tokens: tokens of every row in the next forward.
+            longest: length of the longest row; the host knows it, so the device need not be asked.
+        """
+        if longest + new_tokens > self.capacity:
+            grown = bucketed(longest + new_tokens) - self.capacity
+            self.capacity += grown
+            if self.keys is not None and self.values is not None:
+                self.keys = F.pad(self.keys, (0, 0, 0, grown))
+                self.values = F.pad(self.values, (0, 0, 0, grown))
+        self.slots_BN = self.lengths_B[:, None] + torch.arange(new_tokens, device=self.lengths_B.device)
+
+    def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
+        """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote."""
+        assert self.keys is not None and self.values is not None
+        accepted = path_BA.shape[1]
+        if accepted > 1:
+            source_BA = (self.lengths_B[:, None] + path_BA)[None, :, None, :, None]
+            target_BA = self.slots_BN[None, :, None, :accepted, None]
+            for states in (self.keys, self.values):
+                shape = (*states.shape[:3], accepted, states.shape[4])
+                states.scatter_(3, target_BA.expand(shape), states.gather(3, source_BA.expand(shape)))
+        self.lengths_B = self.lengths_B + lengths_B
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new entries and return the whole capacity; called by the model's attention."""
+        if self.keys is None or self.values is None:
+            self.keys = self._allocate(keys)
+            self.values = self._allocate(values)
+        index = self.slots_BN[:, None, :, None]
+        layer_keys, layer_values = self.keys[layer], self.values[layer]
+        layer_keys.scatter_(2, index.expand_as(keys), keys)
+        layer_values.scatter_(2, index.expand_as(values), values)
+        return layer_keys, layer_values
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        batch, heads, _, size = states.shape
+        return states.new_zeros(len(self.layers), batch, heads, self.capacity, size)
+
+
+class _TreeLayer(CacheLayerMixin):
+    """What transformers sees of one layer; everything is kept by the `TreeCache`."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.index = index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self.cache.write(self.index, key_states, value_states)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("a TreeCache allocates all layers at once")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.capacity, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and masks are always given, so nobody counts with it
+
+    def get_max_length(self) -> int:
+        return -1

@@ -1,0 +1,62 @@
+"""Which tree to draft: static shapes from measured acceptance.
+
+The expected number of accepted tokens of a static tree is the sum over its nodes of the probability that the path to
+them is accepted, taken as the product of a_{d,i}: how often the token at depth d is the head's i-th best. Adding the
+node with the largest product, again and again, gives the best tree of any size (Medusa, section 2.3.3).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from .tree import TreeShape
+
+DEFAULT_NODES = 16
+"""Nodes of a tree that nobody measured, the root counted: wider costs more than a forward of one token on a CPU."""
+
+
+def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> TreeShape:
+    """The static tree of a given size with the largest expected acceptance length.
+
+    Args:
+        accuracy_KI: at depth k (from 0), how often the true token is the head's i-th best.
+        nodes: size, the root counted.
+
+    Raises:
+        ValueError: fewer than one node.
+    """
+    if nodes < 1:
+        raise ValueError(f"a tree needs at least 1 node, its root, not {nodes}")
+    paths: list[tuple[int, ...]] = []
+    # Only a node's first child and its next sibling can be the best that is not yet in the tree. Ties go to the
+    # shallower node.
+    candidates = [(-accuracy_KI[0][0], 1, (0,))]
+    while candidates and len(paths) < nodes - 1:
+        value, depth, path = heapq.heappop(candidates)
+        paths.append(path)
+        ranks = accuracy_KI[depth - 1]
+        if path[-1] + 1 < len(ranks) and ranks[path[-1]] > 0:
+            sibling = value / ranks[path[-1]] * ranks[path[-1] + 1]
+            heapq.heappush(candidates, (sibling, depth, (*path[:-1], path[-1] + 1)))
+        if depth < len(accuracy_KI):
+            heapq.heappush(candidates, (value * accuracy_KI[depth][0], depth + 1, (*path, 0)))
+    return TreeShape.from_paths(paths)
+
+
+def expected_length(accuracy_KI: Sequence[Sequence[float]], shape: TreeShape) -> float:
+    """Tokens per round that `best_static_tree` expects of a shape, the bonus token counted."""
+    total = 1.0
+    for path in shape.paths:
+        product = 1.0
+        for depth, rank in enumerate(path):
+            product *= accuracy_KI[depth][rank]
+        total += product
+    return total
+
+
+def default_tree(max_depth: int, draft_vocab_size: int) -> TreeShape:
+    """A tree for a head whose acceptance was not measured: accuracies that fall by half per depth and rank."""
+    ranks = min(8, draft_vocab_size)
+    accuracy = [[0.5 * 0.8**depth * 0.5**rank for rank in range(ranks)] for depth in range(max_depth)]
+    return best_static_tree(accuracy, DEFAULT_NODES)

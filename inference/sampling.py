@@ -1,0 +1,65 @@
+"""Logits to scores and probabilities, by transformers' own processors, and the draws from them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..heads.base import wide
+
+
+PREFIX_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+"""Processors whose result depends on the logits alone, so that all nodes of a tree can be processed at once."""
+
+
+class Draw(Protocol):
+    """Where verifiers get their randomness, so that a test can enumerate instead of sampling."""
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One class per distribution: [..., V] to [...]."""
+
+
+class RandomDraw:
+    """Draws by inverting the cumulative distribution; from a `torch.Generator`, or the global one if None."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One class per distribution: [..., V] to [...]."""
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        uniform = torch.rand(
+            (*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=self.generator
+        )
+        # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
+        return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
+
+
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Refuse a processor that would need each node's own prefix.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for processor in processors:
+        if not isinstance(processor, PREFIX_FREE):
+            raise ValueError(
+                f"{type(processor).__name__} is not supported; choose from "
+                + ", ".join(kind.__name__ for kind in PREFIX_FREE)
+            )
+
+
+def process(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
+    """Scores of any number of distributions, [..., V] to [..., V] in at least float32."""
+    flat = wide(logits).reshape(-1, logits.shape[-1])
+    no_prefix = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
+    return torch.as_tensor(processors(no_prefix, flat)).reshape(logits.shape)

@@ -1,0 +1,103 @@
+"""Acceptance statistics by one definition, used while training, decoding and benchmarking.
+
+    acceptance length tau    tokens emitted per round, the bonus token counted; the prefill and its token left out,
+                             the last round counting what is returned
+    acceptance rate, depth d how often the accepted path reaches depth d + 1, given that it reached d
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One row's part in one round."""
+
+    accepted: int
+    """Drafted tokens that the verifier accepted."""
+    returned: int
+    """Tokens that were returned to the user: accepted + 1, or fewer in a row's last round."""
+
+
+@dataclass
+class Stats:
+    """What one or more generations did: `rows[i]` holds the rounds of one prompt."""
+
+    rows: list[list[RoundRecord]] = field(default_factory=list)
+    max_depth: int = 0
+    """Depth of the draft trees."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock time by part of the work: prefill, draft, target, verify, rest."""
+
+    @property
+    def rounds(self) -> int:
+        """Speculation rounds, summed over rows."""
+        return sum(map(len, self.rows))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that rounds returned; the prefill's token is not one of them."""
+        return sum(record.returned for row in self.rows for record in row)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round; NaN without a round."""
+        return self.tokens / self.rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance_length_interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the acceptance length.
+
+        A ratio estimate over clusters: rows (prompts) if there are several, since rounds of one text resemble each
+        other; else rounds. NaN with fewer than two clusters.
+        """
+        clusters = [(sum(record.returned for record in row), len(row)) for row in self.rows if row]
+        if len(clusters) == 1:
+            clusters = [(record.returned, 1) for row in self.rows for record in row]
+        count, mean = len(clusters), self.acceptance_length
+        if count < 2:
+            return float("nan"), float("nan")
+        squares = sum((tokens - mean * rounds) ** 2 for tokens, rounds in clusters)
+        half = 1.96 * (squares * count / (count - 1)) ** 0.5 / self.rounds
+        return mean - half, mean + half
+
+    @property
+    def acceptance_rate_by_depth(self) -> list[float]:
+        """For each depth from the root on; NaN where no path came that far.
+
+        A row's last round may return fewer tokens than were accepted: it counts for the depths that were returned,
+        and says nothing of the next.
+        """
+        reached, went_on = [0] * self.max_depth, [0] * self.max_depth
+        for record in (record for row in self.rows for record in row):
+            successes = min(record.accepted, record.returned)
+            cut = record.returned <= record.accepted
+            for depth in range(self.max_depth):
+                reached[depth] += depth < successes or (depth == successes and not cut)
+                went_on[depth] += depth < successes
+        return [hits / tries if tries else float("nan") for hits, tries in zip(went_on, reached, strict=True)]
+
+    @classmethod
+    def merged(cls, parts: Iterable[Stats]) -> Stats:
+        """The statistics of several generations together."""
+        whole = cls()
+        for part in parts:
+            whole.rows.extend(part.rows)
+            whole.max_depth = max(whole.max_depth, part.max_depth)
+            for name, seconds in part.seconds.items():
+                whole.seconds[name] = whole.seconds.get(name, 0.0) + seconds
+        return whole
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `seconds[name]`.
+
+        On a GPU this is the time to launch the work, except for the part that waits for its result.
+        """
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

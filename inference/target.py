@@ -1,0 +1,271 @@
+"""The frozen model: an unmodified Hugging Face causal LM, asked for logits and features at trees of tokens.
+
+A 4-D mask, explicit positions and our own cache are all that a decoder with `position_ids` needs.
+
+Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width of the chosen layers side by side.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..heads import TargetEnds, TargetInfo
+from .cache import TreeCache
+from .rounds import TargetOutput
+from .tree import DraftTree
+
+PACKAGE = "package:"
+"""Prefix of a target that lies as a GGUF file in an installed Python package."""
+
+
+class Target:
+    """A causal LM that is never trained and never changed."""
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        """Wrap a loaded model.
+
+        Raises:
+            ValueError: an architecture that cannot be asked for trees, with the reason.
+        """
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.name = name or str(model.config._name_or_path or type(model).__name__)
+        self.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
+        self.attention_kinds = _attention_kinds(model)
+        self.ends = TargetEnds(model.get_input_embeddings(), model.get_output_embeddings())
+        self.info = TargetInfo(
+            name=self.name,
+            hidden_size=self.config.hidden_size,
+            vocab_size=self.ends.lm_head.weight.shape[0],
+            num_layers=self.config.num_hidden_layers,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path | PreTrainedModel,
+        dtype: torch.dtype | str = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+    ) -> Target:
+        """Load a target.
+
+        Args:
+            source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
+                model that is loaded already.
+            dtype: of the weights; "auto" takes the checkpoint's own (float32 for GGUF).
+            device: where to; None for the first GPU, or the CPU.
+            revision: of a Hub id.
+
+        Raises:
+            ValueError: nothing to load at `source`, or an architecture that cannot be asked for trees.
+        """
+        if isinstance(source, PreTrainedModel):
+            return cls(source)
+        folder, gguf = locate(source)
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.float32 if gguf and dtype == "auto" else dtype
+        packing = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=gguf, dtype=chosen, revision=revision, **packing
+            )
+        except OSError as error:
+            raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+        return cls(model.to(where), str(source))
+
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        """Refuse feature layers that the model does not show.
+
+        Raises:
+            ValueError: naming the layer and the valid range.
+        """
+        last = self.info.num_layers - 2
+        for layer in layers:
+            if not -1 <= layer <= last:
+                raise ValueError(
+                    f"feature layer {layer} is out of range for {self.name!r} with {self.info.num_layers} blocks; "
+                    f"choose from 0 to {last} for a block's output, or -1 for the state after the final norm"
+                )
+
+    def new_cache(self, batch_size: int) -> TreeCache:
+        """An empty cache for this model."""
+        return TreeCache(self.info.num_layers, batch_size, self.device)
+
+    def prefill(
+        self, tokens_BT: Tensor, lengths_B: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Read right-padded prompts into an empty cache.
+
+        Args:
+            tokens_BT: the prompts.
+            lengths_B: tokens of each that are no padding.
+            longest: the largest of them.
+            cache: is left with `lengths_B` committed tokens.
+            layers: whose features are wanted.
+
+        Returns:
+            logits_BV after each row's last token, and features_BTF of all tokens.
+        """
+        assert longest == tokens_BT.shape[1]
+        positions_BT = torch.arange(longest, device=self.device).expand_as(tokens_BT)
+        cache.place(longest, 0)
+        slots_S = torch.arange(cache.capacity, device=self.device)
+        visible_BTS = (slots_S <= positions_BT[..., None]).expand(len(tokens_BT), -1, -1)
+        last_U, which_B = torch.unique(lengths_B - 1, return_inverse=True)
+        output = self._forward(tokens_BT, positions_BT, slots_S.expand(len(tokens_BT), -1), visible_BTS, cache, layers, last_U)
+        cache.keep(positions_BT, lengths_B)
+        rows = torch.arange(len(tokens_BT), device=self.device)
+        return output.logits_BNV[rows, which_B], output.features_BNF
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        """One forward over all nodes; each sees the cache's committed tokens and its own path.
+
+        The nodes' entries are in the cache afterwards, but not committed: `cache.keep` does that.
+        """
+        nodes = tree.tokens_BN.shape[1]
+        cache.place(nodes, longest)
+        lengths_B1 = cache.lengths_B[:, None]
+        slots_S = torch.arange(cache.capacity, device=self.device)
+        committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, nodes, -1)
+        node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
+        is_node_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + nodes)
+        on_path_BNS = tree.ancestors_BNN.gather(2, node_of_slot_BS[:, None].expand(-1, nodes, -1))
+        visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
+        positions_BN = lengths_B1 + tree.depths_BN
+        slot_positions_BS = torch.where(
+            is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S
+        )
+        return self._forward(tree.tokens_BN, positions_BN, slot_positions_BS, visible_BNS, cache, layers, 0)
+
+    @torch.no_grad()
+    def read(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Features of whole right-padded sequences, without a cache: what training needs.
+
+        Returns:
+            features_BTF of `layers`, and last_BTD, the states after the final norm.
+        """
+        output = self.model(
+            input_ids=tokens_BT,
+            use_cache=False,
+            logits_to_keep=1,
+            output_hidden_states=self._indices((*layers, -1)),
+        )
+        return self._features(output.hidden_states, layers), output.hidden_states[self.info.num_layers]
+
+    def _forward(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        slot_positions_BS: Tensor,
+        visible_BNS: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> TargetOutput:
+        output = self.model(
+            input_ids=tokens_BN,
+            attention_mask=self._masks(positions_BN, slot_positions_BS, visible_BNS),
+            # Nodes past the last position can never be returned; they only must not break an embedding table.
+            position_ids=positions_BN.clamp(max=self.max_positions - 1),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=self._indices(layers) or False,
+        )
+        return TargetOutput(output.logits, self._features(output.hidden_states, layers, tokens_BN))
+
+    def _masks(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Any:
+        """The additive 4-D mask, or one for each kind of attention where a model alternates between them."""
+        masks = {}
+        for kind in self.attention_kinds:
+            seen_BNS = visible_BNS
+            if kind == "sliding_attention":
+                window = self.config.sliding_window
+                seen_BNS = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
+            hidden = torch.finfo(self.dtype).min
+            masks[kind] = torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, hidden)[:, None]
+        return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
+
+    def _indices(self, layers: tuple[int, ...]) -> list[int]:
+        """Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1."""
+        return sorted({self._index(layer) for layer in layers})
+
+    def _index(self, layer: int) -> int:
+        return self.info.num_layers if layer == -1 else layer + 1
+
+    def _features(self, hidden_states: Any, layers: tuple[int, ...], tokens_BN: Tensor | None = None) -> Tensor:
+        if not layers:
+            assert tokens_BN is not None
+            return torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
+        return torch.cat([hidden_states[self._index(layer)] for layer in layers], dim=-1)
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target, from the same places as `Target.from_pretrained`.
+
+    Raises:
+        ValueError: nothing to load at `source`.
+    """
+    folder, gguf = locate(source)
+    try:
+        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {str(source)!r}: {error}") from error
+
+
+def locate(source: str | Path) -> tuple[str, str | None]:
+    """Where a target lies: a folder or Hub id, and the name of a GGUF file in it or None.
+
+    Raises:
+        ValueError: a package or file that is not there, or a package with no or several GGUF files.
+    """
+    text = str(source)
+    if text.startswith(PACKAGE):
+        return _gguf_of_package(text.removeprefix(PACKAGE))
+    if text.endswith(".gguf"):
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"no GGUF file at {text!r}")
+        return str(path.parent), path.name
+    return text, None
+
+
+def _gguf_of_package(package: str) -> tuple[str, str]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one")
+    return str(folder), files[0]
+
+
+def _attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
+    """Which masks the model's layers need: full_attention, sliding_attention or both."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        sliding = getattr(config, "sliding_window", None) is not None
+        return ("sliding_attention",) if sliding else ("full_attention",)
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"{name} has layers of kind {unknown[0]!r}; a target's layers must be full_attention or sliding_attention"
+        )
+    return tuple(sorted(set(layer_types)))

@@ -1,0 +1,150 @@
+"""Draft trees: the tokens that a forward checks at once, and the shapes that static trees are drawn in.
+
+Letters in tensor names: B batch, N nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The guesses of one round: node 0 is the root, the newest token, which is not yet in the cache."""
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    """parents[0] is -1 and parents[i] < i; siblings stand in draw order."""
+    sizes_B: Tensor
+    """Nodes beyond a row's size are padding and never match."""
+    max_depth: int
+    """Number of tokens on the longest path that any row may hold, the root not counted."""
+    origin: Literal["picked", "independent", "without_replacement"] = "picked"
+    """How children came about, which decides the verifiers that are exact for them."""
+    draft_probs_BNV: Tensor | None = None
+    """At node n: what the children of n were drawn from; None if they were picked."""
+
+    @cached_property
+    def ancestors_BNN(self) -> Tensor:
+        """True at [b, n, m] where m lies on the path from the root to n, both included.
+
+        Path lengths double with each squaring of "is my parent or myself", so log2(depth) products reach the root.
+        """
+        nodes = self.tokens_BN.shape[1]
+        myself = torch.eye(nodes, dtype=torch.bool, device=self.tokens_BN.device)
+        reach = (F.one_hot(self.parents_BN.clamp(min=0), nodes).bool() | myself).float()
+        for _ in range(self.max_depth.bit_length()):
+            reach = (reach @ reach).clamp(max=1)
+        return reach > 0
+
+    @cached_property
+    def depths_BN(self) -> Tensor:
+        """Distance from the root."""
+        return self.ancestors_BNN.sum(-1) - 1
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A static tree: every node is named by ranks, [0, 2] being the third-best child of the root's best child."""
+
+    paths: tuple[tuple[int, ...], ...]
+    """All nodes but the root, sorted by depth and then by ranks."""
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
+        """Check and sort.
+
+        Raises:
+            ValueError: a repeated path, a negative rank, or a path whose parent is missing; named.
+        """
+        nodes = [tuple(path) for path in paths]
+        known = {(), *nodes}
+        for path in nodes:
+            if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
+                raise ValueError(f"tree path {list(path)} must hold at least one rank, each an integer from 0")
+            if path[:-1] not in known:
+                raise ValueError(f"tree path {list(path)} has no parent {list(path[:-1])} in the tree")
+        if len(known) != len(nodes) + 1:
+            raise ValueError("a tree path stands twice: " + str(next(list(p) for p in nodes if nodes.count(p) > 1)))
+        return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
+
+    @classmethod
+    def chain(cls, length: int) -> TreeShape:
+        """The best guess at each depth: what most servers run."""
+        return cls.from_paths([[0] * depth for depth in range(1, length + 1)])
+
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        """`chain:4`, `root` (no guesses), or a JSON file of paths such as [[0], [1], [0, 0]].
+
+        Raises:
+            ValueError: none of these.
+        """
+        kind, _, length = text.partition(":")
+        if kind == "root":
+            return cls(())
+        if kind == "chain" and length.isdigit():
+            return cls.chain(int(length))
+        if Path(text).is_file():
+            return cls.from_paths(json.loads(Path(text).read_text(encoding="utf-8")))
+        raise ValueError(f"unknown tree {text!r}; choose from auto, root, chain:LENGTH, or a JSON file of paths")
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root counted."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path, the root not counted."""
+        return max(map(len, self.paths), default=0)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """For every node, the root first: the index of its parent."""
+        index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
+        return (-1, *(index[path[:-1]] for path in self.paths))
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """What has to be expanded at each depth, from the root on."""
+        levels: list[Level] = []
+        frontier: list[tuple[int, ...]] = [()]
+        for depth in range(1, self.depth + 1):
+            children = [path for path in self.paths if len(path) == depth]
+            width = 1 + max(path[-1] for path in children)
+            picks = tuple(frontier.index(path[:-1]) * width + path[-1] for path in children)
+            expanded = [path for path in children if any(node[:-1] == path for node in self.paths)]
+            levels.append(
+                Level(
+                    width=width,
+                    picks=picks,
+                    frontier=tuple(children.index(path) for path in expanded),
+                    parents=tuple(frontier.index(path[:-1]) for path in expanded),
+                )
+            )
+            frontier = expanded
+        return tuple(levels)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One depth of a `TreeShape`: which of a frontier's best tokens become nodes, and which nodes are expanded."""
+
+    width: int
+    """How many best tokens of each frontier node are looked at."""
+    picks: tuple[int, ...]
+    """For each node of this depth: frontier index * width + rank."""
+    frontier: tuple[int, ...]
+    """Which nodes of this depth have children, as indices into `picks`."""
+    parents: tuple[int, ...]
+    """For each of those: the index of its parent in the frontier that this level was picked from."""

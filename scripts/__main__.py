@@ -1,0 +1,35 @@
+"""headstart COMMAND: data, train, generate, bench, demo."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from headstart.scripts.command import run
+
+COMMANDS = {
+    "data": "make conversations: the model writes prompts, or answers given ones",
+    "train": "train a draft head on a frozen model",
+    "generate": "answer a prompt with a head, streaming",
+    "bench": "compare stock generate, the plain engine and speculation on the same prompts",
+    "demo": "all of it on a small real model, in some minutes",
+}
+
+
+def main() -> None:
+    """Dispatch to one of the commands."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: headstart COMMAND [OPTIONS]\n\ncommands:")
+        for name, purpose in COMMANDS.items():
+            print(f"  {name:<10} {purpose}")
+        print("\nheadstart COMMAND --help tells a command's options.")
+        return
+    if arguments[0] not in COMMANDS:
+        print(f"error: unknown command {arguments[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    run(importlib.import_module(f"headstart.scripts.{arguments[0]}").main, arguments[1:])
+
+
+if __name__ == "__main__":
+    main()

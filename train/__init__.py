@@ -1,0 +1,1 @@
+"""What learns: conversations, features, the training loop, evaluation."""

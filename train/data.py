@@ -1,0 +1,249 @@
+"""Conversations to token batches: reading, the chat template, the loss mask, the order.
+
+A conversation is {"messages": [{"role": ..., "content": ...}, ...]}. The loss mask covers exactly what the assistant
+wrote: from the first token after the generation prompt to the end-of-turn token, both included, in every turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from datasets.exceptions import DatasetNotFoundError
+from torch import Tensor
+from torch.utils.data import BatchSampler
+from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence to train on."""
+
+    tokens: list[int]
+    loss_mask: list[bool]
+    """True where the assistant wrote the token."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences. B batch, T time."""
+
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+
+
+def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """The conversations of a JSONL file or a Hub data set.
+
+    Args:
+        source: a file, or NAME or NAME:SPLIT on the Hub (SPLIT is train if not given).
+        limit: read only so many.
+
+    Raises:
+        ValueError: nothing at `source`, or something in it that is no conversation, with file and line number.
+    """
+    if source.endswith((".jsonl", ".json")) or Path(source).exists():
+        return _read_jsonl(Path(source), limit)
+    name, _, split = source.partition(":")
+    try:
+        rows = load_dataset(name, split=split or "train")
+    except (DatasetNotFoundError, OSError, ValueError) as error:
+        raise ValueError(f"no conversations at {source!r}: neither a file nor a Hub data set: {error}") from error
+    chosen = rows if limit is None else rows.select(range(min(limit, len(rows))))
+    return [check_conversation(dict(row), f"{source}, row {i}") for i, row in enumerate(chosen)]
+
+
+def check_conversation(row: Any, where: str) -> dict[str, Any]:
+    """Return `row` if it is a conversation.
+
+    Raises:
+        ValueError: naming `where` and what is wrong.
+    """
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f"{where}: message {i} needs a 'role' and a 'content' text")
+        if message.get("role") not in ROLES:
+            raise ValueError(f"{where}: message {i} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
+    return dict(row)
+
+
+def encode(
+    conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], max_length: int
+) -> list[Example]:
+    """A conversation as sequences of tokens with their loss masks.
+
+    One sequence, if the chat template renders earlier turns the same once later ones follow. Some templates do not
+    (they drop the reasoning of earlier turns): then one sequence per answer, each rendered as it was when the
+    assistant wrote it.
+
+    Args:
+        conversation: see the module's docstring. `"finished": false` says that the last answer was cut off, so that
+            its end-of-turn token is the template's and not the assistant's.
+        tokenizer: with a chat template.
+        eos: ids of the tokens that end a turn.
+        max_length: tokens after which a sequence is cut.
+
+    Raises:
+        ValueError: a template whose answers do not start where its generation prompt ends.
+    """
+    messages = conversation["messages"]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        return []
+    spans: list[tuple[int, int]] = []
+    texts: list[str] = []
+    for turn in turns:
+        prompt = render(tokenizer, messages[:turn], add_generation_prompt=True)
+        text = render(tokenizer, messages[: turn + 1])
+        if not text.startswith(prompt):
+            raise ValueError(
+                "the chat template does not continue its own generation prompt with the answer, so the assistant's "
+                f"tokens cannot be told apart: {prompt[-60:]!r} is followed by {text[len(prompt) - 60 :][:60]!r}"
+            )
+        spans.append((len(prompt), len(text)))
+        texts.append(text)
+    cut_off = conversation.get("finished") is False
+    if all(texts[-1].startswith(text) for text in texts):
+        groups = [(texts[-1], spans)]
+    else:
+        groups = [(text, [span]) for text, span in zip(texts, spans, strict=True)]
+    examples = [
+        _encode_text(text, marked, tokenizer, eos, cut_off and text is texts[-1]) for text, marked in groups
+    ]
+    cut = [Example(example.tokens[:max_length], example.loss_mask[:max_length]) for example in examples]
+    return [example for example in cut if any(example.loss_mask)]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool = False
+) -> str:
+    """Messages as the text that the model sees."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert isinstance(text, str)
+    return text
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a tokenizer from which no loss mask can be made.
+
+    Raises:
+        ValueError: no chat template, or no character offsets.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it")
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer of {name!r} gives no character offsets; a fast tokenizer is needed")
+
+
+def split_held_out(examples: list[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Shuffle once and set a share aside, at least one example.
+
+    Raises:
+        ValueError: fewer than two examples.
+    """
+    if len(examples) < 2:
+        raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    held_out = max(1, round(share * len(examples)))
+    return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
+
+
+def count_answer_tokens(examples: list[Example], vocab_size: int) -> Tensor:
+    """How often each token is an answer token: counts_V."""
+    tokens = [token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own]
+    return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
+
+
+def collate(examples: list[Example]) -> Batch:
+    """Pad on the right; padding is no answer, and a causal model's earlier tokens never see it."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    return Batch(
+        pad([torch.tensor(example.tokens) for example in examples], batch_first=True),
+        pad([torch.tensor(example.loss_mask) for example in examples], batch_first=True),
+    )
+
+
+class LengthGroupedBatches(BatchSampler):
+    """Shuffled batches of similar lengths, the same for the same seed and epoch.
+
+    The examples are shuffled, sorted by length within windows of `WINDOW` batches, cut into batches, and the batches
+    shuffled: little padding, and every epoch another order.
+    """
+
+    WINDOW = 32
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int) -> None:
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.drop_last = False
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        span = self.WINDOW * self.batch_size
+        windows = [sorted(order[i : i + span], key=lambda j: self.lengths[j]) for i in range(0, len(order), span)]
+        batches = [
+            window[i : i + self.batch_size] for window in windows for i in range(0, len(window), self.batch_size)
+        ]
+        for i in torch.randperm(len(batches), generator=generator).tolist():
+            yield batches[i]
+
+
+def _read_jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"no conversations at {str(path)!r}: the file does not exist")
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8", newline="\n") as file:  # newline: U+2028 and the like end no line
+        for number, line in enumerate(file, start=1):
+            if limit is not None and len(rows) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+            rows.append(check_conversation(row, f"{path}, line {number}"))
+    return rows
+
+
+def _encode_text(
+    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], cut_off: bool
+) -> Example:
+    """Tokenize a rendered conversation and mark the tokens that start within an answer's span of characters.
+
+    A span runs to the end of what the template adds after the answer. What the assistant itself wrote ends with the
+    end-of-turn token, so everything behind that is unmarked.
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens: list[int] = list(encoded["input_ids"])
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    mask = [False] * len(tokens)
+    for number, (first, last) in enumerate(spans):
+        inside = [i for i, start in enumerate(starts) if first <= start < last]
+        ends = [i for i in inside if tokens[i] in eos]
+        if ends:
+            is_cut = cut_off and number == len(spans) - 1
+            inside = [i for i in inside if i < ends[0] or (i == ends[0] and not is_cut)]
+        for i in inside:
+            mask[i] = True
+    return Example(tokens, mask)

@@ -1,0 +1,110 @@
+"""How good a head is: teacher-forced accuracy by rank, and real acceptance through the decoder itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..heads import DraftHead
+from ..inference import SpeculativeLM, Stats, Target, TreeShape
+from ..inference.planning import best_static_tree
+from .config import EvalConfig
+from .data import Example, collate
+from .features import online_features
+
+RANKS = 10
+"""How many of a head's best tokens are counted; a node of a calibrated tree has at most so many children."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation found."""
+
+    loss_K: list[float]
+    """Teacher-forced loss per depth, in nats per token."""
+    accuracy_KI: list[list[float]]
+    """At each depth, how often the true token is the head's i-th best."""
+    shape: TreeShape
+    """The best static tree for these accuracies."""
+    trees: dict[str, Stats]
+    """Real greedy acceptance on held-out prompts: with a chain as deep as the head, and with `shape`."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """With the static tree: what the best checkpoint is chosen by."""
+        return self.trees["tree"].acceptance_length
+
+    def measured(self, config: EvalConfig) -> dict[str, Any]:
+        """For a checkpoint and its model card."""
+        depth = len(self.accuracy_KI)
+        nodes = {"chain": depth + 1, "tree": self.shape.size}
+        return {
+            "prompts": len(self.trees["tree"].rows),
+            "new_tokens": config.new_tokens,
+            "accuracy": self.accuracy_KI,
+            "trees": {name: {"nodes": nodes[name], **summary(stats)} for name, stats in self.trees.items()},
+        }
+
+
+def evaluate(target: Target, head: DraftHead, held_out: list[Example], config: EvalConfig) -> Evaluation:
+    """Measure a head on conversations that it was not trained on.
+
+    The head is copied to the target's dtype first: that is how it will be used.
+    """
+    served = copy.deepcopy(head).to(target.dtype).eval()
+    loss_K, accuracy_KI = teacher_forced(target, served, held_out[: config.conversations])
+    shape = best_static_tree(accuracy_KI, config.nodes)
+    chain = TreeShape.chain(len(accuracy_KI))
+    prompts = [prompt_of(example) for example in held_out[: config.prompts]]
+    trees = {
+        name: real_acceptance(target, served, tree, prompts, config.new_tokens)
+        for name, tree in (("chain", chain), ("tree", shape))
+    }
+    return Evaluation(loss_K, accuracy_KI, shape, trees)
+
+
+@torch.no_grad()
+def teacher_forced(
+    target: Target, head: DraftHead, examples: list[Example], batch_size: int = 8
+) -> tuple[list[float], list[list[float]]]:
+    """Loss per depth, and accuracy per depth and rank, over conversations."""
+    losses, counts, hits = torch.zeros(head.max_depth), torch.zeros(head.max_depth), torch.zeros(head.max_depth, RANKS)
+    for start in range(0, len(examples), batch_size):
+        batch = collate(examples[start : start + batch_size])
+        output = head(online_features(target, head, batch, target.dtype), ranks=RANKS)
+        depths = len(output.counts_K)
+        losses[:depths] += output.losses_K.cpu()
+        counts[:depths] += output.counts_K.cpu()
+        hits[:depths] += output.hits_KI.cpu()
+    counts = counts.clamp(min=1)
+    return (losses / counts).tolist(), (hits / counts[:, None]).tolist()
+
+
+def real_acceptance(
+    target: Target, head: DraftHead, tree: TreeShape, prompts: list[Tensor], new_tokens: int
+) -> Stats:
+    """Answer prompts greedily with the head, all in one batch."""
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
+    input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
+    return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False).stats
+
+
+def prompt_of(example: Example) -> Tensor:
+    """The tokens before the first answer."""
+    return torch.tensor(example.tokens[: example.loss_mask.index(True)])
+
+
+def summary(stats: Stats) -> dict[str, Any]:
+    """Acceptance statistics as plain numbers."""
+    return {
+        "acceptance_length": stats.acceptance_length,
+        "interval": list(stats.acceptance_length_interval),
+        "acceptance_rate_by_depth": stats.acceptance_rate_by_depth,
+        "rounds": stats.rounds,
+    }
