@@ -1,4 +1,4 @@
-"""Is the installed wheel whole? Run with its environment's Python, away from the repository: check_wheel.py REPOSITORY."""
+"""Is the installed wheel whole? Run by its environment's Python, elsewhere: check_wheel.py REPOSITORY."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ modules = 0
 for name in ("heads", "inference", "train", "scripts"):
     package = importlib.import_module(f"headstart.{name}")
     installed = Path(package.__file__).resolve().parent
-    assert not installed.is_relative_to(repository), f"headstart.{name} came from {installed}, not from the wheel"
+    assert not installed.is_relative_to(repository), f"{package.__name__} is {installed}, not the wheel's"
     wanted = {path.relative_to(repository / name) for path in (repository / name).rglob("*.py")}
     missing = sorted(str(path) for path in wanted if not (installed / path).is_file())
     assert not missing, f"the wheel's headstart.{name} lacks {', '.join(missing)}; packages must stay flat"

@@ -55,7 +55,7 @@ class TargetEnds:
 
     embed: Callable[[Tensor], Tensor]
     """Token ids to vectors of width D."""
-    lm_head: nn.Module
+    lm_head: nn.Linear
     """Final-norm states of width D to logits over V."""
 
 
@@ -135,9 +135,7 @@ class DraftHead(nn.Module, ABC):
         """An empty draft state, preallocated for `capacity` tokens a row and `max_depth` expansions a round."""
 
     @abstractmethod
-    def observe(
-        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
-    ) -> DraftState:
+    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
         """Take in the tokens that were committed: the feature at position t with the token at t + 1.
 
         Called with the whole prompt after the prefill and with the accepted path after every round. Rows commit

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -101,7 +101,7 @@ def load_head(
     return head.to(dtype=dtype) if dtype else head, facts
 
 
-class new_folder:  # noqa: N801 - a context manager that reads as a verb
+class new_folder:
     """A folder that appears whole or not at all: written beside its final place under another name, then renamed."""
 
     def __init__(self, final: str | Path) -> None:

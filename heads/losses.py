@@ -16,7 +16,11 @@ from .base import wide
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, lm_head: Callable[[Tensor], Tensor], labels_N: Tensor, ranks: int = 1, chunk: int = 1024
+    hidden_ND: Tensor,
+    lm_head: Callable[[Tensor], Tensor],
+    labels_N: Tensor,
+    ranks: int = 1,
+    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy of `lm_head(hidden)` against labels, and how often the label is the i-th best.
 

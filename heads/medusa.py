@@ -87,7 +87,9 @@ class MedusaHead(DraftHead):
         super().__init__(config, target)
         size, width = config.draft_vocab_size, target.hidden_size
         if size is not None and size > target.vocab_size:
-            raise ValueError(f"medusa draft_vocab_size {size} is larger than the target's vocabulary {target.vocab_size}")
+            raise ValueError(
+                f"medusa draft_vocab_size {size} is larger than the target's vocabulary {target.vocab_size}"
+            )
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         self.blocks = nn.ModuleList(

@@ -28,7 +28,7 @@ from .rounds import Drafter, Prefill, Round, Verdict
 from .sampling import Draw, RandomDraw, check_processors, process
 from .stats import RoundRecord, Stats
 from .target import Target
-from .tree import DraftTree, TreeShape
+from .tree import TreeShape
 from .verify import VERIFIERS, Verifier
 
 
@@ -155,9 +155,7 @@ class SpeculativeLM:
         ) -> GenerateOutput:
             # transformers passes parameters named here twice, hence the mask among the rest
             mask = inputs["attention_mask"]
-            return self._decode(
-                input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer
-            )
+            return self._decode(input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer)
 
         output = self.target.model.generate(
             input_ids,
@@ -262,7 +260,12 @@ class _Written:
     """The host's side of the loop: what each row has written, when it ends, and who is told."""
 
     def __init__(
-        self, lengths: list[int], new_tokens: int, eos: frozenset[int], device: torch.device, streamer: Streamer | None
+        self,
+        lengths: list[int],
+        new_tokens: int,
+        eos: frozenset[int],
+        device: torch.device,
+        streamer: Streamer | None,
     ) -> None:
         self.lengths = lengths
         """Committed tokens of each row, as in the cache."""
@@ -320,7 +323,9 @@ class _Written:
         return counts
 
 
-def _shape(tree: str | Sequence[Sequence[int]] | TreeShape, saved: list[list[int]] | None, head: DraftHead) -> TreeShape:
+def _shape(
+    tree: str | Sequence[Sequence[int]] | TreeShape, saved: list[list[int]] | None, head: DraftHead
+) -> TreeShape:
     if isinstance(tree, TreeShape):
         return tree
     if not isinstance(tree, str):
@@ -337,5 +342,7 @@ def _eos_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
         if isinstance(criterion, EosTokenCriteria):
             tokens.update(criterion.eos_token_id.tolist())
         elif not isinstance(criterion, MaxLengthCriteria):
-            raise ValueError(f"{type(criterion).__name__} is not supported; choose from EosTokenCriteria, MaxLengthCriteria")
+            raise ValueError(
+                f"{type(criterion).__name__} is not supported; choose from EosTokenCriteria, MaxLengthCriteria"
+            )
     return frozenset(tokens)

@@ -52,7 +52,10 @@ class StaticTree:
         device = prompt.tokens_BT.device
         self._parents_N = torch.tensor(self.shape.parents, device=device)
         self._levels = [
-            tuple(torch.tensor(index, dtype=torch.int64, device=device) for index in (level.picks, level.frontier, level.parents))
+            tuple(
+                torch.tensor(index, dtype=torch.int64, device=device)
+                for index in (level.picks, level.frontier, level.parents)
+            )
             for level in self.shape.levels
         ]
         batch, capacity = prompt.tokens_BT.shape

@@ -31,7 +31,7 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
     paths: list[tuple[int, ...]] = []
     # Only a node's first child and its next sibling can be the best that is not yet in the tree. Ties go to the
     # shallower node.
-    candidates = [(-accuracy_KI[0][0], 1, (0,))]
+    candidates: list[tuple[float, int, tuple[int, ...]]] = [(-accuracy_KI[0][0], 1, (0,))]
     while candidates and len(paths) < nodes - 1:
         value, depth, path = heapq.heappop(candidates)
         paths.append(path)

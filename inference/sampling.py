@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from ..heads.base import wide
-
 
 PREFIX_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 """Processors whose result depends on the logits alone, so that all nodes of a tree can be processed at once."""
@@ -37,9 +36,7 @@ class RandomDraw:
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution: [..., V] to [...]."""
         cumulative = probs.cumsum(-1, dtype=torch.float64)
-        uniform = torch.rand(
-            (*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=self.generator
-        )
+        uniform = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=self.generator)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
         return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
 
@@ -61,5 +58,5 @@ def check_processors(processors: LogitsProcessorList) -> None:
 def process(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """Scores of any number of distributions, [..., V] to [..., V] in at least float32."""
     flat = wide(logits).reshape(-1, logits.shape[-1])
-    no_prefix = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
-    return torch.as_tensor(processors(no_prefix, flat)).reshape(logits.shape)
+    no_prefix: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
+    return cast(Tensor, processors(no_prefix, flat)).reshape(logits.shape)

@@ -1,8 +1,8 @@
 """Acceptance statistics by one definition, used while training, decoding and benchmarking.
 
-    acceptance length tau    tokens emitted per round, the bonus token counted; the prefill and its token left out,
-                             the last round counting what is returned
-    acceptance rate, depth d how often the accepted path reaches depth d + 1, given that it reached d
+acceptance length tau    tokens emitted per round, the bonus token counted; the prefill and its token left out,
+                         the last round counting what is returned
+acceptance rate, depth d how often the accepted path reaches depth d + 1, given that it reached d
 """
 
 from __future__ import annotations

@@ -10,11 +10,17 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..heads import TargetEnds, TargetInfo
 from .cache import TreeCache
@@ -41,7 +47,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = _attention_kinds(model)
-        self.ends = TargetEnds(model.get_input_embeddings(), model.get_output_embeddings())
+        self.ends = TargetEnds(model.get_input_embeddings(), cast(torch.nn.Linear, model.get_output_embeddings()))
         self.info = TargetInfo(
             name=self.name,
             hidden_size=self.config.hidden_size,
@@ -81,7 +87,14 @@ class Target:
             )
         except OSError as error:
             raise ValueError(f"no target model at {str(source)!r}: {error}") from error
-        return cls(model.to(where), str(source))
+        return cls(cast(PreTrainedModel, cast(torch.nn.Module, model).to(where)), str(source))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens at which the model's generation config ends a text."""
+        configured = self.model.generation_config.eos_token_id
+        listed = configured if isinstance(configured, list) else [configured]
+        return frozenset(token for token in listed if token is not None)
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Refuse feature layers that the model does not show.
@@ -122,7 +135,9 @@ class Target:
         slots_S = torch.arange(cache.capacity, device=self.device)
         visible_BTS = (slots_S <= positions_BT[..., None]).expand(len(tokens_BT), -1, -1)
         last_U, which_B = torch.unique(lengths_B - 1, return_inverse=True)
-        output = self._forward(tokens_BT, positions_BT, slots_S.expand(len(tokens_BT), -1), visible_BTS, cache, layers, last_U)
+        output = self._forward(
+            tokens_BT, positions_BT, slots_S.expand(len(tokens_BT), -1), visible_BTS, cache, layers, last_U
+        )
         cache.keep(positions_BT, lengths_B)
         rows = torch.arange(len(tokens_BT), device=self.device)
         return output.logits_BNV[rows, which_B], output.features_BNF
@@ -142,9 +157,7 @@ class Target:
         on_path_BNS = tree.ancestors_BNN.gather(2, node_of_slot_BS[:, None].expand(-1, nodes, -1))
         visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
         positions_BN = lengths_B1 + tree.depths_BN
-        slot_positions_BS = torch.where(
-            is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S
-        )
+        slot_positions_BS = torch.where(is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S)
         return self._forward(tree.tokens_BN, positions_BN, slot_positions_BS, visible_BNS, cache, layers, 0)
 
     @torch.no_grad()

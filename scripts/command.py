@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jsonargparse import ArgumentParser, set_parsing_settings
-from rich.console import Console
+
+from headstart.train.console import Stopped
 
 Options = TypeVar("Options")
 
@@ -28,9 +29,11 @@ def options(kind: type[Options], command: str, description: str, arguments: list
 
 
 def run(main: Callable[[list[str]], None], arguments: list[str]) -> None:
-    """Run a command; a user's mistake ends it with one line on standard error and status 2."""
+    """Run a command; a user's mistake ends it with one line on standard error and status 2, a wish to stop with 0."""
     try:
         main(arguments)
     except ValueError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Stopped as stopped:
+        print(stopped)

@@ -14,7 +14,9 @@ from headstart.train.config import TrainConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse and train."""
     config = options(TrainConfig, "train", __doc__, arguments)
-    from headstart.train.loop import train  # torch and transformers load only once the options are known to be good
+    from headstart.train.loop import (
+        train,
+    )  # torch and transformers load only once the options are known to be good
 
     train(config)
 

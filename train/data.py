@@ -6,6 +6,7 @@ wrote: from the first token after the generation prompt to the end-of-turn token
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
         ValueError: nothing at `source`, or something in it that is no conversation, with file and line number.
     """
     if source.endswith((".jsonl", ".json")) or Path(source).exists():
-        return _read_jsonl(Path(source), limit)
+        return [check_conversation(row, where) for where, row in itertools.islice(_jsonl_rows(Path(source)), limit)]
     name, _, split = source.partition(":")
     try:
         rows = load_dataset(name, split=split or "train")
@@ -117,9 +118,7 @@ def encode(
         groups = [(texts[-1], spans)]
     else:
         groups = [(text, [span]) for text, span in zip(texts, spans, strict=True)]
-    examples = [
-        _encode_text(text, marked, tokenizer, eos, cut_off and text is texts[-1]) for text, marked in groups
-    ]
+    examples = [_encode_text(text, marked, tokenizer, eos, cut_off and text is texts[-1]) for text, marked in groups]
     cut = [Example(example.tokens[:max_length], example.loss_mask[:max_length]) for example in examples]
     return [example for example in cut if any(example.loss_mask)]
 
@@ -160,7 +159,9 @@ def split_held_out(examples: list[Example], share: float, seed: int) -> tuple[li
 
 def count_answer_tokens(examples: list[Example], vocab_size: int) -> Tensor:
     """How often each token is an answer token: counts_V."""
-    tokens = [token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own]
+    tokens = [
+        token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own
+    ]
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
 
@@ -208,26 +209,51 @@ class LengthGroupedBatches(BatchSampler):
             yield batches[i]
 
 
-def _read_jsonl(path: Path, limit: int | None) -> list[dict[str, Any]]:
+def read_prompts(path: str | Path, limit: int | None = None) -> list[list[dict[str, str]]]:
+    """The prompts of a JSONL file, each as the messages before an answer.
+
+    A line is {"messages": [...]} (a last assistant message is left out), {"turns": [...]} as in Spec-Bench (the first
+    turn is the prompt), or {"prompt": ...}.
+
+    Raises:
+        ValueError: no file, or a line that is none of these, with its number.
+    """
+    prompts: list[list[dict[str, str]]] = []
+    for where, row in _jsonl_rows(Path(path)):
+        if limit is not None and len(prompts) == limit:
+            break
+        turns = row.get("turns") if isinstance(row, dict) else None
+        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt") if isinstance(row, dict) else None
+        if isinstance(text, str):
+            prompts.append([{"role": "user", "content": text}])
+            continue
+        messages = check_conversation(row, where)["messages"]
+        prompts.append(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+    return prompts
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every line's place and value."""
     if not path.is_file():
-        raise ValueError(f"no conversations at {str(path)!r}: the file does not exist")
-    rows: list[dict[str, Any]] = []
+        raise ValueError(f"no file at {str(path)!r}")
     with path.open(encoding="utf-8", newline="\n") as file:  # newline: U+2028 and the like end no line
         for number, line in enumerate(file, start=1):
-            if limit is not None and len(rows) == limit:
-                break
+            where = f"{path}, line {number}"
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-            rows.append(check_conversation(row, f"{path}, line {number}"))
-    return rows
+                raise ValueError(f"{where}: not JSON: {error}") from error
+            yield where, row
 
 
 def _encode_text(
-    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], cut_off: bool
+    text: str,
+    spans: list[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    eos: frozenset[int],
+    cut_off: bool,
 ) -> Example:
     """Tokenize a rendered conversation and mark the tokens that start within an answer's span of characters.
 

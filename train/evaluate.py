@@ -72,7 +72,11 @@ def teacher_forced(
     target: Target, head: DraftHead, examples: list[Example], batch_size: int = 8
 ) -> tuple[list[float], list[list[float]]]:
     """Loss per depth, and accuracy per depth and rank, over conversations."""
-    losses, counts, hits = torch.zeros(head.max_depth), torch.zeros(head.max_depth), torch.zeros(head.max_depth, RANKS)
+    losses, counts, hits = (
+        torch.zeros(head.max_depth),
+        torch.zeros(head.max_depth),
+        torch.zeros(head.max_depth, RANKS),
+    )
     for start in range(0, len(examples), batch_size):
         batch = collate(examples[start : start + batch_size])
         output = head(online_features(target, head, batch, target.dtype), ranks=RANKS)
@@ -84,9 +88,7 @@ def teacher_forced(
     return (losses / counts).tolist(), (hits / counts[:, None]).tolist()
 
 
-def real_acceptance(
-    target: Target, head: DraftHead, tree: TreeShape, prompts: list[Tensor], new_tokens: int
-) -> Stats:
+def real_acceptance(target: Target, head: DraftHead, tree: TreeShape, prompts: list[Tensor], new_tokens: int) -> Stats:
     """Answer prompts greedily with the head, all in one batch."""
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
     input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)

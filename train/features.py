@@ -9,7 +9,9 @@ from ..inference import Target
 from .data import Batch
 
 
-def online_features(target: Target, head: DraftHead, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+def online_features(
+    target: Target, head: DraftHead, batch: Batch, dtype: torch.dtype = torch.float32
+) -> TargetFeatures:
     """Run the target over a batch.
 
     Args:

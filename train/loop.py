@@ -14,16 +14,17 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..heads.checkpoint import build_head
 from ..inference import Target, load_tokenizer
 from .config import LoopConfig, TrainConfig, dtype_of
-from .console import StopRequest, progress_bar
+from .console import Stopped, StopRequest, progress_bar
 from .data import (
     Batch,
     Example,
@@ -48,6 +49,7 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
         ValueError: anything wrong with the options, the data, or the run that is to be continued.
+        Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
     """
     accelerator = Accelerator(
         mixed_precision=PRECISION[config.loop.precision],
@@ -69,8 +71,12 @@ def train(config: TrainConfig) -> Path:
     training, held_out = load_examples(config, target)
     head.initialize(target.ends, count_answer_tokens(training, target.info.vocab_size))
 
-    batches = LengthGroupedBatches([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)
-    loader = accelerator.prepare(DataLoader(training, batch_sampler=batches, collate_fn=collate))
+    batches = LengthGroupedBatches(
+        [len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed
+    )
+    loader = accelerator.prepare(
+        DataLoader(cast(Dataset[Example], training), batch_sampler=batches, collate_fn=collate)
+    )
     steps_per_epoch = math.ceil(len(loader) / config.loop.accumulation)
     steps = config.loop.max_steps or math.ceil(config.loop.epochs * steps_per_epoch)
     optimizer, schedule = build_optimizer(head, config.optim, steps)
@@ -104,13 +110,13 @@ def train(config: TrainConfig) -> Path:
                 # DDP averages gradients over processes; the loss is a mean over all answer tokens of the step.
                 accelerator.backward(output.loss * accelerator.num_processes / answer_tokens)
                 outputs.append(output)
-            norm = accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
+            norm = float(accelerator.clip_grad_norm_(module.parameters(), config.optim.clip))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             progress.step += 1
             progress.answer_tokens += answer_tokens
-            report.end_step(outputs, float(norm), schedule.get_last_lr()[0])
+            report.end_step(outputs, norm, schedule.get_last_lr()[0])
             bar.update(task, completed=progress.step, note=report.note)
             if due(progress.step, config.loop.eval_every) and progress.step < steps:
                 judge()
@@ -119,9 +125,9 @@ def train(config: TrainConfig) -> Path:
     run.save(progress, config.loop.keep)
     if progress.step == steps:
         judge()
-    else:
-        accelerator.print(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
     accelerator.end_training()
+    if progress.step < steps:
+        raise Stopped(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
     return run.folder
 
 
@@ -133,7 +139,7 @@ def load_examples(config: TrainConfig, target: Target) -> tuple[list[Example], l
     """
     tokenizer = load_tokenizer(config.target, config.target_revision)
     check_tokenizer(tokenizer, config.target)
-    eos = end_tokens(target, tokenizer.eos_token_id)
+    eos = target.end_tokens | {tokenizer.eos_token_id}
     conversations = [row for source in config.data.sources for row in read_conversations(source)]
     length = min(config.data.max_length, target.max_positions)
     examples = [
@@ -144,15 +150,12 @@ def load_examples(config: TrainConfig, target: Target) -> tuple[list[Example], l
     return split_held_out(examples, config.data.held_out, config.loop.seed)
 
 
-def end_tokens(target: Target, tokenizer_eos: int | None) -> frozenset[int]:
-    """Every token at which generation ends."""
-    configured = target.model.generation_config.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in (*listed, tokenizer_eos) if token is not None)
-
-
 def batches_from(
-    step: int, loader: DataLoader[Batch], batches: LengthGroupedBatches, config: LoopConfig, steps_per_epoch: int
+    step: int,
+    loader: DataLoader[Batch],
+    batches: LengthGroupedBatches,
+    config: LoopConfig,
+    steps_per_epoch: int,
 ) -> Iterator[list[Batch]]:
     """Groups of `accumulation` batches, epoch after epoch, from where step number `step` left off."""
     for epoch in itertools.count(step // steps_per_epoch):
@@ -161,8 +164,3 @@ def batches_from(
         rest = itertools.islice(iter(loader), done * config.accumulation, None)
         while group := list(itertools.islice(rest, config.accumulation)):
             yield group
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens now."""
-    return every > 0 and step % every == 0

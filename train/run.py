@@ -1,9 +1,9 @@
 """The folder of a training run: what it was asked to do, where it stands, what it found.
 
-    config.yaml        the resolved options; a run is continued only with the same ones
-    log.jsonl          losses, accuracies and real acceptance, a line each
-    checkpoints/step-N everything needed to go on: weights, optimizer, schedule, random state, position in the data
-    best/, last/       head checkpoints: by acceptance length, and after the last step
+config.yaml        the resolved options; a run is continued only with the same ones
+log.jsonl          losses, accuracies and real acceptance, a line each
+checkpoints/step-N everything needed to go on: weights, optimizer, schedule, random state, position in the data
+best/, last/       head checkpoints: by acceptance length, and after the last step
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ import yaml
 from accelerate import Accelerator
 
 from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoint import HeadFacts, new_folder, save_head
+from ..heads.checkpoint import HeadFacts, save_head
 from .config import TrainConfig
 from .console import console, duration
 from .evaluate import Evaluation, summary
 from .provenance import provenance
 
-FREE_TO_CHANGE = ("loop.log_every", "loop.eval_every", "loop.save_every", "loop.keep", "loop.tracker", "output")
+FREE_TO_CHANGE = (
+    "loop.log_every",
+    "loop.eval_every",
+    "loop.save_every",
+    "loop.keep",
+    "loop.tracker",
+    "output",
+)
 """Options that may differ when a run is continued: they do not change its weights."""
 
 
@@ -69,8 +76,8 @@ class Run:
             for name in sorted((before.keys() | now.keys()) - set(FREE_TO_CHANGE)):
                 if before.get(name) != now.get(name):
                     raise ValueError(
-                        f"{self.folder} holds a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; continue "
-                        "it with its own options, or choose another output folder"
+                        f"{self.folder} holds a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; "
+                        "continue it with its own options, or choose another output folder"
                     )
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +114,7 @@ class Run:
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
 
-    def judged(
-        self, progress: Progress, head: DraftHead, found: Evaluation, config: TrainConfig, last: bool
-    ) -> None:
+    def judged(self, progress: Progress, head: DraftHead, found: Evaluation, config: TrainConfig, last: bool) -> None:
         """Log an evaluation; save the head if it is the best so far, or the last."""
         rows = {name: summary(stats) for name, stats in found.trees.items()}
         self.accelerator.log(flat({"eval": rows}), step=progress.step)
@@ -123,7 +128,11 @@ class Run:
         )
         facts = HeadFacts(
             tree=[list(path) for path in found.shape.paths],
-            training={**provenance(), "config": _plain(dataclasses.asdict(config)), **dataclasses.asdict(progress)},
+            training={
+                **provenance(),
+                "config": _plain(dataclasses.asdict(config)),
+                **dataclasses.asdict(progress),
+            },
             measured=found.measured(config.eval),
         )
         if found.acceptance_length > progress.best_length:
@@ -175,7 +184,8 @@ class Report:
         if self.run.accelerator.is_main_process:
             self.run.log(row)
             console.print(
-                f"step {progress.step}/{self.steps}  loss {_figures(row['loss'])}  accuracy {_figures(row['accuracy'])}  "
+                f"step {progress.step}/{self.steps}  loss {_figures(row['loss'])}  "
+                f"accuracy {_figures(row['accuracy'])}  "
                 f"{row['answer_tokens_per_second']:.0f} answer tokens/s  "
                 f"{duration(seconds / steps * (self.steps - progress.step))} left"
             )

