@@ -120,9 +120,8 @@ class MedusaHead(DraftHead):
         if self.config.lm_head == "own":
             weight_VD = ends.lm_head.weight.detach()
             rows = weight_VD if self.token_map is None else weight_VD[self.token_map.to(weight_VD.device)]
-            with torch.no_grad():
-                for lm_head in self.lm_heads:
-                    lm_head.weight.copy_(rows)
+            for lm_head in self.lm_heads:
+                lm_head.load_state_dict({"weight": rows})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`; positions are flattened to the ones that count before any LM head runs."""

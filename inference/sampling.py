@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,4 +59,4 @@ def process(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """Scores of any number of distributions, [..., V] to [..., V] in at least float32."""
     flat = wide(logits).reshape(-1, logits.shape[-1])
     no_prefix: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
-    return cast(Tensor, processors(no_prefix, flat)).reshape(logits.shape)
+    return processors(no_prefix, flat).reshape(logits.shape)
