@@ -173,7 +173,7 @@ class Target:
             logits_to_keep=1,
             output_hidden_states=self._indices((*layers, -1)),
         )
-        return self._features(output.hidden_states, layers), output.hidden_states[self.info.num_layers]
+        return self._features(output.hidden_states, layers, tokens_BT), output.hidden_states[self.info.num_layers]
 
     def _forward(
         self,
@@ -216,9 +216,8 @@ class Target:
     def _index(self, layer: int) -> int:
         return self.info.num_layers if layer == -1 else layer + 1
 
-    def _features(self, hidden_states: Any, layers: tuple[int, ...], tokens_BN: Tensor | None = None) -> Tensor:
+    def _features(self, hidden_states: Any, layers: tuple[int, ...], tokens_BN: Tensor) -> Tensor:
         if not layers:
-            assert tokens_BN is not None
             return torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
         return torch.cat([hidden_states[self._index(layer)] for layer in layers], dim=-1)
 

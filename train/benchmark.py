@@ -37,8 +37,9 @@ class Answered:
     """New tokens, by side."""
     seconds: dict[str, float]
     """Wall-clock of the whole call, prefill included, by side."""
-    identical: bool
-    """Whether speculation gave the very tokens of stock `generate`."""
+    difference: dict[str, float] | None
+    """Where speculation first differs from stock `generate`, and how near the two tokens' logits are; None if
+    nowhere."""
     stats: Stats
     """Of the speculative side."""
 
@@ -72,7 +73,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
         ]
         for path, rows in prompts.items()
     }
-    answered = _answer_all(encoded, _sides(target, fast, config))
+    answered = _answer_all(target, encoded, _sides(target, fast, config))
     report = {
         "options": dataclasses.asdict(config),
         "nodes": fast.drafter.max_nodes,
@@ -101,11 +102,30 @@ def figures(answered: list[Answered]) -> dict[str, Any]:
         "speedup_vs_plain": quartiles([row.rate("speculative") / row.rate("plain") for row in answered]),
         "plain_vs_generate": quartiles([row.rate("plain") / row.rate("generate") for row in answered]),
         **summary(stats),
-        "identical": sum(row.identical for row in answered),
+        "identical": sum(row.difference is None for row in answered),
+        "differences": [row.difference for row in answered if row.difference is not None],
         "milliseconds_per_round": {
             name: 1000 * seconds / rounds for name, seconds in stats.seconds.items() if name != "prefill"
         },
     }
+
+
+@torch.inference_mode()
+def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int) -> dict[str, float] | None:
+    """Where two answers to one prompt part, and how near the two tokens were to each other.
+
+    Returns:
+        `token`, counted from the first new one, and `logit_gap` between the two tokens there, by a forward of the
+        target over the whole text; None if the answers are equal.
+    """
+    shorter = min(stock_1T.shape[1], ours_1T.shape[1])
+    parting = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()
+    if len(parting) == 0:
+        return None
+    place = int(parting[0])
+    logits_V = target.model(stock_1T[:, :place], logits_to_keep=1).logits[0, -1].float()
+    gap = logits_V[stock_1T[0, place]] - logits_V[ours_1T[0, place]]
+    return {"token": place - prompt, "logit_gap": float(gap)}
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -140,7 +160,7 @@ def _sides(
 
 
 def _answer_all(
-    encoded: dict[str, list[Tensor]], sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]
+    target: Target, encoded: dict[str, list[Tensor]], sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]
 ) -> dict[str, list[Answered]]:
     answered: dict[str, list[Answered]] = {path: [] for path in encoded}
     total = sum(map(len, encoded.values()))
@@ -153,12 +173,13 @@ def _answer_all(
                 if stop.wanted and any(answered.values()):
                     return answered
                 shift = number % len(SIDES)
-                answered[path].append(_answer(input_ids, sides, SIDES[shift:] + SIDES[:shift]))
+                answered[path].append(_answer(target, input_ids, sides, SIDES[shift:] + SIDES[:shift]))
                 bar.update(task, advance=1, note=Path(path).name)
     return answered
 
 
 def _answer(
+    target: Target,
     input_ids: Tensor,
     sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]],
     order: tuple[str, ...],
@@ -176,7 +197,7 @@ def _answer(
     return Answered(
         tokens={name: sequences.shape[1] - input_ids.shape[1] for name, (sequences, _) in outputs.items()},
         seconds=seconds,
-        identical=torch.equal(outputs["speculative"][0], outputs["generate"][0]),
+        difference=first_difference(target, outputs["generate"][0], outputs["speculative"][0], input_ids.shape[1]),
         stats=stats,
     )
 

@@ -110,13 +110,13 @@ def train(config: TrainConfig) -> Path:
                 # DDP averages gradients over processes; the loss is a mean over all answer tokens of the step.
                 accelerator.backward(output.loss * accelerator.num_processes / answer_tokens)
                 outputs.append(output)
-            norm = accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
+            norm = torch.as_tensor(accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)).item()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             progress.step += 1
             progress.answer_tokens += answer_tokens
-            report.end_step(outputs, torch.as_tensor(norm).item(), schedule.get_last_lr()[0])
+            report.end_step(outputs, norm, schedule.get_last_lr()[0])
             bar.update(task, completed=progress.step, note=report.note)
             if due(progress.step, config.loop.eval_every) and progress.step < steps:
                 judge()

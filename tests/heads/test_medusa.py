@@ -1,0 +1,355 @@
+"""Medusa heads: what is trained is what drafts, and the loss covers exactly the drafts that lie in one answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headstart.heads import MedusaConfig, MedusaHead, TargetEnds, TargetFeatures, TargetInfo
+from headstart.heads.checkpoint import build_head
+
+VOCAB, WIDTH = 23, 12
+INFO = TargetInfo("made-up", hidden_size=WIDTH, vocab_size=VOCAB, num_layers=2)
+CLOSE = {"rtol": 0.0, "atol": 1e-10}
+
+SHAPES = [
+    MedusaConfig(num_heads=3, num_layers=layers, bias=bias, lm_head=lm_head, draft_vocab_size=size)
+    for layers, bias in itertools.product((1, 2), (True, False))
+    for lm_head, size in (("own", None), ("own", 9), ("shared", None))
+]
+
+
+def name_of(config: MedusaConfig) -> str:
+    return f"{config.num_layers}layers-{'bias' if config.bias else 'plain'}-{config.lm_head}-{config.draft_vocab_size}"
+
+
+def build_ends(seed: int = 0) -> TargetEnds:
+    torch.manual_seed(seed)
+    return TargetEnds(nn.Embedding(VOCAB, WIDTH).double(), nn.Linear(WIDTH, VOCAB, bias=False).double())
+
+
+def build_medusa(config: MedusaConfig, seed: int = 0) -> MedusaHead:
+    """A float64 head with random parameters and a draft vocabulary of random tokens."""
+    torch.manual_seed(seed)
+    head = MedusaHead(config, INFO).double()
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    if head.token_map is not None:
+        head.token_map.copy_(torch.randperm(VOCAB)[: len(head.token_map)].sort().values)
+    return head
+
+
+def build_features(mask_BT: Tensor, ends: TargetEnds, seed: int = 0) -> TargetFeatures:
+    torch.manual_seed(seed)
+    last_BTD = torch.randn(*mask_BT.shape, WIDTH, dtype=torch.float64)
+    return TargetFeatures(last_BTD, last_BTD, torch.randint(VOCAB, mask_BT.shape), mask_BT, ends)
+
+
+def draft_logits(head: MedusaHead, ends: TargetEnds, features_BTF: Tensor, tokens_BT: Tensor, lengths_B: Tensor):
+    """What decoding sees at each depth after `observe`: logits_BKV."""
+    state = head.begin(ends, len(tokens_BT), tokens_BT.shape[1], head.max_depth)
+    state = head.observe(state, features_BTF, tokens_BT, lengths_B)
+    logits = []
+    frontier, parents = tokens_BT[:, :1], torch.full((len(tokens_BT), 1), -1)
+    for _ in range(head.max_depth):
+        logits_B1V, state = head.expand(state, frontier, parents)
+        logits.append(logits_B1V)
+        frontier, parents = head.target_tokens(logits_B1V.argmax(-1)), torch.zeros_like(parents)
+    return torch.cat(logits, dim=1)
+
+
+# Training and drafting are the same function.
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=name_of)
+def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(config: MedusaConfig, tiny_target) -> None:
+    """Positions are singled out by masks; the target's own features, as each side is given them."""
+    target = tiny_target(vocab_size=40)
+    torch.manual_seed(1)
+    head = MedusaHead(config, target.info).double()
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    if head.token_map is not None:
+        head.token_map.copy_(torch.randperm(40)[: len(head.token_map)].sort().values)
+    time = 9
+    tokens_BT = torch.randint(40, (1, time))
+    features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
+    ranks = head.draft_vocab_size
+    outside = 0
+    for place in range(time - 2):
+        drafted_KV = draft_logits(
+            head, target.ends, features_BTF[:, : place + 1], tokens_BT[:, 1 : place + 2], torch.tensor([place + 1])
+        )[0]
+        for depth in range(min(head.max_depth, time - 2 - place)):
+            label = int(tokens_BT[0, place + 2 + depth])
+            mask_BT = torch.zeros(1, time, dtype=torch.bool)
+            mask_BT[:, place + 1 : place + 3 + depth] = True
+            output = head(TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.ends), ranks=ranks)
+            assert int(output.counts_K[depth]) == 1
+            classes = head.target_tokens(torch.arange(ranks)).tolist()
+            if label not in classes:
+                outside += 1
+                assert output.losses_K[depth] == 0 and output.hits_KI[depth].sum() == 0
+                continue
+            logits_V = drafted_KV[depth]
+            expected = F.cross_entropy(logits_V, torch.tensor(classes.index(label)))
+            torch.testing.assert_close(output.losses_K[depth], expected.detach(), **CLOSE)
+            rank = int((logits_V > logits_V[classes.index(label)]).sum())
+            assert output.hits_KI[depth].tolist() == [int(i == rank) for i in range(ranks)]
+    assert (outside > 0) == (config.draft_vocab_size is not None)
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=name_of)
+def test_observe_reads_each_row_at_its_own_length_and_nothing_behind_it(config: MedusaConfig) -> None:
+    head, ends = build_medusa(config), build_ends()
+    lengths = [3, 1, 5]
+    features_BTF = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    tokens_BT = torch.randint(VOCAB, (3, 5))
+    together = draft_logits(head, ends, features_BTF, tokens_BT, torch.tensor(lengths))
+    for row, length in enumerate(lengths):
+        features_BTF[row, length:] = float("nan")
+        alone = draft_logits(
+            head, ends, features_BTF[row : row + 1, :length], tokens_BT[row : row + 1, :length], torch.tensor([length])
+        )
+        torch.testing.assert_close(together[row : row + 1], alone, **CLOSE)
+    assert not torch.allclose(together[0], together[2])
+
+
+def test_a_new_round_starts_again_at_the_root() -> None:
+    head, ends = build_medusa(SHAPES[0]), build_ends()
+    features, tokens = torch.randn(2, 4, 1, WIDTH, dtype=torch.float64), torch.zeros(2, 4, 1, dtype=torch.int64)
+    length = torch.ones(4, dtype=torch.int64)
+    root = torch.full((4, 1), -1)
+    state = head.observe(head.begin(ends, 4, 8, max_depth=2), features[0], tokens[0], length)
+    for _ in range(2):
+        _, state = head.expand(state, tokens[0], root)
+    second, _ = head.expand(head.observe(state, features[1], tokens[1], length), tokens[1], root)
+    fresh, _ = head.expand(
+        head.observe(head.begin(ends, 4, 8, max_depth=2), features[1], tokens[1], length), tokens[1], root
+    )
+    torch.testing.assert_close(second, fresh, **CLOSE)
+
+
+# What the loss counts.
+
+
+@torch.no_grad()
+def naive(head: MedusaHead, features: TargetFeatures) -> tuple[list[float], list[int], list[int]]:
+    """Losses, counts and first-rank hits per depth, position by position."""
+    batch, time = features.tokens_BT.shape
+    losses, counts, hits = [0.0] * head.max_depth, [0] * head.max_depth, [0] * head.max_depth
+    classes = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
+    for row, place, depth in itertools.product(range(batch), range(time), range(head.max_depth)):
+        end = place + 2 + depth
+        if end >= time or not all(features.loss_mask_BT[row, place + 1 : end + 1].tolist()):
+            continue
+        counts[depth] += 1
+        label = int(features.tokens_BT[row, end])
+        if label not in classes:
+            continue
+        x = features.last_BTD[row, place]
+        for layer in head.blocks[depth].layers:
+            x = x + F.silu(layer(x))
+        lm_head = features.ends.lm_head if head.config.lm_head == "shared" else head.lm_heads[depth]
+        logits = lm_head(x)
+        losses[depth] -= logits.log_softmax(-1)[classes.index(label)].item()
+        hits[depth] += classes[int(logits.argmax())] == label
+    return losses, counts, hits
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    masks=st.integers(3, 9).flatmap(
+        lambda time: st.lists(st.lists(st.booleans(), min_size=time, max_size=time), min_size=1, max_size=3)
+    ),
+    config=st.sampled_from(SHAPES),
+    seed=st.integers(0, 1000),
+)
+def test_the_loss_covers_exactly_the_drafts_inside_one_answer(
+    masks: list[list[bool]], config: MedusaConfig, seed: int
+) -> None:
+    """Any mask, several turns included: a loop over positions and depths gives the same sums."""
+    head = build_medusa(config, seed)
+    features = build_features(torch.tensor(masks), build_ends(seed), seed)
+    output = head(features)
+    depths = len(output.counts_K)
+    losses, counts, hits = naive(head, features)
+    assert depths == min(head.max_depth, len(masks[0]) - 2)
+    assert output.counts_K.tolist() == counts[:depths] and not any(counts[depths:])
+    assert output.hits_KI[:, 0].tolist() == hits[:depths]
+    torch.testing.assert_close(output.losses_K, torch.tensor(losses[:depths], dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_two_turns_count_apart() -> None:
+    """prompt, answer of 4, prompt, answer of 3: the root and the drafts must lie in the same answer."""
+    mask = [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]
+    head = build_medusa(MedusaConfig(num_heads=4))
+    output = head(build_features(torch.tensor([mask], dtype=torch.bool), build_ends()))
+    assert output.counts_K.tolist() == [3 + 2, 2 + 1, 1, 0]
+    assert output.losses_K[3] == 0
+
+
+@pytest.mark.parametrize("decay", [0.8, 1.0, 0.5])
+def test_depth_i_weighs_decay_to_the_i(decay: float) -> None:
+    head = build_medusa(MedusaConfig(num_heads=4, decay=decay))
+    output = head(build_features(torch.ones(2, 8, dtype=torch.bool), build_ends()))
+    expected = sum(decay**depth * loss for depth, loss in enumerate(output.losses_K.tolist()))
+    assert output.losses_K.gt(0).all()
+    assert output.loss.dtype == torch.float64
+    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=name_of)
+def test_tokens_that_the_head_cannot_say_are_misses_without_a_loss(config: MedusaConfig) -> None:
+    head = build_medusa(config)
+    features = build_features(torch.ones(1, 8, dtype=torch.bool), build_ends())
+    said = set(head.target_tokens(torch.arange(head.draft_vocab_size)).tolist())
+    unsaid = sorted(set(range(VOCAB)) - said)
+    if not unsaid:
+        assert config.draft_vocab_size is None
+        return
+    for token in unsaid:
+        output = head(dataclasses.replace(features, tokens_BT=torch.full((1, 8), token)), ranks=head.draft_vocab_size)
+        assert output.counts_K.tolist() == [6, 5, 4]
+        assert not output.losses_K.any() and not output.hits_KI.any() and output.loss == 0
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=name_of)
+def test_padding_changes_nothing(config: MedusaConfig) -> None:
+    head, ends = build_medusa(config), build_ends()
+    torch.manual_seed(3)
+    features = build_features(torch.rand(2, 7) < 0.8, ends)
+    last_BTD = F.pad(features.last_BTD, (0, 0, 0, 4), value=1e6)
+    padded = TargetFeatures(
+        last_BTD, last_BTD, F.pad(features.tokens_BT, (0, 4)), F.pad(features.loss_mask_BT, (0, 4)), ends
+    )
+    before, after = head(features, ranks=3), head(padded, ranks=3)
+    for field in dataclasses.fields(before):
+        torch.testing.assert_close(getattr(after, field.name), getattr(before, field.name), **CLOSE)
+
+
+def test_a_sequence_of_three_trains_the_first_head_and_one_of_two_is_refused() -> None:
+    head = build_medusa(MedusaConfig(num_heads=4))
+    output = head(build_features(torch.ones(1, 3, dtype=torch.bool), build_ends()))
+    assert output.counts_K.tolist() == [1]
+    with pytest.raises(ValueError, match="2 tokens are too short to train on; a Medusa head needs at least 3"):
+        head(build_features(torch.ones(1, 2, dtype=torch.bool), build_ends()))
+
+
+# How a head begins.
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=name_of)
+def test_a_new_head_says_what_the_lm_head_says(config: MedusaConfig) -> None:
+    head, ends = MedusaHead(config, INFO).double(), build_ends()
+    head.initialize(ends, torch.arange(1, VOCAB + 1))
+    features_BTF = torch.randn(4, 1, WIDTH, dtype=torch.float64)
+    tokens_BT, lengths_B = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    logits_BKV = draft_logits(head, ends, features_BTF, tokens_BT, lengths_B)
+    kept = head.target_tokens(torch.arange(head.draft_vocab_size))
+    expected = ends.lm_head(features_BTF)[..., kept].expand(-1, head.max_depth, -1)
+    torch.testing.assert_close(logits_BKV, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("counts", [torch.randperm(VOCAB) + 1, torch.arange(VOCAB), torch.arange(VOCAB).flip(0) ** 2])
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_order(counts: Tensor) -> None:
+    head, ends = MedusaHead(MedusaConfig(draft_vocab_size=5), INFO).double(), build_ends()
+    head.initialize(ends, counts)
+    expected = sorted(sorted(range(VOCAB), key=lambda token: -int(counts[token]))[:5])
+    assert head.target_tokens(torch.arange(5)).tolist() == expected
+    for lm_head in head.lm_heads:
+        assert torch.equal(lm_head.weight, ends.lm_head.weight[expected])
+
+
+def test_a_draft_vocabulary_larger_than_the_data_is_refused() -> None:
+    head = MedusaHead(MedusaConfig(draft_vocab_size=6), INFO).double()
+    counts = torch.zeros(VOCAB, dtype=torch.int64)
+    counts[:5] = 7
+    with pytest.raises(ValueError, match=r"draft_vocab_size 6 is larger than the 5 different answer tokens.*null"):
+        head.initialize(build_ends(), counts)
+    counts[20] = 1
+    head.initialize(build_ends(), counts)
+    assert head.target_tokens(torch.arange(6)).tolist() == [0, 1, 2, 3, 4, 20]
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=name_of)
+def test_heads_share_no_parameters(config: MedusaConfig) -> None:
+    head, ends = MedusaHead(config, INFO).double(), build_ends()
+    head.initialize(ends, torch.arange(1, VOCAB + 1))
+    parameters = list(head.parameters())
+    per_head = config.num_layers * (1 + config.bias) + (config.lm_head == "own")
+    assert len(parameters) == config.num_heads * per_head
+    places = [parameter.data_ptr() for parameter in (*parameters, ends.lm_head.weight, ends.embed.weight)]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
+    """The target's ends are neither parameters nor in the state, and no gradient is gathered on them."""
+    target = tiny_target(vocab_size=40)
+    head = MedusaHead(MedusaConfig(num_heads=2, lm_head=lm_head), target.info).double()
+    head.initialize(target.ends, torch.ones(40))
+    tokens_BT = torch.randint(40, (2, 8))
+    features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
+    head(
+        TargetFeatures(features_BTF, last_BTD, tokens_BT, torch.ones(2, 8, dtype=torch.bool), target.ends)
+    ).loss.backward()
+    assert all(parameter.grad is not None for parameter in head.parameters())
+    frozen = {id(parameter) for parameter in target.model.parameters()}
+    assert not any(id(parameter) in frozen for parameter in head.parameters())
+    assert any(name.startswith("lm_heads") for name in head.state_dict()) == (lm_head == "own")
+    assert not any("embed" in name or name.startswith("lm_head.") for name in head.state_dict())
+    gathered = [name for name, parameter in target.model.named_parameters() if parameter.grad is not None]
+    assert not gathered, f"the frozen target gathers gradients: {gathered}"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lm_head": "onw"}, "unknown medusa lm_head 'onw'; choose from own, shared"),
+        ({"num_heads": 0}, "num_heads and num_layers of at least 1, not 0 and 1"),
+        ({"num_layers": 0}, "num_heads and num_layers of at least 1, not 4 and 0"),
+        ({"draft_vocab_size": 8, "lm_head": "shared"}, "draft_vocab_size needs lm_head: own"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size must be at least 1, not 0"),
+        (
+            {"draft_vocab_size": VOCAB + 1},
+            f"draft_vocab_size {VOCAB + 1} is larger than the target's vocabulary {VOCAB}",
+        ),
+        (
+            {"num_head": 3},
+            "unknown medusa head option 'num_head'; "
+            "choose from bias, decay, draft_vocab_size, lm_head, num_heads, num_layers",
+        ),
+    ],
+)
+def test_options_that_no_head_can_have_are_refused_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_head("medusa", options, INFO)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_heads": "four"}, {"num_layers": 1.5}, {"draft_vocab_size": "8k"}, {"bias": "no"}, {"decay": "fast"}],
+    ids=str,
+)
+def test_options_of_the_wrong_type_are_refused_by_name(options: dict[str, object]) -> None:
+    """A YAML file's `head` section is a mapping of anything; nothing before this point looks at its values."""
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=name) as caught:
+        build_head("medusa", options, INFO)
+    assert repr(value) in str(caught.value)
+
+
+def test_options_at_their_limits_are_taken() -> None:
+    head = build_head("medusa", {"num_heads": 1, "num_layers": 1, "draft_vocab_size": VOCAB}, INFO)
+    assert head.max_depth == 1 and head.draft_vocab_size == VOCAB

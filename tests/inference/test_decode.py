@@ -1,0 +1,281 @@
+"""The loop: greedy identity with `model.generate`, stopping, batches, streaming, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TopKLogitsWarper,
+)
+
+from headstart.heads.checkpoint import build_head
+from headstart.inference import SpeculativeLM, Stats, Target, TreeShape
+from headstart.inference.cache import BUCKET
+from headstart.inference.sampling import process
+
+VOCAB = 31
+
+
+def prompt(length, seed=0, vocab=VOCAB):
+    return torch.randint(1, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def stock(target, input_ids, **settings):
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
+    return target.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+
+
+def ours(lm, input_ids, **settings):
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
+    return lm.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+
+
+def oracle(tools, target, shape, input_ids, wrong=0.3, seed=0, length=48):
+    truth = stock(target, input_ids, max_new_tokens=length)[:, input_ids.shape[1] :].tolist()
+    return SpeculativeLM(target, tools.Oracle(shape, truth, VOCAB, wrong, seed))
+
+
+def medusa(target, num_heads=3, seed=0, **options):
+    torch.manual_seed(seed)
+    head = build_head("medusa", {"num_heads": num_heads, **options}, target.info).to(target.dtype)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+@pytest.mark.parametrize("length", [1, 7, BUCKET - 20, BUCKET, BUCKET + 3])
+@pytest.mark.parametrize("text", ["root", "chain:1", "chain:4"])
+def test_greedy_is_generate_on_chains(tiny_target, tools, length, text):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(length)
+    lm = oracle(tools, target, TreeShape.parse(text), input_ids)
+    output = ours(lm, input_ids)
+    assert torch.equal(output.sequences, stock(target, input_ids))
+    assert text == "root" or output.stats.acceptance_length > 1.3  # long paths were really taken
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
+    target = tiny_target(vocab_size=VOCAB, seed=seed)
+    input_ids = prompt([1, 5, 33, BUCKET - 2][seed % 4], seed)
+    lm = oracle(tools, target, tools.random_shape(seed, max_nodes=20), input_ids, wrong=0.2, seed=seed)
+    assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
+
+
+@pytest.mark.parametrize("tree", ["auto", "chain:3", [[0], [1], [2], [0, 0], [2, 1], [0, 0, 4]]])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 8}, {"lm_head": "shared", "num_layers": 2, "bias": False}]
+)
+def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(9)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target, **options), tree=tree)
+    assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
+
+
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+FAMILIES = {
+    "mistral, window shorter than the text": lambda: MistralForCausalLM(MistralConfig(**BASE, sliding_window=6)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**BASE)),
+    "gemma3, alternating windows": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**BASE, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2)
+    ),
+    "gpt2, learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_generate_for_other_families(tools, family, attention):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double().eval()
+    model.set_attn_implementation(attention)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 3
+    model.generation_config.eos_token_id = None
+    target, input_ids = Target(model), prompt(11)
+    shape = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])
+    output = ours(oracle(tools, target, shape, input_ids), input_ids)
+    assert torch.equal(output.sequences, stock(target, input_ids))
+    assert output.stats.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_of_a_batch_is_generate_for_it_alone(tiny_target, tools, side):
+    target = tiny_target(vocab_size=VOCAB)
+    rows = [prompt(length, length)[0] for length in (3, 12, 1)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    eos = [4, 9]
+    alone = [stock(target, row[None], eos_token_id=eos)[0, len(row) :].tolist() for row in rows]
+    truths = [stock(target, row[None], max_new_tokens=48)[0, len(row) :].tolist() for row in rows]
+    shape = tools.random_shape(3, max_nodes=10)
+    lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, wrong=0.3))
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": eos}
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    written = output.sequences[:, padded.shape[1] :].tolist()
+    width = max(map(len, alone))
+    assert written == [tokens + [0] * (width - len(tokens)) for tokens in alone]
+    assert [1 + sum(record.returned for record in row) for row in output.stats.rows] == list(map(len, alone))
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7, 20])
+def test_it_stops_at_exactly_max_new_tokens(tiny_target, tools, new_tokens):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    lm = oracle(tools, target, TreeShape.chain(4), input_ids, wrong=0.0)
+    output = ours(lm, input_ids, max_new_tokens=new_tokens)
+    assert output.sequences.shape[1] == 5 + new_tokens
+    assert output.stats.tokens == new_tokens - 1
+    assert output.stats.rounds == -(-(new_tokens - 1) // 5)
+
+
+def test_it_stops_at_any_end_token_and_returns_nothing_past_it(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    whole = stock(target, input_ids)[0, 5:].tolist()
+    for place in range(12):
+        eos = [whole[place], VOCAB - 1]
+        lm = oracle(tools, target, TreeShape.chain(4), input_ids, wrong=0.0)
+        written = ours(lm, input_ids, eos_token_id=eos).sequences[0, 5:].tolist()
+        first = next(i for i, token in enumerate(whole) if token in eos)
+        assert written == whole[: first + 1]
+
+
+def test_nothing_asked_is_nothing_done(tiny_target):
+    input_ids = prompt(5)
+    output = SpeculativeLM(tiny_target(vocab_size=VOCAB)).generate(input_ids, max_new_tokens=0)
+    assert torch.equal(output.sequences, input_ids)
+    assert output.stats.rounds == 0
+
+
+def test_a_generation_config_means_what_it_means_in_generate(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=3, pad_token_id=0)
+    lm = oracle(tools, target, TreeShape.chain(2), input_ids)
+    mask = torch.ones_like(input_ids)
+    expected = target.model.generate(input_ids, attention_mask=mask, generation_config=config)
+    assert torch.equal(lm.generate(input_ids, attention_mask=mask, generation_config=config).sequences, expected)
+
+
+class Collect:
+    """A streamer that keeps everything."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_gets_the_prompt_and_then_every_returned_token_once(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    streamer = Collect()
+    lm = oracle(tools, target, TreeShape.chain(4), input_ids)
+    output = ours(lm, input_ids, streamer=streamer)
+    assert streamer.tokens == output.sequences[0].tolist()
+    assert streamer.ended
+
+
+def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_target):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target))
+    before = torch.random.get_rng_state()
+    first, second, other = (
+        ours(lm, input_ids, do_sample=True, top_k=0, generator=torch.Generator().manual_seed(seed)).sequences
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("tree", [[[0]], [[0], [1]], [[0], [0, 0]]])
+def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree):
+    """The whole engine, prefill and rounds, by enumeration of every draw."""
+    vocab = 3
+    target = tiny_target(vocab_size=vocab, layers=1)
+    drafter = SpeculativeLM.from_pretrained(target, head=medusa(target, num_heads=2), tree=tree).drafter
+    input_ids = prompt(2, vocab=vocab)
+    processors = LogitsProcessorList([TopKLogitsWarper(2)])
+    from headstart.inference.decode import speculate
+    from headstart.inference.verify import point_mass
+
+    def run(draw):
+        rows, _ = speculate(target, drafter, point_mass, list(input_ids), processors, draw, 3, frozenset())
+        return tuple(rows[0])
+
+    found = tools.every_branch(run)
+    assert sum(found.values()) == pytest.approx(1)
+    for text, mass in found.items():
+        expected = 1.0
+        with torch.no_grad():
+            for i, token in enumerate(text):
+                prefix = torch.cat([input_ids, torch.tensor([text[:i]], dtype=torch.int64)], dim=1)
+                scores = process(target.model(prefix).logits[0, -1], processors)
+                expected *= float(scores.softmax(-1)[token])
+        assert mass == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "at least one token"),
+        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"must be \[batch, time\]"),
+        ({"input_ids": prompt(3), "attention_mask": torch.ones(1, 4)}, "attention_mask has shape"),
+        ({"input_ids": prompt(3), "attention_mask": torch.zeros(1, 3)}, "prompt 0 of the batch is all padding"),
+        ({"input_ids": prompt(1000)}, "1000 tokens and 40 new ones do not fit the 1024 positions"),
+        ({"input_ids": prompt(3).repeat(2, 1), "streamer": Collect()}, "takes one row, not a batch of 2"),
+        ({"input_ids": prompt(3), "repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is not supported"),
+        ({"input_ids": prompt(3), "max_time": 1.0}, "MaxTimeCriteria is not supported"),
+        ({"input_ids": prompt(3), "no_such_option": 1}, "no_such_option"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, call, message):
+    target = tiny_target(vocab_size=VOCAB)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target))
+    with pytest.raises(ValueError, match=message):
+        lm.generate(**{"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **call})
+    assert torch.equal(ours(lm, prompt(4)).sequences, stock(target, prompt(4)))
+
+
+def test_a_verifier_that_cannot_do_what_is_asked_is_refused(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="unknown verifier 'typical'; choose from auto, greedy, exact"):
+        SpeculativeLM(target, verifier="typical")
+    with pytest.raises(ValueError, match="the greedy verifier cannot sample"):
+        ours(SpeculativeLM(target, verifier="greedy"), prompt(3), do_sample=True)
+
+
+def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="5 deep, but the head drafts at most 3"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5")
+    with pytest.raises(ValueError, match="the 9 best tokens of a node, but the head's draft vocabulary has 8"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target, draft_vocab_size=8), tree=[[i] for i in range(9)])
+
+
+def test_a_head_for_another_model_is_refused_with_all_differences(tiny_target):
+    head = medusa(tiny_target(vocab_size=VOCAB))
+    with pytest.raises(ValueError, match=r"vocab size 31 \(head\) and 40 \(target\); num layers 2 \(head\) and 3"):
+        SpeculativeLM.from_pretrained(tiny_target(vocab_size=40, layers=3), head=head)
+
+
+def test_statistics_split_the_time(tiny_target):
+    stats = ours(SpeculativeLM(tiny_target(vocab_size=VOCAB)), prompt(3)).stats
+    assert isinstance(stats, Stats)
+    assert set(stats.seconds) == {"prefill", "draft", "target", "verify", "rest"}
+    assert all(seconds > 0 for seconds in stats.seconds.values())

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from headstart.inference import DraftTree, Target
+from headstart.inference.cache import BUCKET, TreeCache
+
+VOCAB = 31
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def path_to(parents, node):
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+@pytest.mark.parametrize("lengths", [(5,), (3, 9), (BUCKET - 3, 2)])
+def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, lengths):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    layers = (-1, 0, 1)
+    shape = tools.random_shape(1, max_nodes=14)
+    prompts = [tokens(1, length, seed=length)[0] for length in lengths]
+    guesses = tokens(len(lengths), shape.size, seed=7)
+    tree = DraftTree(
+        guesses, torch.tensor([shape.parents] * len(lengths)), torch.tensor([shape.size] * len(lengths)), shape.depth
+    )
+    cache = target.new_cache(len(lengths))
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    with torch.no_grad():
+        logits_BV, features_BTF = target.prefill(padded, torch.tensor(lengths), max(lengths), cache, layers)
+        output = target.forward_tree(tree, max(lengths), cache, layers)
+        for row, own in enumerate(prompts):
+            alone = target.model(own[None], output_hidden_states=True)
+            assert torch.allclose(logits_BV[row], alone.logits[0, -1], atol=1e-12)
+            hidden = torch.cat([alone.hidden_states[i] for i in (3, 1, 2)], dim=-1)
+            assert torch.allclose(features_BTF[row, : len(own)], hidden[0], atol=1e-12)
+            for node in range(shape.size):
+                text = torch.cat([own, guesses[row, path_to(shape.parents, node)]])
+                alone = target.model(text[None], output_hidden_states=True)
+                assert torch.allclose(output.logits_BNV[row, node], alone.logits[0, -1], atol=1e-12)
+                hidden = torch.cat([alone.hidden_states[i][0, -1] for i in (3, 1, 2)])
+                assert torch.allclose(output.features_BNF[row, node], hidden, atol=1e-12)
+
+
+def test_reading_for_training_gives_the_features_of_decoding(tiny_target):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    text = tokens(2, 12)
+    with torch.no_grad():
+        _, decoded = target.prefill(text, torch.tensor([12, 12]), 12, target.new_cache(2), (0, -1))
+    features_BTF, last_BTD = target.read(text, (0, -1))
+    assert torch.allclose(features_BTF, decoded, atol=1e-12)
+    assert torch.equal(last_BTD, features_BTF[..., 32:])
+
+
+def test_the_last_state_is_the_one_that_the_lm_head_reads(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    text = tokens(1, 6)
+    _, last_BTD = target.read(text, ())
+    with torch.no_grad():
+        assert torch.allclose(target.ends.lm_head(last_BTD), target.model(text).logits, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [-2, 1, 7])
+def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
+    with pytest.raises(ValueError, match=f"feature layer {layer} is out of range .* choose from 0 to 0"):
+        tiny_target(layers=2).check_layers((layer,))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            lambda: T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, num_heads=1)),
+            "encoder-decoder",
+        ),
+        (
+            lambda: BloomForCausalLM(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=1)),
+            "takes no position_ids",
+        ),
+    ],
+)
+def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason(model, reason):
+    with pytest.raises(ValueError, match=reason):
+        Target(model())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("package:no_such_package", "the Python package 'no_such_package' is not installed"),
+        ("package:json", "holds 0 GGUF files"),
+        ("missing.gguf", "no GGUF file at 'missing.gguf'"),
+        ("no/such-model", "no target model at 'no/such-model'"),
+    ],
+)
+def test_nothing_to_load_is_said(source, message):
+    with pytest.raises(ValueError, match=message):
+        Target.from_pretrained(source)
+
+
+def test_a_saved_target_loads_in_the_dtype_that_is_asked_for(target_folder):
+    assert Target.from_pretrained(target_folder).dtype == torch.float32
+    target = Target.from_pretrained(target_folder, dtype=torch.bfloat16)
+    assert target.dtype == torch.bfloat16
+    assert target.name == str(target_folder)
+    assert target.end_tokens == {257}
+
+
+def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
+    cache = TreeCache(num_layers=2, batch_size=1, device=torch.device("cpu"))
+    random = torch.Generator().manual_seed(0)
+    written = []
+    for length in (5, BUCKET - 6, 4, 1):
+        states = torch.randn(2, 1, 3, length, 4, generator=random)
+        cache.place(length, sum(part.shape[3] for part in written))
+        for layer in range(2):
+            cache.layers[layer].update(states[layer], -states[layer])
+        cache.keep(torch.arange(length)[None], torch.tensor([length]))
+        written.append(states)
+        whole = torch.cat(written, dim=3)
+        assert torch.equal(cache.keys[:, :, :, : whole.shape[3]], whole)
+        assert torch.equal(cache.values[:, :, :, : whole.shape[3]], -whole)
+        assert cache.capacity == (BUCKET if whole.shape[3] <= BUCKET else 2 * BUCKET)
+
+
+def test_the_cache_keeps_the_accepted_path_of_each_row():
+    cache = TreeCache(num_layers=1, batch_size=2, device=torch.device("cpu"))
+    states = torch.arange(10.0).reshape(2, 1, 5, 1)
+    cache.place(5, 0)
+    cache.layers[0].update(states, states)
+    cache.keep(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
+    assert cache.lengths_B.tolist() == [3, 2]
+    assert cache.keys[0, 0, 0, :3, 0].tolist() == [0, 2, 4]
+    assert cache.keys[0, 1, 0, :2, 0].tolist() == [5, 6]

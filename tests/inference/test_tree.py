@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from headstart.inference import DraftTree, TreeShape
+
+
+def ancestors(parents, node):
+    return {node} if node == 0 else {node} | ancestors(parents, parents[node])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_depths_and_levels_agree_with_a_walk(tools, seed):
+    shape = tools.random_shape(seed)
+    parents = shape.parents
+    tree = DraftTree(torch.zeros(1, shape.size), torch.tensor([parents]), torch.tensor([shape.size]), shape.depth)
+    for node in range(shape.size):
+        seen = set(tree.ancestors_BNN[0, node].nonzero().flatten().tolist())
+        assert seen == ancestors(parents, node)
+        assert tree.depths_BN[0, node] == len(seen) - 1
+    assert all(parent < node for node, parent in enumerate(parents))
+    assert shape.depth == max(map(len, shape.paths), default=0)
+    # levels: following frontier and picks rebuilds the paths
+    rebuilt, frontier = [()], [()]
+    for level in shape.levels:
+        nodes = [(*frontier[pick // level.width], pick % level.width) for pick in level.picks]
+        rebuilt += nodes
+        assert [frontier[i] for i in level.parents] == [nodes[i][:-1] for i in level.frontier]
+        frontier = [nodes[i] for i in level.frontier]
+    assert rebuilt == [(), *shape.paths]
+
+
+def test_a_chain_takes_the_best_token_at_each_depth():
+    assert TreeShape.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+    assert TreeShape.parse("chain:3") == TreeShape.chain(3)
+    assert TreeShape.parse("root").size == 1
+
+
+def test_a_file_of_paths_is_read_in_any_order(tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps([[1], [0, 2], [0]]))
+    assert TreeShape.parse(str(path)).paths == ((0,), (1,), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0, 0]], r"\[0, 0\] has no parent \[0\]"),
+        ([[0], [0]], r"stands twice: \[0\]"),
+        ([[-1]], "each an integer from 0"),
+        ([[]], "at least one rank"),
+        ([["0"]], "each an integer"),
+    ],
+)
+def test_paths_that_are_no_tree_are_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        TreeShape.from_paths(paths)
+
+
+@pytest.mark.parametrize("text", ["medusa", "chain", "chain:x", "missing.json"])
+def test_unknown_words_for_a_tree_are_refused_with_the_valid_ones(text):
+    with pytest.raises(ValueError, match=f"unknown tree '{text}'; choose from auto, root, chain:LENGTH"):
+        TreeShape.parse(text)

@@ -1,0 +1,309 @@
+"""The command line: what it takes, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from headstart.heads import MedusaConfig, MedusaHead
+from headstart.heads.checkpoint import HeadFacts, save_head
+from headstart.inference import Target
+from headstart.scripts import __main__ as entry
+from headstart.scripts.command import options
+from headstart.train import answer, benchmark, demo, loop, selfmade
+from headstart.train.config import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig, TrainConfig
+
+COMMANDS = {
+    "data": (SelfMadeConfig, selfmade, "make_conversations"),
+    "train": (TrainConfig, loop, "train"),
+    "generate": (GenerateConfig, answer, "answer"),
+    "bench": (BenchConfig, benchmark, "benchmark"),
+    "demo": (DemoConfig, demo, "demo"),
+}
+REQUIRED = {
+    "data": ["--target", "t", "--output", "o"],
+    "train": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
+    "generate": ["--target", "t", "--prompt", "p"],
+    "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
+    "demo": [],
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A command line's status, output and errors."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["headstart", *arguments])
+        try:
+            entry.main()
+            status = 0
+        except SystemExit as end:
+            status = 0 if end.code is None else end.code
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def parsed(run, monkeypatch):
+    """The options that reach a command's function."""
+
+    def call(command, *arguments):
+        found = []
+        monkeypatch.setattr(COMMANDS[command][1], COMMANDS[command][2], found.append)
+        status, _, errors = run(command, *arguments)
+        assert status == 0, errors
+        return found[0]
+
+    return call
+
+
+@pytest.fixture
+def head_folder(target_folder, tmp_path):
+    target = Target.from_pretrained(target_folder)
+    head = MedusaHead(MedusaConfig(num_heads=2), target.info)
+    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    save_head(head, tmp_path / "head", HeadFacts(tree=[[0], [1], [0, 0]]))
+    return str(tmp_path / "head")
+
+
+def documented_options(kind, before=""):
+    """Dotted names of a config's options, and the docstring under each of them in the source."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body)
+    told = {
+        node.target.id: text.value.value
+        for node, text in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from documented_options(field.default_factory, f"{before}{field.name}.")
+        else:
+            yield before + field.name, told[field.name]
+
+
+def test_alone_it_lists_its_commands(run):
+    for arguments in ((), ("--help",), ("-h",)):
+        status, shown, _ = run(*arguments)
+        assert status == 0
+        assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option_and_says_what_it_is_for(run, command):
+    status, shown, _ = run(command, "--help")
+    assert status == 0
+    purpose = importlib.import_module(f"headstart.scripts.{command}").__doc__.partition(":")[0]
+    text = "".join(shown.split())  # lines may break anywhere
+    assert "".join(purpose.split()) in text
+    for name, told in documented_options(COMMANDS[command][0]):
+        assert f"\n  --{name} " in shown
+        assert "".join(told.split()) in text, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_not_set_has_the_default_of_the_dataclass(parsed, command):
+    kind = COMMANDS[command][0]
+    config = parsed(command, *REQUIRED[command])
+    assert type(config) is kind
+    given = {argument.lstrip("-") for argument in REQUIRED[command][::2]}
+    for field in dataclasses.fields(kind):
+        if field.name in given or (field.name == "data" and "data.sources" in given):
+            continue
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        assert getattr(config, field.name) == default, field.name
+
+
+def test_the_command_line_overrides_the_yaml_and_the_yaml_the_defaults(parsed, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "target": "from-yaml",
+                "output": "o",
+                "head": {"type": "medusa", "num_heads": 2, "decay": 0.5},
+                "data": {"sources": ["a.jsonl", "b.jsonl"], "max_length": 77},
+                "optim": {"lr": 0.25, "clip": 2.0},
+            }
+        )
+    )
+    overrides = ("--optim.lr", "1e-3", "--target", "from-line", "--head.num_heads", "3")
+    config = parsed("train", "--config", str(path), *overrides)
+    assert (config.target, config.output) == ("from-line", "o")
+    assert (config.optim.lr, config.optim.clip, config.optim.warmup) == (1e-3, 2.0, 0.1)
+    assert config.head == {"type": "medusa", "num_heads": 3, "decay": 0.5}
+    assert config.data.sources == ["a.jsonl", "b.jsonl"]
+    assert (config.data.max_length, config.data.held_out) == (77, 0.02)
+
+
+def test_bench_takes_the_command_line_of_the_manual(parsed):
+    line = "--target T --head H --prompts a.jsonl b.jsonl --limit 4 --max-new-tokens 32 --temperature 0.5"
+    config = parsed("bench", *line.split(), "--dtype", "float32", "--output", "out.json")
+    assert config == BenchConfig("T", "H", ["a.jsonl", "b.jsonl"], 4, 32, 0.5, "float32", output="out.json")
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_configs_that_are_shipped_are_valid(path):
+    config = options(TrainConfig, "train", "", ["--config", str(path), "--data.sources", "[conversations.jsonl]"])
+    assert config.head["type"] == "medusa"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_is_named(run, command):
+    status, _, errors = run(command, *REQUIRED[command], "--colour", "red")
+    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
+    assert status == 2 and "--colour" in line
+
+
+@pytest.mark.parametrize(("text", "name"), [("colour: red", "colour"), ("optim: {rate: 1}", "rate")])
+def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
+    (tmp_path / "options.yaml").write_text(text)
+    status, _, errors = run("train", *REQUIRED["train"], "--config", str(tmp_path / "options.yaml"))
+    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
+    assert status == 2 and name in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["unknown command 'trian'", "data, train, generate, bench, demo"]),
+        (["train"], ["'target' is required"]),
+        (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
+        (["demo", "--prompts", "/nowhere.jsonl"], ["no file at '/nowhere.jsonl'"]),
+        (["data", *REQUIRED["data"], "--min_distinct", "2"], ["min_distinct", "between 0 and 1", "2"]),
+    ],
+)
+def test_a_mistake_is_answered_with_one_line_and_status_2(run, arguments, words):
+    status, _, errors = run(*arguments)
+    assert status == 2
+    assert errors.startswith("error: ") and errors.count("\n") == 1
+    assert all(word in errors for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["generate", "--target", "/no/such/target", "--prompt", "hi"], "'/no/such/target'"),
+        (["bench", *REQUIRED["bench"]], "p.jsonl"),
+        (["data", "--target", "package:no_such_package", "--output", "{tmp}/o.jsonl"], "no_such_package"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line(run, tmp_path, arguments, word):
+    status, _, errors = run(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert status == 2
+    assert errors.startswith("error: ") and errors.count("\n") == 1, errors
+    assert word in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["train", "--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["train", *REQUIRED["train"], "--loop.batch_size", "many"], "loop.batch_size"),
+        (["generate", *REQUIRED["generate"], "--dtype", "float8"], "float8"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(run, arguments, word):
+    status, _, errors = run(*arguments)
+    assert status == 2
+    assert word in errors[errors.index("error:") :]
+    assert "Traceback" not in errors
+
+
+def train_arguments(target_folder, conversations_file, tmp_path):
+    return [
+        *(
+            "--target",
+            str(target_folder),
+            "--output",
+            str(tmp_path / "run"),
+            "--data.sources",
+            f"[{conversations_file}]",
+        ),
+        *("--target_dtype", "float32", "--loop.precision", "float32"),
+    ]
+
+
+def test_an_unknown_head_is_answered_with_the_known_ones(run, target_folder, conversations_file, tmp_path):
+    arguments = train_arguments(target_folder, conversations_file, tmp_path)
+    status, _, errors = run("train", *arguments, "--head.type", "medsua")
+    assert status == 2
+    assert "error: unknown head 'medsua'; choose from medusa\n" in errors
+
+
+def test_a_stop_ends_a_command_with_status_0(run, monkeypatch):
+    def stopped(_):
+        raise loop.Stopped("stopped at step 3 of 9; the same command goes on from there")
+
+    monkeypatch.setattr(loop, "train", stopped)
+    status, shown, errors = run("train", *REQUIRED["train"])
+    assert (status, errors) == (0, "")
+    assert "stopped at step 3 of 9" in shown
+
+
+def test_train_then_generate_then_bench(run, target_folder, conversations_file, tmp_path):
+    small = ["--loop.max_steps", "3", "--loop.batch_size", "4", "--eval.prompts", "2", "--eval.new_tokens", "4"]
+    arguments = [*train_arguments(target_folder, conversations_file, tmp_path), *small]
+    status, shown, errors = run("train", *arguments, "--head", '{"type": "medusa", "num_heads": 2}')
+    assert status == 0, errors
+    assert "acceptance length" in shown
+    used = ["--target", str(target_folder), "--head", str(tmp_path / "run" / "last"), "--dtype", "float32"]
+
+    status, shown, errors = run("generate", *used, "--prompt", "count to 4", "--max_new_tokens", "12")
+    assert status == 0, errors
+    assert "tokens/s" in shown and "rounds, acceptance length" in shown and "acceptance rate by depth" in shown
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["count to 3"]}\n{"prompt": "count to 5"}\n')
+    report = tmp_path / "report.json"
+    size = ["--max_new_tokens", "6", "--output", str(report)]
+    status, shown, errors = run("bench", *used, "--prompts", f"[{prompts}]", *size)
+    assert status == 0, errors
+    assert "2/2" in shown
+    assert json.loads(report.read_text())["total"]["identical"] == 2
+
+
+def test_generate_streams_what_stock_generate_writes(run, target_folder, head_folder, tokenizer):
+    used = ["--target", str(target_folder), "--dtype", "float32", "--prompt", "hello", "--max_new_tokens", "20"]
+    status, shown, errors = run("generate", *used, "--head", head_folder, "--compare", "true")
+    assert status == 0, errors
+    target = Target.from_pretrained(target_folder, torch.float32)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    )
+    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    written = target.model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
+    answered = tokenizer.decode(written, skip_special_tokens=True)
+    assert shown.count(answered.strip()) == 2  # both sides
+    assert " times)" in shown.splitlines()[-1]
+
+
+def test_generate_of_no_tokens_says_nothing(run, target_folder):
+    status, shown, errors = run(
+        "generate", "--target", str(target_folder), "--prompt", "hi", "--max_new_tokens", "0", "--dtype", "float32"
+    )
+    assert status == 0, errors
+    assert "acceptance" not in shown
+
+
+@pytest.mark.parametrize("way", ["module", "file"])
+def test_commands_run_as_a_module_and_as_files(way):
+    """`accelerate launch scripts/train.py` runs the file."""
+    file = importlib.import_module("headstart.scripts.train").__file__
+    start = ["-m", "headstart.scripts", "train"] if way == "module" else [file]
+    done = subprocess.run([sys.executable, *start, "--loop.keep", "0"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "error: option 'target' is required and was not given\n"

@@ -1,0 +1,60 @@
+"""What the repository carries for the first commands: prompts and configs that work."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from headstart.heads import TargetInfo
+from headstart.heads.checkpoint import build_head
+from headstart.scripts.command import options
+from headstart.train.config import TrainConfig
+from headstart.train.data import read_prompts
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = ROOT / "examples" / "prompts.jsonl"
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_the_example_prompts_cover_the_categories() -> None:
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    assert all(row.keys() == {"question_id", "category", "turns"} for row in rows)
+    assert all(row["turns"] and all(isinstance(turn, str) and turn.strip() for turn in row["turns"]) for row in rows)
+    for values in ([row["question_id"] for row in rows], [row["turns"][0] for row in rows]):
+        assert len(set(values)) == len(rows)
+    counts = Counter(row["category"] for row in rows)
+    assert set(counts) == {"chat", "math", "code", "summary", "translation"}
+    assert min(counts.values()) >= 2
+
+
+def test_the_example_prompts_are_read_as_what_the_user_says() -> None:
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    assert read_prompts(PROMPTS) == [[{"role": "user", "content": row["turns"][0]}] for row in rows]
+
+
+def test_there_are_configs() -> None:
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
+    config = options(TrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"])
+    assert config.data.sources == ["x.jsonl"]
+    assert config.target and config.output.startswith("runs/")
+    given = {name: value for name, value in config.head.items() if name != "type"}
+    head = build_head(config.head["type"], given, TargetInfo("made-up", 64, vocab_size=50_000, num_layers=12))
+    for name, value in given.items():
+        assert getattr(head.config, name) == value
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_takes_overrides_and_no_unknown_option(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(path), "--data.sources", "[x.jsonl]"]
+    assert options(TrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
+    with pytest.raises(SystemExit) as caught:
+        options(TrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
+    assert caught.value.code == 2
+    assert "optim.learning_rate" in capsys.readouterr().err

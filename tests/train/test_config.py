@@ -1,0 +1,120 @@
+"""Every refusal names the option and the value that was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from headstart.train.config import (
+    BenchConfig,
+    DataConfig,
+    DemoConfig,
+    EvalConfig,
+    GenerateConfig,
+    LoopConfig,
+    OptimConfig,
+    SelfMadeConfig,
+    TrainConfig,
+    dtype_of,
+)
+
+GROUPS = {"data": DataConfig, "optim": OptimConfig, "loop": LoopConfig, "eval": EvalConfig}
+VALID = {
+    TrainConfig: {"target": "t", "output": "o", "data.sources": ["d"]},
+    SelfMadeConfig: {"target": "t", "output": "o"},
+    BenchConfig: {"target": "t", "head": "h", "prompts": ["p"]},
+    GenerateConfig: {"target": "t", "prompt": "p"},
+    DemoConfig: {},
+}
+REFUSED = [
+    (TrainConfig, "target", ""),
+    (TrainConfig, "output", ""),
+    (TrainConfig, "data.sources", []),
+    (TrainConfig, "data.held_out", 0.0),
+    (TrainConfig, "data.held_out", 1.0),
+    (TrainConfig, "data.max_length", 2),
+    (TrainConfig, "data.max_conversations", -1),
+    (TrainConfig, "loop.max_steps", 0),
+    (TrainConfig, "loop.max_steps", -1),
+    (TrainConfig, "loop.epochs", 0.0),
+    (TrainConfig, "loop.batch_size", 0),
+    (TrainConfig, "loop.accumulation", 0),
+    (TrainConfig, "loop.keep", 0),
+    (TrainConfig, "loop.log_every", 0),
+    (TrainConfig, "loop.eval_every", -1),
+    (TrainConfig, "loop.save_every", -1),
+    (TrainConfig, "optim.lr", 0.0),
+    (TrainConfig, "optim.lr", -0.5),
+    (TrainConfig, "optim.clip", 0.0),
+    (TrainConfig, "optim.warmup", 1.5),
+    (TrainConfig, "eval.prompts", 0),
+    (TrainConfig, "eval.new_tokens", 1),  # the prefill's token alone: no round, no acceptance length
+    (TrainConfig, "eval.conversations", 0),
+    (TrainConfig, "eval.nodes", 1),
+    (SelfMadeConfig, "target", ""),
+    (SelfMadeConfig, "output", ""),
+    (SelfMadeConfig, "conversations", 0),
+    (SelfMadeConfig, "batch_size", 0),
+    (SelfMadeConfig, "answer_tokens", 0),
+    (SelfMadeConfig, "prompt_tokens", 0),
+    (SelfMadeConfig, "temperature", -0.5),
+    (SelfMadeConfig, "prompt_temperature", -0.25),
+    (SelfMadeConfig, "min_distinct", 1.5),
+    (SelfMadeConfig, "prompt_min_p", -0.5),
+    (BenchConfig, "target", ""),
+    (BenchConfig, "head", ""),
+    (BenchConfig, "prompts", []),
+    (BenchConfig, "limit", -1),
+    (BenchConfig, "max_new_tokens", 1),
+    (BenchConfig, "temperature", -0.5),
+    (GenerateConfig, "target", ""),
+    (GenerateConfig, "prompt", ""),
+    (GenerateConfig, "max_new_tokens", -1),
+    (GenerateConfig, "temperature", -0.5),
+    (GenerateConfig, "top_k", -1),
+    (GenerateConfig, "top_p", 0.0),
+    (GenerateConfig, "top_p", 1.5),
+    (DemoConfig, "minutes", 0),
+]
+
+
+def build(kind, **changes):
+    options = VALID[kind] | changes
+    flat = {name: value for name, value in options.items() if "." not in name}
+    for group, group_kind in GROUPS.items() if kind is TrainConfig else ():
+        inside = {name.partition(".")[2]: value for name, value in options.items() if name.startswith(group + ".")}
+        flat[group] = group_kind(**inside)
+    return kind(**flat)
+
+
+@pytest.mark.parametrize("kind", VALID)
+def test_what_is_valid_is_taken_and_cannot_be_changed_afterwards(kind):
+    config = build(kind)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, dataclasses.fields(kind)[0].name, "other")
+
+
+@pytest.mark.parametrize(("kind", "option", "value"), REFUSED, ids=lambda x: getattr(x, "__name__", repr(x)))
+def test_a_value_that_cannot_work_is_refused_by_name(kind, option, value):
+    with pytest.raises(ValueError, match=rf"\b{re.escape(option)}\b") as error:
+        build(kind, **{option: value})
+    if value not in ("", []):
+        assert re.search(rf"(?<![\d.]){re.escape(str(value))}(?![\d.]*\d)", str(error.value)), str(error.value)
+
+
+def test_float32_arithmetic_on_a_rounded_target_is_refused():
+    with pytest.raises(ValueError, match=r"loop\.precision.*target_dtype.*bfloat16"):
+        build(TrainConfig, **{"loop.precision": "float32"})
+    build(TrainConfig, **{"loop.precision": "float32", "target_dtype": "float32"})
+
+
+def test_a_head_without_a_type_is_refused():
+    with pytest.raises(ValueError, match=r"head\.type"):
+        build(TrainConfig, head={"num_heads": 2})
+
+
+def test_an_unknown_dtype_is_named_with_the_valid_ones():
+    with pytest.raises(ValueError, match=r"'float8'; choose from float32, bfloat16, float16"):
+        dtype_of("float8")

@@ -1,0 +1,117 @@
+"""Teacher-forced accuracy against a naive count; evaluation as the head will be served."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from headstart.heads import MedusaConfig, MedusaHead
+from headstart.inference import Stats
+from headstart.train.config import EvalConfig
+from headstart.train.data import Example
+from headstart.train.evaluate import RANKS, evaluate, prompt_of, real_acceptance, summary, teacher_forced
+
+VOCAB = 24
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def examples():
+    """Random tokens with masks of one or two answers, some too short for the deepest head."""
+    random = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(11):
+        tokens = torch.randint(VOCAB, (int(torch.randint(8, 20, (), generator=random)),), generator=random).tolist()
+        mask = [(i % 3 == 0 and 1 < t < 4) or t >= 5 + i % 4 for t in range(len(tokens))]
+        found.append(Example(tokens, mask))
+    return found
+
+
+def build_head(target, draft_vocab_size=None):
+    """A head with random weights, so that its ranks are all over the place."""
+    head = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=draft_vocab_size), target.info)
+    counts = torch.zeros(VOCAB, dtype=torch.int64)
+    counts[::2] = 1  # every other token, if the draft vocabulary is half of all
+    head.initialize(target.ends, counts)
+    torch.manual_seed(5)
+    for parameter in head.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return head.to(target.dtype).eval()
+
+
+@torch.no_grad()
+def naive(target, head, examples):
+    """One position at a time, by what decoding calls: observe the text so far, expand along the true path."""
+    losses, hits, counts = [0.0] * 3, [[0] * RANKS for _ in range(3)], [0] * 3
+    for example in examples:
+        tokens = torch.tensor(example.tokens)
+        for here in range(len(tokens)):
+            features, _ = target.read(tokens[None, : here + 1], head.feature_layers)
+            for depth in range(3):
+                label = here + depth + 2
+                if label >= len(tokens) or not all(example.loss_mask[here + 1 : label + 1]):
+                    continue
+                state = head.begin(target.ends, 1, len(tokens), 3)
+                state = head.observe(state, features, tokens[None, 1 : here + 2], torch.tensor([here + 1]))
+                for level in range(depth + 1):
+                    parent = torch.tensor([[-1 if level == 0 else 0]])
+                    logits, state = head.expand(state, tokens[None, here + 1 + level, None], parent)
+                drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
+                counts[depth] += 1
+                if int(tokens[label]) in drafted:
+                    place = drafted.index(int(tokens[label]))
+                    rank = int((logits[0, 0] > logits[0, 0, place]).sum())
+                    if rank < RANKS:
+                        hits[depth][rank] += 1
+                    losses[depth] += F.cross_entropy(logits[0, 0], torch.tensor(place)).item()
+    return losses, hits, counts
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, VOCAB // 2])
+def test_teacher_forced_figures_are_those_of_decoding_position_by_position(target, examples, draft_vocab_size):
+    head = build_head(target, draft_vocab_size)
+    losses, hits, counts = naive(target, head, examples)
+    assert min(counts) > 20 and len(set(counts)) == 3  # deeper heads are judged on fewer positions
+    loss_K, accuracy_KI = teacher_forced(target, head, examples, batch_size=4)
+    for depth in range(3):
+        assert loss_K[depth] == pytest.approx(losses[depth] / counts[depth], rel=1e-5)
+        assert accuracy_KI[depth] == pytest.approx([hit / counts[depth] for hit in hits[depth]], rel=1e-5)
+
+
+def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
+    head = build_head(target).float().train()
+    before = copy.deepcopy(head.state_dict())
+    found = evaluate(target, head, examples, EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7))
+    assert head.training and all(torch.equal(before[name], tensor) for name, tensor in head.state_dict().items())
+    assert found.shape.size <= 7
+    assert {name: (len(stats.rows), stats.max_depth) for name, stats in found.trees.items()} == {
+        "chain": (4, 3),
+        "tree": (4, found.shape.depth),
+    }
+    assert found.acceptance_length == found.trees["tree"].acceptance_length
+    served = copy.deepcopy(head).to(target.dtype).eval()
+    loss_K, accuracy_KI = teacher_forced(target, served, examples[:8])
+    assert (found.loss_K, found.accuracy_KI) == (loss_K, accuracy_KI)
+    prompts = [prompt_of(example) for example in examples[:4]]
+    alone = [real_acceptance(target, served, found.shape, [prompt], 6) for prompt in prompts]
+    assert Stats.merged(alone).rows == found.trees["tree"].rows  # prompts of many lengths in one batch: the same
+
+
+def test_the_card_gets_every_tree_with_its_size(target, examples):
+    config = EvalConfig(prompts=2, new_tokens=4, conversations=4, nodes=5)
+    found = evaluate(target, build_head(target), examples, config)
+    measured = found.measured(config)
+    assert (measured["prompts"], measured["new_tokens"]) == (2, 4)
+    assert measured["trees"]["chain"]["nodes"] == 4
+    assert repr(measured["trees"]["tree"]) == repr({"nodes": found.shape.size, **summary(found.trees["tree"])})
+
+
+def test_a_prompt_is_what_comes_before_the_first_answer():
+    assert prompt_of(Example([4, 5, 6, 7, 8], [False, False, True, False, True])).tolist() == [4, 5]

@@ -1,0 +1,456 @@
+"""A run on a tiny target: it learns, it tells the truth, and it survives being killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headstart.heads.checkpoint import build_head, load_head
+from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.train import loop
+from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
+from headstart.train.console import Stopped
+from headstart.train.data import collate, count_answer_tokens, encode, read_conversations
+from headstart.train.evaluate import prompt_of
+from headstart.train.features import online_features
+from headstart.train.loop import load_examples, train
+
+STEPS = 48
+
+
+@pytest.fixture(scope="module")
+def taught(target_folder, conversations_file, tmp_path_factory):
+    """The tiny target after it learned the conversations by heart, so that there is something to guess."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target_folder), load_tokenizer(target_folder)
+    eos = frozenset({tokenizer.eos_token_id})
+    rows = read_conversations(str(conversations_file))
+    batch = collate([example for row in rows for example in encode(row, tokenizer, eos, 200)])
+    labels = batch.tokens_BT.masked_fill(~batch.loss_mask_BT, -100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        model(input_ids=batch.tokens_BT, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("taught")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_options(target, conversations, output):
+    """A run of about ten epochs, all in float32."""
+    return TrainConfig(
+        target=str(target),
+        output=str(output),
+        head={"type": "medusa", "num_heads": 2},
+        target_dtype="float32",
+        data=DataConfig(sources=[str(conversations)], held_out=0.2),
+        optim=OptimConfig(lr=3e-3),
+        loop=LoopConfig(
+            max_steps=STEPS, batch_size=4, precision="float32", log_every=1, eval_every=20, save_every=7, keep=3
+        ),
+        eval=EvalConfig(prompts=5, new_tokens=8, conversations=5, nodes=6),
+    )
+
+
+@pytest.fixture
+def options(taught, conversations_file, tmp_path):
+    return run_options(taught, conversations_file, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(taught, conversations_file, tmp_path_factory):
+    """The folder of a run that nothing happened to."""
+    return train(run_options(taught, conversations_file, tmp_path_factory.mktemp("undisturbed")))
+
+
+def changed(config, **changes):
+    """`changed(config, output=..., loop={"keep": 1})`."""
+    parts = {
+        name: dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(config, **parts)
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def checkpoints_of(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def weights(folder):
+    return (folder / "last" / "model.safetensors").read_bytes()
+
+
+def contents(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def same_outcome(folder, undisturbed):
+    """The same weights to the last bit, the same losses, and the same acceptance."""
+    assert weights(folder) == weights(undisturbed)
+    assert (folder / "best" / "model.safetensors").read_bytes() == (
+        undisturbed / "best" / "model.safetensors"
+    ).read_bytes()
+
+    def timeless(rows):
+        return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+
+    assert repr(timeless(log_of(folder))) == repr(timeless(log_of(undisturbed)))  # repr: NaN equals NaN
+    return True
+
+
+def test_the_loss_falls_at_every_depth(undisturbed):
+    losses = [row["loss"] for row in log_of(undisturbed) if "loss" in row]
+    assert len(losses) == STEPS
+    for depth in range(2):
+        first, last = (sum(row[depth] for row in rows) / 8 for rows in (losses[:8], losses[-8:]))
+        assert last < 0.7 * first
+
+
+def test_a_runs_folder_holds_its_options_its_log_and_heads_that_load(undisturbed, options):
+    assert yaml.safe_load((undisturbed / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr
+    rows = log_of(undisturbed)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "eval" in row] == [20, 40, STEPS]
+    for name in ("best", "last"):
+        head, facts = load_head(undisturbed / name)
+        assert head.max_depth == 2
+        assert len(facts.tree) == options.eval.nodes - 1
+        assert facts.training["config"]["optim"]["lr"] == options.optim.lr
+        assert facts.training["versions"]["torch"] == torch.__version__
+        assert {"hardware", "git_revision"} <= facts.training.keys()
+        assert (undisturbed / name / "README.md").is_file()
+
+
+def test_the_best_head_is_the_one_with_the_longest_acceptance(undisturbed):
+    lengths = {row["step"]: row["eval"]["tree"]["acceptance_length"] for row in log_of(undisturbed) if "eval" in row}
+    _, facts = load_head(undisturbed / "best")
+    assert lengths[20] < max(lengths.values())  # it got better, so the first was replaced
+    assert lengths[facts.training["step"]] == max(lengths.values())
+    assert facts.measured["trees"]["tree"]["acceptance_length"] == max(lengths.values())
+
+
+@pytest.mark.parametrize(("kind", "place"), [("tree", "auto"), ("chain", "chain:2")])
+def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, kind, place):
+    target = Target.from_pretrained(options.target, torch.float32)
+    _, held_out = load_examples(options, target)
+    lm = SpeculativeLM.from_pretrained(target, head=undisturbed / "last", tree=place)
+    alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
+    stats, row = Stats.merged(alone), log_of(undisturbed)[-1]["eval"][kind]
+    assert row["acceptance_length"] == stats.acceptance_length
+    assert row["rounds"] == stats.rounds
+    assert repr(row["acceptance_rate_by_depth"]) == repr(stats.acceptance_rate_by_depth)
+    assert stats.acceptance_length > 1.3  # it learned something, so there is something to compare
+
+
+def test_accumulating_two_batches_is_one_batch_of_both(options, tmp_path):
+    path = tmp_path / "nine.jsonl"
+    answers = ["one " * 2 * i + "two" for i in range(1, 10)]  # unequal lengths: a mean of means would differ
+    rows = [[{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}] for answer in answers]
+    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
+    data = {"sources": [str(path)], "held_out": 0.01}  # 8 conversations to train on: every step sees all of them
+    found = []
+    for batch_size, accumulation in ((8, 1), (4, 2)):
+        cut = {"batch_size": batch_size, "accumulation": accumulation, "max_steps": 3, "eval_every": 0}
+        folder = train(changed(options, output=str(tmp_path / f"of-{batch_size}"), data=data, loop=cut))
+        assert [row["step"] for row in log_of(folder) if "loss" in row] == [1, 2, 3]
+        found.append((load_file(folder / "last" / "model.safetensors"), log_of(folder)))
+    (whole, whole_log), (halves, halves_log) = found
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halves[name], tensor, atol=1e-6, rtol=0, msg=name)
+    for name in ("loss", "gradient_norm"):
+        for one, other in zip(whole_log[:3], halves_log[:3], strict=True):
+            assert one[name] == pytest.approx(other[name], rel=1e-5)
+
+
+def test_the_gradient_is_that_of_the_mean_over_answer_tokens(options):
+    folder = train(changed(options, loop={"batch_size": 100, "max_steps": 1}))
+    target = Target.from_pretrained(options.target, torch.float32)
+    training, _ = load_examples(options, target)
+    head = build_head("medusa", {"num_heads": 2}, target.info)
+    head.initialize(target.ends, count_answer_tokens(training, target.info.vocab_size))
+    tokens = sum(sum(example.loss_mask) for example in training)
+    (head(online_features(target, head, collate(training))).loss / tokens).backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in head.parameters()])
+    assert log_of(folder)[0]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_only_the_newest_checkpoints_are_kept(undisturbed):
+    assert checkpoints_of(undisturbed) == ["step-00000035", "step-00000042", f"step-{STEPS:08d}"]
+
+
+def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(undisturbed, options, monkeypatch):
+    monkeypatch.setattr(loop.Target, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
+    before = contents(undisturbed)
+    assert train(changed(options, output=str(undisturbed), loop={"log_every": 5, "keep": 1})) == undisturbed
+    assert contents(undisturbed) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "before", "now"),
+    [
+        ("optim.lr", {"optim": {"lr": 0.5}}, "0.003", "0.5"),
+        ("loop.batch_size", {"loop": {"batch_size": 3}}, "4", "3"),
+        ("head.num_heads", {"head": {"type": "medusa", "num_heads": 5}}, "2", "5"),
+        ("head.decay", {"head": {"type": "medusa", "num_heads": 2, "decay": 0.25}}, "None", "0.25"),
+    ],
+)
+def test_a_folder_with_a_run_of_other_options_is_refused(undisturbed, options, name, change, before, now):
+    config = changed(options, output=str(undisturbed))
+    head = change.pop("head", None)
+    config = dataclasses.replace(config, head=head) if head else changed(config, **change)
+    with pytest.raises(ValueError, match=rf"{name} = {before}, not {now}"):
+        train(config)
+
+
+def test_a_head_of_an_unknown_kind_or_layer_is_refused(options):
+    with pytest.raises(ValueError, match="unknown head 'medsua'; choose from medusa"):
+        train(dataclasses.replace(options, head={"type": "medsua"}))
+    with pytest.raises(ValueError, match="unknown medusa head option 'heads'"):
+        train(dataclasses.replace(options, output=options.output + "2", head={"type": "medusa", "heads": 2}))
+
+
+def command(config, tmp_path):
+    """The run as a command of its own."""
+    path = tmp_path / "options.yaml"
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    path.write_text(yaml.safe_dump(plain), encoding="utf-8")
+    return [sys.executable, "-m", "headstart.scripts", "train", "--config", str(path)]
+
+
+def wait_for(process, seen, what):
+    """Until `seen()` is true while the command runs."""
+    deadline = time.monotonic() + 120
+    while not seen():
+        assert process.poll() is None, f"the run ended before {what}"
+        assert time.monotonic() < deadline, f"no {what} in two minutes"
+        time.sleep(0.0005)
+
+
+def steps_logged(folder):
+    path = folder / "log.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def finish(arguments):
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_killed_at_a_random_moment_and_started_again_a_run_ends_with_the_same_weights(options, undisturbed, tmp_path):
+    folder, moment = Path(options.output), random.randint(8, 40)
+    arguments = command(options, tmp_path)
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
+        wait_for(process, lambda: steps_logged(folder) >= moment, f"step {moment}")
+        time.sleep(random.random() * 0.05)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (folder / "last").exists()
+    assert f"of {STEPS}" in finish(arguments)
+    assert same_outcome(folder, undisturbed), f"killed after {moment} lines of the log"
+
+
+def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(options, undisturbed, tmp_path):
+    folder = Path(options.output)
+
+    def writing():
+        return steps_logged(folder) >= 10 and any((folder / "checkpoints").glob("*.partial"))
+
+    busy = changed(options, loop={"save_every": 1})  # most of the time a checkpoint is being written
+    with subprocess.Popen(command(busy, tmp_path), stdout=subprocess.DEVNULL) as process:
+        wait_for(process, writing, "a checkpoint")
+        process.kill()
+    train(options)
+    assert same_outcome(folder, undisturbed)
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint_and_status_0(options, undisturbed, tmp_path):
+    folder = Path(options.output)
+    rare = changed(options, loop={"save_every": 0})
+    with subprocess.Popen(command(rare, tmp_path), stdout=subprocess.PIPE, text=True) as process:
+        wait_for(process, lambda: steps_logged(folder) >= 9, "step 9")
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    (checkpoint,) = checkpoints_of(folder)
+    assert f"stopped at step {int(checkpoint.removeprefix('step-'))} of {STEPS}" in said
+    train(options)
+    assert same_outcome(folder, undisturbed)
+
+
+def stop_after(monkeypatch, step):
+    """Ask a run in this process to stop after a step."""
+    original = loop.Report.end_step
+
+    def end_step(self, *arguments):
+        original(self, *arguments)
+        if self.progress.step == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(loop.Report, "end_step", end_step)
+
+
+@pytest.mark.parametrize("step", [1, 5, 13])  # with 5 batches an epoch: inside the first, at its end, later
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stopped_run_sees_the_same_batches_in_the_same_order(options, tmp_path, monkeypatch, step, accumulation):
+    seen = []
+    original = loop.online_features
+    monkeypatch.setattr(loop, "online_features", lambda *given: seen.append(given[2].tokens_BT) or original(*given))
+    short = changed(options, loop={"max_steps": 15, "accumulation": accumulation, "eval_every": 0, "save_every": 0})
+    train(changed(short, output=str(tmp_path / "whole")))
+    whole = [tokens.tolist() for tokens in seen]
+    seen.clear()
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(Stopped, match=f"stopped at step {step} of 15"):
+            train(short)
+    train(short)
+    assert [tokens.tolist() for tokens in seen] == whole
+
+
+def test_a_half_written_checkpoint_is_passed_over(options, undisturbed, monkeypatch):
+    folder = Path(options.output)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 16)
+        with pytest.raises(Stopped):
+            train(options)
+    partial = folder / "checkpoints" / "step-00000021.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 17, "loss": [1.0, 1.0]}\n{"step": 18, "lo')  # later than the checkpoint, and half a line
+    train(options)
+    assert same_outcome(folder, undisturbed)
+    assert not partial.exists()
+
+
+def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it_whole(options, undisturbed, monkeypatch):
+    folder, first, original = Path(options.output), [], Accelerator.save_state
+
+    def full(self, output_dir):
+        if first:
+            Path(output_dir).mkdir()
+            (Path(output_dir) / "model.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        first.append(output_dir)
+        return original(self, output_dir)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "save_state", full)
+        with pytest.raises((OSError, ValueError), match="No space left"):
+            train(changed(options, loop={"keep": 1}))
+    assert "step-00000007" in checkpoints_of(folder)
+    assert not (folder / "checkpoints" / "step-00000014").exists()
+    started_at = []
+    resume = loop.Run.resume
+    monkeypatch.setattr(loop.Run, "resume", lambda self: started_at.append(resume(self)) or started_at[0])
+    stepping = loop.Report.start_step
+    steps = []
+    monkeypatch.setattr(loop.Report, "start_step", lambda self: steps.append(self.progress.step) or stepping(self))
+    train(options)
+    assert steps[0] == 7
+    assert same_outcome(folder, undisturbed)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL where the moment must be exact."""
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_killed_while_the_options_are_written_down_a_run_can_start_again(options, undisturbed, monkeypatch, when):
+    """Found by killing at each moment of the first write to the run's folder."""
+    folder, original = Path(options.output), Path.write_text
+
+    def write_text(path, text, *arguments, **settings):
+        if folder not in path.parents:
+            return original(path, text, *arguments, **settings)
+        if when == "during":
+            original(path, text[: len(text) // 2], *arguments, **settings)
+        if when == "after":
+            original(path, text, *arguments, **settings)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(Killed):
+            train(options)
+    train(options)
+    assert weights(folder) == weights(undisturbed)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(options, undisturbed, monkeypatch, when):
+    folder, original = Path(options.output), loop.Run.judged
+
+    def judged(self, progress, *arguments, **settings):
+        if progress.step == STEPS and when == "before":
+            raise Killed
+        original(self, progress, *arguments, **settings)
+        if progress.step == STEPS:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "judged", judged)
+        with pytest.raises(Killed):
+            train(options)
+    train(options)
+    assert same_outcome(folder, undisturbed)
+
+
+def test_a_best_head_is_left_even_if_no_held_out_prompt_needed_a_round(options, monkeypatch):
+    original = loop.evaluate
+
+    def evaluate(*arguments):
+        found = original(*arguments)
+        return dataclasses.replace(found, trees={name: Stats([[]], 2) for name in found.trees})
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    folder = train(changed(options, loop={"max_steps": 2}))
+    load_head(folder / "best")
+
+
+def test_saved_figures_are_json_that_every_reader_takes(options, monkeypatch):
+    """NaN is no JSON: a rate that nothing was measured for must be written as null."""
+    original = loop.evaluate
+
+    def evaluate(*arguments):
+        found = original(*arguments)
+        return dataclasses.replace(found, trees={name: Stats(stats.rows, 3) for name, stats in found.trees.items()})
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    folder = train(changed(options, loop={"max_steps": 2, "log_every": 1}))
+    texts = [(folder / "last" / "config.json").read_text(), *(folder / "log.jsonl").read_text().splitlines()]
+    for text in texts:
+        json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_the_numbers_go_to_a_tracker(options):
+    pytest.importorskip("tensorboard")
+    folder = train(changed(options, loop={"max_steps": 2, "tracker": "tensorboard"}))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = {path.parent for path in folder.rglob("*tfevents*") if "headstart" in path.parent.name}
+    scalars = EventAccumulator(str(events)).Reload().Tags()["scalars"]
+    assert {"loss.0", "loss.1", "eval.tree.acceptance_length"} <= set(scalars)
