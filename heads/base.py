@@ -10,6 +10,8 @@ D hidden size, F width of the chosen feature layers side by side, K depths, I ra
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,8 +141,8 @@ class DraftHead(nn.Module, ABC):
         """Take in the tokens that were committed: the feature at position t with the token at t + 1.
 
         Called with the whole prompt after the prefill and with the accepted path after every round. Rows commit
-        different numbers of tokens: row b's first `lengths_B[b]` (at least 1) count. What earlier `expand` calls
-        guessed is forgotten.
+        different numbers of tokens: row b's first `lengths_B[b]` count; a row that has ended commits none, and what
+        is drafted for it no longer matters. What earlier `expand` calls guessed is forgotten.
         """
 
     @abstractmethod
@@ -181,7 +183,20 @@ def build_config(config_class: type[Any], options: dict[str, Any], where: str) -
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"unknown {where} option {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+    for name, hint in typing.get_type_hints(config_class).items():
+        if name in options and not _fits(options[name], hint):
+            raise ValueError(f"{where} option {name!r} is of type {hint}, not {options[name]!r}")
     return config_class(**options)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, kind) for kind in typing.get_args(hint))
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    if hint is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 _CARD = """---
 library_name: headstart
-base_model: {target}
+base_model: {quoted}
 tags: [speculative-decoding, {head}]
 ---
 
@@ -18,7 +19,7 @@ the output is the model's own: lossless.
 ```python
 from headstart.inference import SpeculativeLM
 
-lm = SpeculativeLM.from_pretrained("{target}", head="THIS FOLDER OR ITS HUB ID")
+lm = SpeculativeLM.from_pretrained({quoted}, head="THIS FOLDER OR ITS HUB ID")
 out = lm.generate(input_ids, max_new_tokens=256)
 ```
 
@@ -40,10 +41,16 @@ def model_card(section: dict[str, Any]) -> str:
     options = "\n".join(f"- {name}: {value}" for name, value in section["options"].items())
     return _CARD.format(
         target=section["target"]["name"],
+        quoted=json.dumps(section["target"]["name"]),
         head=section["head"],
         measured=_measured_table(section["measured"]),
         options=options,
     )
+
+
+def _figure(value: float | None) -> str:
+    """Two digits, or a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _measured_table(measured: dict[str, Any]) -> str:
@@ -52,9 +59,9 @@ def _measured_table(measured: dict[str, Any]) -> str:
     if not trees:
         return "Nothing was measured when this checkpoint was written."
     rows = [
-        f"| {name} | {row['nodes']} | {row['acceptance_length']:.2f} "
-        f"({row['interval'][0]:.2f} to {row['interval'][1]:.2f}) | "
-        + " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_by_depth"])
+        f"| {name} | {row['nodes']} | {_figure(row['acceptance_length'])} "
+        f"({_figure(row['interval'][0])} to {_figure(row['interval'][1])}) | "
+        + " ".join(map(_figure, row["acceptance_rate_by_depth"]))
         + " |"
         for name, row in trees.items()
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from . import HEADS
@@ -56,18 +57,23 @@ def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftH
 def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts) -> None:
     """Write a head's checkpoint; `folder` changes only when everything has been written."""
     name = next(name for name, head_class in HEADS.items() if type(head) is head_class)
-    section = {
-        "head": name,
-        "options": dataclasses.asdict(head.config),
-        "target": dataclasses.asdict(head.target),
-        **dataclasses.asdict(facts),
-    }
+    section = json_ready(
+        {
+            "head": name,
+            "options": dataclasses.asdict(head.config),
+            "target": dataclasses.asdict(head.target),
+            **dataclasses.asdict(facts),
+        }
+    )
     state = {key: value.detach().cpu().contiguous() for key, value in head.state_dict().items()}
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
     with new_folder(folder) as partial:
-        save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        try:
+            save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, for one
+            raise OSError(f"{partial / WEIGHTS_FILE} cannot be written: {error}") from error
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
 
 
@@ -119,10 +125,25 @@ class new_folder:
             return
         replaced = self.final.with_name(self.final.name + ".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
-        if self.final.exists():
-            self.final.rename(replaced)
-        self.partial.rename(self.final)
+        try:
+            if self.final.exists():
+                self.final.rename(replaced)
+            self.partial.rename(self.final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.final)
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def json_ready(value: Any) -> Any:
+    """Tuples as lists, and null for what strict JSON has no number for: a mean over nothing."""
+    if isinstance(value, dict):
+        return {key: json_ready(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _local_folder(source: str | Path, revision: str | None) -> Path:
@@ -144,13 +165,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if "headstart" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("headstart"), dict):
         raise ValueError(f"{path} has no 'headstart' section: it was not written by headstart")
     missing = {"head", "options", "target", *(key.name for key in dataclasses.fields(HeadFacts))} - set(
         config["headstart"]
     )
     if missing:
         raise ValueError(f"{path}: the 'headstart' section lacks {', '.join(sorted(missing))}")
+    names, given = {key.name for key in dataclasses.fields(TargetInfo)}, config["headstart"]["target"]
+    if not isinstance(given, dict) or set(given) != names:
+        raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
     return config
 
 
@@ -159,7 +183,7 @@ def _load_weights(head: DraftHead, path: Path) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except Exception as error:  # safetensors raises its own undocumented type
+    except SafetensorError as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]

@@ -141,7 +141,9 @@ class MedusaHead(DraftHead):
             hits.append(hits_I)
         if not losses:
             raise ValueError(f"sequences of {time} tokens are too short to train on; a Medusa head needs at least 3")
-        weights_K = torch.tensor([self.config.decay**i for i in range(len(losses))], device=tokens_BT.device)
+        weights_K = torch.tensor(
+            [self.config.decay**i for i in range(len(losses))], dtype=losses[0].dtype, device=tokens_BT.device
+        )
         losses_K = torch.stack(losses)
         return HeadOutput((losses_K * weights_K).sum(), losses_K.detach(), torch.stack(counts), torch.stack(hits))
 

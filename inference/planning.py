@@ -31,16 +31,15 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
     paths: list[tuple[int, ...]] = []
     # Only a node's first child and its next sibling can be the best that is not yet in the tree. Ties go to the
     # shallower node.
-    candidates: list[tuple[float, int, tuple[int, ...]]] = [(-accuracy_KI[0][0], 1, (0,))]
+    candidates: list[tuple[float, int, tuple[int, ...], float]] = [(-accuracy_KI[0][0], 1, (0,), 1.0)]
     while candidates and len(paths) < nodes - 1:
-        value, depth, path = heapq.heappop(candidates)
+        value, depth, path, parent = heapq.heappop(candidates)
         paths.append(path)
-        ranks = accuracy_KI[depth - 1]
-        if path[-1] + 1 < len(ranks) and ranks[path[-1]] > 0:
-            sibling = value / ranks[path[-1]] * ranks[path[-1] + 1]
-            heapq.heappush(candidates, (sibling, depth, (*path[:-1], path[-1] + 1)))
+        rank, ranks = path[-1] + 1, accuracy_KI[depth - 1]
+        if rank < len(ranks):
+            heapq.heappush(candidates, (-parent * ranks[rank], depth, (*path[:-1], rank), parent))
         if depth < len(accuracy_KI):
-            heapq.heappush(candidates, (value * accuracy_KI[depth][0], depth + 1, (*path, 0)))
+            heapq.heappush(candidates, (value * accuracy_KI[depth][0], depth + 1, (*path, 0), -value))
     return TreeShape.from_paths(paths)
 
 

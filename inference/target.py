@@ -40,7 +40,7 @@ class Target:
         Raises:
             ValueError: an architecture that cannot be asked for trees, with the reason.
         """
-        self.model = model.eval()
+        self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.device = model.device

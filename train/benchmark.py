@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from ..heads.checkpoint import json_ready
 from ..inference import SpeculativeLM, Stats, Target, load_tokenizer
 from .config import BenchConfig, dtype_of
 from .console import StopRequest, console, progress_bar
@@ -68,7 +69,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
                 render(tokenizer, messages, add_generation_prompt=True),
                 add_special_tokens=False,
                 return_tensors="pt",
-            )["input_ids"]
+            )["input_ids"].to(target.device)
             for messages in rows
         ]
         for path, rows in prompts.items()
@@ -77,6 +78,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     report = {
         "options": dataclasses.asdict(config),
         "nodes": fast.drafter.max_nodes,
+        "complete": all(len(answered[path]) == len(rows) for path, rows in prompts.items()),
         "files": {path: figures(rows) for path, rows in answered.items() if rows},
         "total": figures([row for rows in answered.values() for row in rows]),
         **provenance(),
@@ -84,7 +86,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     _print(report)
     if config.output:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        Path(config.output).write_text(json.dumps(json_ready(report), indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -121,7 +123,7 @@ def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: 
     shorter = min(stock_1T.shape[1], ours_1T.shape[1])
     parting = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()
     if len(parting) == 0:
-        return None
+        return None if stock_1T.shape == ours_1T.shape else {"token": shorter - prompt, "logit_gap": float("inf")}
     place = int(parting[0])
     logits_V = target.model(stock_1T[:, :place], logits_to_keep=1).logits[0, -1].float()
     gap = logits_V[stock_1T[0, place]] - logits_V[ours_1T[0, place]]
@@ -219,7 +221,10 @@ def _print(report: dict[str, Any]) -> None:
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "prompts" else "right")
-    names = {Path(path).stem: row for path, row in report["files"].items()}
+    stems = [Path(path).stem for path in report["files"]]
+    names = {
+        Path(path).stem if stems.count(Path(path).stem) == 1 else path: row for path, row in report["files"].items()
+    }
     for name, row in {**names, "total": report["total"]}.items():
         rates = row["tokens_per_second"]
         table.add_row(

@@ -146,15 +146,21 @@ class TrainConfig:
             "loop.eval_every": (self.loop.eval_every, 0),
             "loop.save_every": (self.loop.save_every, 0),
             "eval.prompts": (self.eval.prompts, 1),
-            "eval.new_tokens": (self.eval.new_tokens, 1),
+            "eval.new_tokens": (self.eval.new_tokens, 2),  # the first is the prefill's
+            "loop.max_steps": (1 if self.loop.max_steps is None else self.loop.max_steps, 1),
+            "data.max_conversations": (1 if self.data.max_conversations is None else self.data.max_conversations, 1),
             "eval.conversations": (self.eval.conversations, 1),
             "eval.nodes": (self.eval.nodes, 2),
         }
         for name, (number, least) in minima.items():
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
-        if self.loop.epochs <= 0 or self.optim.lr <= 0 or self.optim.clip <= 0:
-            raise ValueError("loop.epochs, optim.lr and optim.clip must be above 0")
+        above_0 = {"loop.epochs": self.loop.epochs, "optim.lr": self.optim.lr, "optim.clip": self.optim.clip}
+        for name, rate in above_0.items():
+            if rate <= 0:
+                raise ValueError(f"{name} must be above 0, not {rate}")
+        if not 0 <= self.optim.warmup <= 1:
+            raise ValueError(f"optim.warmup is a share between 0 and 1, not {self.optim.warmup}")
         if self.loop.precision == "float32" and self.target_dtype != "float32":
             raise ValueError(
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
@@ -206,7 +212,10 @@ class SelfMadeConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.temperature < 0 or self.prompt_temperature <= 0:
-            raise ValueError("temperature must be at least 0 and prompt_temperature above 0")
+            raise ValueError(
+                "temperature must be at least 0 and prompt_temperature above 0, not "
+                f"{self.temperature} and {self.prompt_temperature}"
+            )
         for name in ("min_distinct", "prompt_min_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
@@ -246,6 +255,8 @@ class BenchConfig:
         for name in ("target", "head", "prompts"):
             if not getattr(self, name):
                 raise ValueError(f"option {name!r} is required and was not given")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, not {self.limit}")
         if self.max_new_tokens < 2:
             raise ValueError(
                 f"max_new_tokens must be at least 2, not {self.max_new_tokens}: the first is the prefill's"

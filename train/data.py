@@ -11,14 +11,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from datasets import load_dataset
 from datasets.exceptions import DatasetNotFoundError
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.utils.data import BatchSampler
 from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -109,7 +112,8 @@ def encode(
         if not text.startswith(prompt):
             raise ValueError(
                 "the chat template does not continue its own generation prompt with the answer, so the assistant's "
-                f"tokens cannot be told apart: {prompt[-60:]!r} is followed by {text[len(prompt) - 60 :][:60]!r}"
+                f"tokens cannot be told apart: {prompt[-60:]!r} is followed by "
+                f"{text[max(0, len(prompt) - 60) :][:60]!r}"
             )
         spans.append((len(prompt), len(text)))
         texts.append(text)
@@ -127,7 +131,10 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool = False
 ) -> str:
     """Messages as the text that the model sees."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses a conversation: {error}") from error
     assert isinstance(text, str)
     return text
 
@@ -144,8 +151,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise ValueError(f"the tokenizer of {name!r} gives no character offsets; a fast tokenizer is needed")
 
 
-def split_held_out(examples: list[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Shuffle once and set a share aside, at least one example.
+def split_held_out(examples: list[T], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """Shuffle once and set a share aside; at least one is on each side.
 
     Raises:
         ValueError: fewer than two examples.
@@ -153,7 +160,7 @@ def split_held_out(examples: list[Example], share: float, seed: int) -> tuple[li
     if len(examples) < 2:
         raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    held_out = max(1, round(share * len(examples)))
+    held_out = min(max(1, round(share * len(examples))), len(examples) - 1)
     return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
 
 
@@ -236,14 +243,14 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Every line's place and value."""
     if not path.is_file():
         raise ValueError(f"no file at {str(path)!r}")
-    with path.open(encoding="utf-8", newline="\n") as file:  # newline: U+2028 and the like end no line
+    with path.open("rb") as file:  # bytes: only a line feed ends a line, not U+2028 and the like
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{where}: not JSON: {error}") from error
             yield where, row
 
@@ -262,10 +269,10 @@ def _encode_text(
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens: list[int] = list(encoded["input_ids"])
-    starts = [start for start, _ in encoded["offset_mapping"]]
+    offsets = encoded["offset_mapping"]
     mask = [False] * len(tokens)
     for number, (first, last) in enumerate(spans):
-        inside = [i for i, start in enumerate(starts) if first <= start < last]
+        inside = [i for i, (start, end) in enumerate(offsets) if first <= start < last and end > first]
         ends = [i for i in inside if tokens[i] in eos]
         if ends:
             is_cut = cut_off and number == len(spans) - 1

@@ -18,6 +18,7 @@ from typing import cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset
 
@@ -110,13 +111,13 @@ def train(config: TrainConfig) -> Path:
                 # DDP averages gradients over processes; the loss is a mean over all answer tokens of the step.
                 accelerator.backward(output.loss * accelerator.num_processes / answer_tokens)
                 outputs.append(output)
-            norm = torch.as_tensor(accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)).item()
+            norm = accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             progress.step += 1
             progress.answer_tokens += answer_tokens
-            report.end_step(outputs, norm, schedule.get_last_lr()[0])
+            report.end_step(outputs, float(norm), float(schedule.get_last_lr()[0]))
             bar.update(task, completed=progress.step, note=report.note)
             if due(progress.step, config.loop.eval_every) and progress.step < steps:
                 judge()
@@ -142,12 +143,16 @@ def load_examples(config: TrainConfig, target: Target) -> tuple[list[Example], l
     eos = target.end_tokens | {tokenizer.eos_token_id}
     conversations = [row for source in config.data.sources for row in read_conversations(source)]
     length = min(config.data.max_length, target.max_positions)
-    examples = [
-        example
-        for row in conversations[: config.data.max_conversations]
-        for example in encode(row, tokenizer, eos, length)
-    ]
-    return split_held_out(examples, config.data.held_out, config.loop.seed)
+    encoded = []
+    for number, row in enumerate(conversations[: config.data.max_conversations]):
+        try:
+            encoded.append(encode(row, tokenizer, eos, length))
+        except ValueError as error:
+            raise ValueError(f"conversation {number}: {error}") from error
+    training, held_out = split_held_out(
+        [examples for examples in encoded if examples], config.data.held_out, config.loop.seed
+    )
+    return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))
 
 
 def batches_from(
@@ -159,6 +164,8 @@ def batches_from(
 ) -> Iterator[list[Batch]]:
     """Groups of `accumulation` batches, epoch after epoch, from where step number `step` left off."""
     for epoch in itertools.count(step // steps_per_epoch):
+        # accelerate sets the epoch of what it can reach anew at each start, counting from 0 in a resumed run
+        cast(DataLoaderShard, loader).set_epoch(epoch)
         batches.set_epoch(epoch)
         done = step % steps_per_epoch if epoch == step // steps_per_epoch else 0
         rest = itertools.islice(iter(loader), done * config.accumulation, None)

@@ -21,7 +21,7 @@ import yaml
 from accelerate import Accelerator
 
 from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoint import HeadFacts, save_head
+from ..heads.checkpoint import HeadFacts, json_ready, save_head
 from .config import TrainConfig
 from .console import console, duration
 from .evaluate import Evaluation, summary
@@ -72,7 +72,7 @@ class Run:
         path = self.folder / "config.yaml"
         asked = dataclasses.asdict(config)
         if path.exists():
-            before, now = flat(yaml.safe_load(path.read_text(encoding="utf-8"))), flat(_plain(asked))
+            before, now = flat(yaml.safe_load(path.read_text(encoding="utf-8"))), flat(json_ready(asked))
             for name in sorted((before.keys() | now.keys()) - set(FREE_TO_CHANGE)):
                 if before.get(name) != now.get(name):
                     raise ValueError(
@@ -81,7 +81,9 @@ class Run:
                     )
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(yaml.safe_dump(_plain(asked), sort_keys=False), encoding="utf-8")
+            partial = path.with_suffix(".partial")
+            partial.write_text(yaml.safe_dump(json_ready(asked), sort_keys=False), encoding="utf-8")
+            partial.replace(path)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> Progress:
@@ -130,12 +132,12 @@ class Run:
             tree=[list(path) for path in found.shape.paths],
             training={
                 **provenance(),
-                "config": _plain(dataclasses.asdict(config)),
+                "config": json_ready(dataclasses.asdict(config)),
                 **dataclasses.asdict(progress),
             },
             measured=found.measured(config.eval),
         )
-        if found.acceptance_length > progress.best_length:
+        if found.acceptance_length > progress.best_length or not self.best.exists():
             progress.best_step, progress.best_length = progress.step, found.acceptance_length
             save_head(head, self.best, facts)
         if last:
@@ -144,7 +146,7 @@ class Run:
     def log(self, row: dict[str, Any]) -> None:
         """Append a line to log.jsonl."""
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(json_ready(row)) + "\n")
 
 
 class Report:
@@ -220,13 +222,6 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     for key, child in children:
         rows |= flat(child, f"{name}.{key}" if name else str(key))
     return rows
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, as YAML and JSON know them."""
-    if isinstance(value, dict):
-        return {key: _plain(child) for key, child in value.items()}
-    return [_plain(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
 def _figures(values: list[float]) -> str:

@@ -25,6 +25,10 @@ from .console import Stopped, StopRequest, console, duration, progress_bar
 from .data import check_tokenizer, read_prompts, render
 
 Messages = list[dict[str, str]]
+MIN_PROMPT_TOKENS = 4
+"""Shorter prompts say nothing."""
+EMPTY_BATCHES = 20
+"""So many batches in a row without a usable text, and the model is given up on."""
 
 
 @dataclass
@@ -49,17 +53,17 @@ def make_conversations(config: SelfMadeConfig) -> Path:
         Stopped: Ctrl-C or SIGTERM, once the batch has been written.
     """
     path = Path(config.output)
-    progress = _claim(path, config)
-    prompts = read_prompts(config.prompts, config.conversations) if config.prompts else None
+    progress, seen = _claim(path, config)
+    prompts = read_prompts(config.prompts) if config.prompts else None
     if _finished(progress, config, prompts):
         console.print(f"{path} is finished: {progress.conversations} conversations")
         return path
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
     lm = SpeculativeLM.from_pretrained(config.target, dtype=dtype_of(config.target_dtype))
-    seen = _prompts_in(path)
+    empty = 0
     started, tokens_before = time.perf_counter(), progress.tokens
-    total = config.conversations if prompts is None else len(prompts)
+    total = config.conversations if prompts is None else min(config.conversations, len(prompts))
     with StopRequest() as stop, progress_bar() as bar:
         task = bar.add_task("conversations", total=total, note="")
         while not _finished(progress, config, prompts) and not stop.wanted:
@@ -71,9 +75,15 @@ def make_conversations(config: SelfMadeConfig) -> Path:
                 os.fsync(file.fileno())
                 progress.size = file.tell()
             progress.batches += 1
+            empty = 0 if rows else empty + 1
+            if empty == EMPTY_BATCHES:
+                raise ValueError(
+                    f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
+                    "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
+                )
             progress.conversations += len(rows)
             progress.tokens += sum(row["tokens"] for row in rows)
-            _write_state(path, config, progress)
+            _write_state(path, config, progress, seen)
             rate = (progress.tokens - tokens_before) / (time.perf_counter() - started)
             done = progress.conversations if prompts is None else progress.batches * config.batch_size
             bar.update(task, completed=min(done, total), note=f"{rate:.0f} answer tokens/s")
@@ -167,7 +177,7 @@ def _write_prompts(
     prompts: list[Messages] = []
     for tokens, finished in drawn:
         text = _text(tokenizer, tokens)
-        if finished and len(text.split()) >= 3 and distinct_share(tokens) >= config.min_distinct:
+        if finished and len(tokens) >= MIN_PROMPT_TOKENS and distinct_share(tokens) >= config.min_distinct:
             if _normal(text) not in seen:
                 prompts.append([{"role": "user", "content": text}])
             seen.add(_normal(text))
@@ -201,31 +211,35 @@ def _continue(
     return written
 
 
-def _claim(path: Path, config: SelfMadeConfig) -> Progress:
+def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
     """Start the file, or find where it stopped and cut off what was half-written."""
     state_path = _state_path(path)
     if not state_path.exists():
         if path.exists():
             raise ValueError(f"{path} exists and was not written by this command; choose another output")
         path.parent.mkdir(parents=True, exist_ok=True)
+        _write_state(path, config, Progress(), set())
         path.touch()
-        _write_state(path, config, Progress())
-        return Progress()
+        return Progress(), set()
     state = json.loads(state_path.read_text(encoding="utf-8"))
     now = dataclasses.asdict(config)
     for name, before in state["options"].items():
-        if name not in ("output", "conversations") and before != now[name]:
+        if name != "output" and before != now[name]:
             raise ValueError(
                 f"{path} was started with {name} = {before!r}, not {now[name]!r}; go on with its own options, or "
                 "choose another output"
             )
     progress = Progress(**state["progress"])
+    if not path.exists() and progress.size == 0:
+        path.touch()
+    if not path.exists() or path.stat().st_size < progress.size:
+        raise ValueError(f"{path} lost what was written to it; remove {state_path} to start anew")
     os.truncate(path, progress.size)
-    return progress
+    return progress, set(state["seen"])
 
 
-def _write_state(path: Path, config: SelfMadeConfig, progress: Progress) -> None:
-    state = {"options": dataclasses.asdict(config), "progress": dataclasses.asdict(progress)}
+def _write_state(path: Path, config: SelfMadeConfig, progress: Progress, seen: set[str]) -> None:
+    state = {"options": dataclasses.asdict(config), "progress": dataclasses.asdict(progress), "seen": sorted(seen)}
     partial = _state_path(path).with_suffix(".partial")
     partial.write_text(json.dumps(state), encoding="utf-8")
     partial.replace(_state_path(path))
@@ -239,12 +253,6 @@ def _finished(progress: Progress, config: SelfMadeConfig, prompts: list[Messages
     if progress.conversations >= config.conversations:
         return True
     return prompts is not None and progress.batches * config.batch_size >= len(prompts)
-
-
-def _prompts_in(path: Path) -> set[str]:
-    """Normalised prompts of a file that is being continued."""
-    with path.open(encoding="utf-8", newline="\n") as file:
-        return {_normal(json.loads(line)["messages"][-2]["content"]) for line in file}
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

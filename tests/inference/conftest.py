@@ -17,7 +17,7 @@ from headstart.inference.rounds import Prefill, Round
 class Oracle:
     """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
 
-    `truths` are the continuations of each row; where a row's text is past its truth, or has left it, guesses are random.
+    `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.
     """
 
     feature_layers: tuple[int, ...] = ()
