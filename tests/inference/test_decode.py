@@ -84,10 +84,10 @@ def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
 BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
 BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 FAMILIES = {
-    "mistral, window shorter than the text": lambda: MistralForCausalLM(MistralConfig(**BASE, sliding_window=6)),
+    "mistral, window shorter than the text": lambda: MistralForCausalLM(MistralConfig(**BASE, sliding_window=3)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**BASE)),
     "gemma3, alternating windows": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**BASE, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2)
+        Gemma3TextConfig(**BASE, sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2)
     ),
     "gpt2, learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
@@ -106,8 +106,9 @@ def test_greedy_is_generate_for_other_families(tools, family, attention):
             parameter.data *= 3
     model.generation_config.eos_token_id = None
     target, input_ids = Target(model), prompt(11)
-    shape = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])
-    output = ours(oracle(tools, target, shape, input_ids), input_ids)
+    # deeper than the windows are wide, and its nodes' places in the tree are not their depths
+    shape = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
+    output = ours(oracle(tools, target, shape, input_ids, wrong=0.1), input_ids)
     assert torch.equal(output.sequences, stock(target, input_ids))
     assert output.stats.acceptance_length > 1.3
 

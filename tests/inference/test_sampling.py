@@ -21,6 +21,11 @@ def test_draws_follow_the_probabilities_and_never_an_impossible_class():
     assert set(draws.unique().tolist()) == {1, 3, 4}
 
 
+def test_a_draw_of_exactly_zero_falls_on_the_first_possible_class(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=torch.float64))
+    assert RandomDraw().categorical(torch.tensor([[0.0, 0.0, 0.7, 0.3]])).tolist() == [2]
+
+
 def test_the_same_generator_draws_the_same():
     probs = torch.rand(3, 4, 7).softmax(-1)
     first, second = (RandomDraw(torch.Generator().manual_seed(5)).categorical(probs) for _ in range(2))
