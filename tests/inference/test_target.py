@@ -5,6 +5,8 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -49,6 +51,24 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
                 assert torch.allclose(output.logits_BNV[row, node], alone.logits[0, -1], atol=1e-12)
                 hidden = torch.cat([alone.hidden_states[i][0, -1] for i in (3, 1, 2)])
                 assert torch.allclose(output.features_BNF[row, node], hidden, atol=1e-12)
+
+
+def test_windows_count_positions_and_not_places_in_the_tree():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = MistralConfig(**sizes, num_key_value_heads=4, num_hidden_layers=2, sliding_window=3)
+    target = Target(MistralForCausalLM(config).double())
+    own = tokens(1, 7)
+    parents = (-1, 0, 0, 0, 2, 4, 5, 6)  # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
+    guesses = tokens(1, len(parents), seed=1)
+    tree = DraftTree(guesses, torch.tensor([parents]), torch.tensor([len(parents)]), max_depth=5)
+    cache = target.new_cache(1)
+    with torch.no_grad():
+        target.prefill(own, torch.tensor([7]), 7, cache, ())
+        logits_NV = target.forward_tree(tree, 7, cache, ()).logits_BNV[0]
+        for node in range(len(parents)):
+            text = torch.cat([own[0], guesses[0, path_to(parents, node)]])
+            assert torch.allclose(logits_NV[node], target.model(text[None]).logits[0, -1], atol=1e-12)
 
 
 def test_reading_for_training_gives_the_features_of_decoding(tiny_target):
