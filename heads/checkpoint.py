@@ -42,16 +42,25 @@ class HeadFacts:
     """Acceptance as evaluation measured it, by tree."""
 
 
-def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftHead:
-    """A new head by its word in `HEADS`.
+def head_config(name: str, options: dict[str, Any]) -> Any:
+    """The options of a head by its word in `HEADS`; needs no target, so it can be asked before one is loaded.
 
     Raises:
         ValueError: an unknown head or option, or a value that the head refuses.
     """
     if name not in HEADS:
         raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
-    head_class = HEADS[name]
-    return head_class(build_config(head_class.config_class, options, f"{name} head"), target)
+    return build_config(HEADS[name].config_class, options, f"{name} head")
+
+
+def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftHead:
+    """A new head by its word in `HEADS`.
+
+    Raises:
+        ValueError: as `head_config`, or options that do not fit the target.
+    """
+    config = head_config(name, options)
+    return HEADS[name](config, target)
 
 
 def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts) -> None:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +22,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset
 
-from ..heads.checkpoint import build_head
+from ..heads.checkpoint import build_head, head_config
 from ..inference import Target, load_tokenizer
 from .config import LoopConfig, TrainConfig, dtype_of
 from .console import Stopped, StopRequest, progress_bar
@@ -63,13 +63,16 @@ def train(config: TrainConfig) -> Path:
     if run.last.exists():
         accelerator.print(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         return run.folder
+    kind = config.head["type"]
+    options = {name: value for name, value in config.head.items() if name != "type"}
+    head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
+    conversations = [row for source in config.data.sources for row in read_conversations(source)]
     target = Target.from_pretrained(
         config.target, dtype_of(config.target_dtype), accelerator.device, config.target_revision
     )
-    options = {name: value for name, value in config.head.items() if name != "type"}
-    head = build_head(config.head["type"], options, target.info)
+    head = build_head(kind, options, target.info)
     target.check_layers(head.feature_layers)
-    training, held_out = load_examples(config, target)
+    training, held_out = split_examples(conversations[: config.data.max_conversations], config, target)
     head.initialize(target.ends, count_answer_tokens(training, target.info.vocab_size))
 
     batches = LengthGroupedBatches(
@@ -132,8 +135,10 @@ def train(config: TrainConfig) -> Path:
     return run.folder
 
 
-def load_examples(config: TrainConfig, target: Target) -> tuple[list[Example], list[Example]]:
-    """Read, render, tokenize and split the conversations.
+def split_examples(
+    conversations: list[dict[str, Any]], config: TrainConfig, target: Target
+) -> tuple[list[Example], list[Example]]:
+    """Render and tokenize the conversations; some to train on, some held out.
 
     Raises:
         ValueError: data or a tokenizer that cannot be used; named.
@@ -141,10 +146,9 @@ def load_examples(config: TrainConfig, target: Target) -> tuple[list[Example], l
     tokenizer = load_tokenizer(config.target, config.target_revision)
     check_tokenizer(tokenizer, config.target)
     eos = target.end_tokens | {tokenizer.eos_token_id}
-    conversations = [row for source in config.data.sources for row in read_conversations(source)]
     length = min(config.data.max_length, target.max_positions)
     encoded = []
-    for number, row in enumerate(conversations[: config.data.max_conversations]):
+    for number, row in enumerate(conversations):
         try:
             encoded.append(encode(row, tokenizer, eos, length))
         except ValueError as error:

@@ -23,7 +23,7 @@ from headstart.train.data import (
     read_prompts,
     split_held_out,
 )
-from headstart.train.loop import load_examples
+from headstart.train.loop import split_examples
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -278,7 +278,7 @@ def test_no_conversation_is_both_trained_on_and_held_out(tmp_path, tiny_target):
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     data = DataConfig(sources=[str(path)], held_out=0.3)
     config = TrainConfig(target=str(tmp_path), output="unused", data=data)
-    training, held_out = load_examples(config, tiny_target(vocab_size=400))
+    training, held_out = split_examples(rows, config, tiny_target(vocab_size=400))
 
     def conversations_of(examples):
         return {tokenizer.decode(example.tokens).split("<|im_end|>")[0] for example in examples}

@@ -29,7 +29,7 @@ from headstart.train.console import Stopped
 from headstart.train.data import collate, count_answer_tokens, encode, read_conversations
 from headstart.train.evaluate import prompt_of
 from headstart.train.features import online_features
-from headstart.train.loop import load_examples, train
+from headstart.train.loop import split_examples, train
 
 STEPS = 48
 
@@ -154,7 +154,7 @@ def test_the_best_head_is_the_one_with_the_longest_acceptance(undisturbed):
 @pytest.mark.parametrize(("kind", "place"), [("tree", "auto"), ("chain", "chain:2")])
 def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, kind, place):
     target = Target.from_pretrained(options.target, torch.float32)
-    _, held_out = load_examples(options, target)
+    _, held_out = split_examples(read_conversations(options.data.sources[0]), options, target)
     lm = SpeculativeLM.from_pretrained(target, head=undisturbed / "last", tree=place)
     alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
     stats, row = Stats.merged(alone), log_of(undisturbed)[-1]["eval"][kind]
@@ -187,7 +187,7 @@ def test_accumulating_two_batches_is_one_batch_of_both(options, tmp_path):
 def test_the_gradient_is_that_of_the_mean_over_answer_tokens(options):
     folder = train(changed(options, loop={"batch_size": 100, "max_steps": 1}))
     target = Target.from_pretrained(options.target, torch.float32)
-    training, _ = load_examples(options, target)
+    training, _ = split_examples(read_conversations(options.data.sources[0]), options, target)
     head = build_head("medusa", {"num_heads": 2}, target.info)
     head.initialize(target.ends, count_answer_tokens(training, target.info.vocab_size))
     tokens = sum(sum(example.loss_mask) for example in training)
