@@ -124,6 +124,7 @@ class new_folder:
         self.partial = self.final.with_name(self.final.name + ".partial")
 
     def __enter__(self) -> Path:
+        finish_replacing(self.final)
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         return self.partial
@@ -132,7 +133,7 @@ class new_folder:
         if error_type is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
             return
-        replaced = self.final.with_name(self.final.name + ".replaced")
+        replaced = _replaced(self.final)
         shutil.rmtree(replaced, ignore_errors=True)
         try:
             if self.final.exists():
@@ -144,6 +145,16 @@ class new_folder:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def finish_replacing(folder: Path) -> None:
+    """Put back what a process was replacing when it was killed between taking away the old and placing the new."""
+    if _replaced(folder).exists() and not folder.exists():
+        _replaced(folder).rename(folder)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".replaced")
 
 
 def json_ready(value: Any) -> Any:

@@ -32,7 +32,8 @@ class MedusaConfig:
     bias: bool = True
     """Whether the blocks' linears have a bias."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen."""
+    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
+    the checkpoint does not hold and vLLM would miss."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     decay: float = 0.8

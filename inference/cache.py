@@ -63,6 +63,10 @@ class TreeCache(Cache):
             for states in (self.keys, self.values):
                 shape = (*states.shape[:3], accepted, states.shape[4])
                 states.scatter_(3, target_BA.expand(shape), states.gather(3, source_BA.expand(shape)))
+        self.commit(lengths_B)
+
+    def commit(self, lengths_B: Tensor) -> None:
+        """Commit the first `lengths_B` tokens of the last forward where they lie: a chain needs no moving."""
         self.lengths_B = self.lengths_B + lengths_B
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..heads import DraftHead
@@ -27,9 +28,24 @@ from .planning import default_tree
 from .rounds import Drafter, Prefill, Round, Verdict
 from .sampling import Draw, RandomDraw, check_processors, process
 from .stats import RoundRecord, Stats
-from .target import Target
+from .target import Target, refuse_loading_options
 from .tree import TreeShape
 from .verify import VERIFIERS, Verifier
+
+SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+}
+"""What `SpeculativeLM.generate` hands on to `model.generate`, which says what each means."""
+NOT_RETURNED = (
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+)
+"""Settings that ask for an output which the loop does not keep."""
 
 
 class Streamer(Protocol):
@@ -89,7 +105,7 @@ class SpeculativeLM:
         Args:
             target: see `Target.from_pretrained`; or one that is loaded already.
             head: a checkpoint folder, a Hub id, or a head; None for plain decoding.
-            dtype: of target and head.
+            dtype: of target and head, where they are loaded here.
             tree: "auto" for the tree saved with the head (or a default one), "chain:LENGTH", "root", a JSON file of
                 paths, or the paths themselves.
             verifier: see `__init__`.
@@ -100,7 +116,9 @@ class SpeculativeLM:
         Raises:
             ValueError: something that cannot be loaded, or a head or tree that does not fit; named.
         """
-        if not isinstance(target, Target):
+        if isinstance(target, Target):
+            refuse_loading_options(dtype, device, revision)
+        else:
             target = Target.from_pretrained(target, dtype, device, revision)
         if head is None:
             return cls(target, None, verifier)
@@ -110,6 +128,11 @@ class SpeculativeLM:
             saved = facts.tree
         else:
             head.target.check(target.info)
+            dtypes = {parameter.dtype for parameter in head.parameters()} - {target.dtype}
+            if dtypes:
+                raise ValueError(
+                    f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head"
+                )
         shape = _shape(tree, saved, head)
         return cls(target, StaticTree(head.to(target.device).eval(), shape, target.ends), verifier)
 
@@ -141,7 +164,14 @@ class SpeculativeLM:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
             )
+        unknown = sorted(set(settings) - SETTINGS)
+        if unknown:
+            raise ValueError(
+                f"generate option {unknown[0]!r} is not supported; choose from {', '.join(sorted(SETTINGS))}"
+            )
         if settings.get("max_new_tokens") == 0:
+            if streamer is not None:
+                streamer.end()
             return GenerateOutput(input_ids, Stats(rows=[[] for _ in input_ids]))
         draw = RandomDraw(generator)
 
@@ -179,6 +209,12 @@ class SpeculativeLM:
         streamer: Streamer | None,
     ) -> GenerateOutput:
         """Check what `model.generate` prepared, run the loop, and put the rows together again."""
+        if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            mode = config.get_generation_mode().value.replace("_", " ")
+            raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
+        asked = [name for name in NOT_RETURNED if getattr(config, name, None)]
+        if asked:
+            raise ValueError(f"{asked[0]} is not supported; the output holds sequences and stats")
         check_processors(processors)
         verify = self._rule(bool(config.do_sample))
         eos = _eos_tokens(criteria)
@@ -235,7 +271,8 @@ def speculate(
         logits_BV, features_BTF = target.prefill(tokens_BT, lengths_B, out.longest, cache, layers)
         root_only = RootOnly().propose(tokens_BT[:, 0])
         roots_B = verify(root_only, process(logits_BV[:, None], processors), draw).next_tokens_B
-        drafter.begin(Prefill(tokens_BT, lengths_B, logits_BV, features_BTF), roots_B)
+        capacity = out.longest + new_tokens + drafter.max_nodes
+        drafter.begin(Prefill(tokens_BT, lengths_B, logits_BV, features_BTF, capacity), roots_B)
         out.first(roots_B)
     while not out.finished:
         with stats.clock("draft"):
@@ -316,8 +353,7 @@ class _Written:
             counts.append(len(taken))
             if taken and (taken[-1] in self.eos or len(row) == self.new_tokens):
                 self._active[i] = False
-        if not all(self._active):
-            self._active_B = torch.tensor(self._active, device=self._active_B.device)
+                self._active_B[i] = False
         if self.streamer is not None:
             self.streamer.put(torch.tensor(emitted[0][: counts[0]]))
         return counts

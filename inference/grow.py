@@ -58,9 +58,8 @@ class StaticTree:
             )
             for level in self.shape.levels
         ]
-        batch, capacity = prompt.tokens_BT.shape
         next_tokens_BT = prompt.tokens_BT.roll(-1, dims=1).scatter(1, prompt.lengths_B[:, None] - 1, roots_B[:, None])
-        state = self.head.begin(self.ends, batch, capacity, self.shape.depth)
+        state = self.head.begin(self.ends, len(roots_B), prompt.capacity, self.shape.depth)
         self._state = self.head.observe(state, prompt.features_BTF, next_tokens_BT, prompt.lengths_B)
 
     def propose(self, roots_B: Tensor) -> DraftTree:

@@ -6,6 +6,7 @@ Letters in tensor names: B batch, T time, A accepted, N nodes, V vocabulary, F w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,6 +25,8 @@ class Prefill:
     logits_BV: Tensor
     """After each row's last token."""
     features_BTF: Tensor
+    capacity: int
+    """Tokens that a row may come to hold: the longest prompt, all new tokens, and a tree beyond them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Round:
     output: TargetOutput
     verdict: Verdict
 
-    @property
+    @cached_property
     def emitted_BA(self) -> Tensor:
         """The tokens that the round emits: for each of `path_BA`'s nodes, the token that follows it."""
         path_BA, lengths_B = self.verdict.path_BA, self.verdict.lengths_B
@@ -64,7 +67,7 @@ class Round:
         last_B1 = (lengths_B[:, None] - 1).clamp(min=0)  # a row that has ended has length 0
         return tokens_BA.scatter(1, last_B1, self.verdict.next_tokens_B[:, None])
 
-    @property
+    @cached_property
     def features_BAF(self) -> Tensor:
         """The accepted nodes' features."""
         features_BNF = self.output.features_BNF

@@ -32,7 +32,7 @@ PACKAGE = "package:"
 
 
 class Target:
-    """A causal LM that is never trained and never changed."""
+    """A causal LM that is never trained and never changed: wrapping it only sets eval mode and freezes it."""
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.
@@ -76,6 +76,7 @@ class Target:
             ValueError: nothing to load at `source`, or an architecture that cannot be asked for trees.
         """
         if isinstance(source, PreTrainedModel):
+            refuse_loading_options(dtype, device, revision)
             return cls(source)
         folder, gguf = locate(source)
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -138,7 +139,7 @@ class Target:
         output = self._forward(
             tokens_BT, positions_BT, slots_S.expand(len(tokens_BT), -1), visible_BTS, cache, layers, last_U
         )
-        cache.keep(positions_BT, lengths_B)
+        cache.commit(lengths_B)
         rows = torch.arange(len(tokens_BT), device=self.device)
         return output.logits_BNV[rows, which_B], output.features_BNF
 
@@ -205,8 +206,8 @@ class Target:
             if kind == "sliding_attention":
                 window = self.config.sliding_window
                 seen_BNS = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
-            hidden = torch.finfo(self.dtype).min
-            masks[kind] = torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, hidden)[:, None]
+            lowest = torch.finfo(self.dtype).min
+            masks[kind] = torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, lowest)[:, None]
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
 
     def _indices(self, layers: tuple[int, ...]) -> list[int]:
@@ -235,6 +236,17 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
         raise ValueError(f"no tokenizer at {str(source)!r}: {error}") from error
 
 
+def refuse_loading_options(dtype: torch.dtype | str, device: Any, revision: str | None) -> None:
+    """A target that is loaded already stays as it is.
+
+    Raises:
+        ValueError: naming the option that would be ignored.
+    """
+    for name, given in (("dtype", None if dtype == "auto" else dtype), ("device", device), ("revision", revision)):
+        if given is not None:
+            raise ValueError(f"{name} {given} was given with a target that is loaded already; load it so instead")
+
+
 def locate(source: str | Path) -> tuple[str, str | None]:
     """Where a target lies: a folder or Hub id, and the name of a GGUF file in it or None.
 
@@ -253,7 +265,10 @@ def locate(source: str | Path) -> tuple[str, str | None]:
 
 
 def _gguf_of_package(package: str) -> tuple[str, str]:
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ModuleNotFoundError, ValueError):
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
     folder = Path(next(iter(spec.submodule_search_locations)))
@@ -271,6 +286,19 @@ def _attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name} was loaded with attention {model.config._attn_implementation!r}, which takes no mask of our own; "
+            "load it with attn_implementation sdpa or eager"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    changing = [part["rope_type"] for part in by_layer if part.get("rope_type") in ("dynamic", "longrope")]
+    if changing:
+        raise ValueError(
+            f"{name} uses {changing[0]!r} rotary embeddings, whose angles depend on the longest position of a "
+            "forward, so a tree of tokens would not see what single tokens see"
+        )
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         sliding = getattr(config, "sliding_window", None) is not None

@@ -90,12 +90,15 @@ class TreeShape:
             ValueError: none of these.
         """
         kind, _, length = text.partition(":")
-        if kind == "root":
+        if text == "root":
             return cls(())
         if kind == "chain" and length.isdigit():
             return cls.chain(int(length))
         if Path(text).is_file():
-            return cls.from_paths(json.loads(Path(text).read_text(encoding="utf-8")))
+            try:
+                return cls.from_paths(json.loads(Path(text).read_text(encoding="utf-8")))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise ValueError(f"{text} holds no list of paths such as [[0], [1], [0, 0]]: {error}") from error
         raise ValueError(f"unknown tree {text!r}; choose from auto, root, chain:LENGTH, or a JSON file of paths")
 
     @property

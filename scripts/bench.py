@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = options(BenchConfig, "bench", __doc__, arguments)
     from headstart.train.benchmark import (
         benchmark,
-    )  # slow imports wait until the options are known to be good
+    )  # not before the options are known to be good
 
     benchmark(config)
 

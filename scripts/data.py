@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = options(SelfMadeConfig, "data", __doc__, arguments)
     from headstart.train.selfmade import (
         make_conversations,
-    )  # slow imports wait until the options are known to be good
+    )  # not before the options are known to be good
 
     make_conversations(config)
 

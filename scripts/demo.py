@@ -16,7 +16,7 @@ from headstart.train.config import DemoConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse and run the stages."""
     config = options(DemoConfig, "demo", __doc__, arguments)
-    from headstart.train.demo import demo  # slow imports wait until the options are known to be good
+    from headstart.train.demo import demo  # not before the options are known to be good
 
     demo(config)
 

@@ -15,7 +15,7 @@ from headstart.train.config import GenerateConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse and answer."""
     config = options(GenerateConfig, "generate", __doc__, arguments)
-    from headstart.train.answer import answer  # slow imports wait until the options are known to be good
+    from headstart.train.answer import answer  # not before the options are known to be good
 
     answer(config)
 

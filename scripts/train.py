@@ -5,18 +5,29 @@ Also `accelerate launch scripts/train.py --config ...`. Started again with the s
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
+from headstart.heads import HEADS
 from headstart.scripts.command import options, run
 from headstart.train.config import TrainConfig
 
 
+def head_help() -> str:
+    """Every head with its options and their defaults."""
+    lines = ["head types and their options:"]
+    for name, head in HEADS.items():
+        defaults = dataclasses.asdict(head.config_class())
+        lines.append(f"  {name}: " + ", ".join(f"{option} {value}" for option, value in defaults.items()))
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse and train."""
-    config = options(TrainConfig, "train", __doc__, arguments)
+    config = options(TrainConfig, "train", f"{__doc__}\n{head_help()}", arguments)
     from headstart.train.loop import (
         train,
-    )  # torch and transformers load only once the options are known to be good
+    )
 
     train(config)
 

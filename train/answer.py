@@ -12,7 +12,7 @@ from transformers import TextStreamer
 from ..inference import SpeculativeLM, Stats, Target, load_tokenizer
 from .config import GenerateConfig, dtype_of
 from .console import console
-from .data import check_tokenizer, render
+from .data import check_tokenizer, prompt_ids
 
 
 def answer(config: GenerateConfig) -> None:
@@ -25,8 +25,7 @@ def answer(config: GenerateConfig) -> None:
     check_tokenizer(tokenizer, config.target)
     target = Target.from_pretrained(config.target, dtype_of(config.dtype))
     lm = SpeculativeLM.from_pretrained(target, head=config.head, tree=config.tree)
-    text = render(tokenizer, [{"role": "user", "content": config.prompt}], add_generation_prompt=True)
-    input_ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(target.device)
+    input_ids = prompt_ids(tokenizer, [{"role": "user", "content": config.prompt}]).to(target.device)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.temperature > 0}
     if config.temperature > 0:
         settings |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
@@ -41,6 +40,8 @@ def answer(config: GenerateConfig) -> None:
         return tokens / (time.perf_counter() - start)
 
     if config.compare and config.max_new_tokens > 0:
+        for generate in (target.model.generate, lm.generate):  # a first call is slow, whoever makes it
+            generate(input_ids, attention_mask=settings["attention_mask"], max_new_tokens=2, do_sample=False)
         stock = rated("model.generate", lambda: target.model.generate(input_ids, **settings))
         console.print(f"{stock:.1f} tokens/s")
     stats = Stats()

@@ -23,7 +23,7 @@ from ..heads.checkpoint import json_ready
 from ..inference import SpeculativeLM, Stats, Target, load_tokenizer
 from .config import BenchConfig, dtype_of
 from .console import StopRequest, console, progress_bar
-from .data import check_tokenizer, read_prompts, render
+from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
 from .evaluate import summary
 from .provenance import provenance
 
@@ -64,23 +64,18 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     target = Target.from_pretrained(config.target, dtype_of(config.dtype))
     fast = SpeculativeLM.from_pretrained(target, head=config.head, tree=config.tree)
     encoded = {
-        path: [
-            tokenizer(
-                render(tokenizer, messages, add_generation_prompt=True),
-                add_special_tokens=False,
-                return_tensors="pt",
-            )["input_ids"].to(target.device)
-            for messages in rows
-        ]
-        for path, rows in prompts.items()
+        path: [prompt_ids(tokenizer, messages).to(target.device) for messages in rows] for path, rows in prompts.items()
     }
+    for path, rows_of_ids in encoded.items():
+        check_lengths(rows_of_ids, config.max_new_tokens, target.max_positions, path)
     answered = _answer_all(target, encoded, _sides(target, fast, config))
+    greedy = config.temperature == 0
     report = {
         "options": dataclasses.asdict(config),
         "nodes": fast.drafter.max_nodes,
         "complete": all(len(answered[path]) == len(rows) for path, rows in prompts.items()),
-        "files": {path: figures(rows) for path, rows in answered.items() if rows},
-        "total": figures([row for rows in answered.values() for row in rows]),
+        "files": {path: figures(rows, greedy) for path, rows in answered.items() if rows},
+        "total": figures([row for rows in answered.values() for row in rows], greedy),
         **provenance(),
     }
     _print(report)
@@ -90,8 +85,8 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     return report
 
 
-def figures(answered: list[Answered]) -> dict[str, Any]:
-    """All figures of a set of prompts."""
+def figures(answered: list[Answered], greedy: bool = True) -> dict[str, Any]:
+    """All figures of a set of prompts; two sampled answers are independent, so only greedy ones are compared."""
     stats = Stats.merged(row.stats for row in answered)
     rounds = max(stats.rounds, 1)
     return {
@@ -104,8 +99,8 @@ def figures(answered: list[Answered]) -> dict[str, Any]:
         "speedup_vs_plain": quartiles([row.rate("speculative") / row.rate("plain") for row in answered]),
         "plain_vs_generate": quartiles([row.rate("plain") / row.rate("generate") for row in answered]),
         **summary(stats),
-        "identical": sum(row.difference is None for row in answered),
-        "differences": [row.difference for row in answered if row.difference is not None],
+        "identical": sum(row.difference is None for row in answered) if greedy else None,
+        "differences": [row.difference for row in answered if row.difference is not None] if greedy else None,
         "milliseconds_per_round": {
             name: 1000 * seconds / rounds for name, seconds in stats.seconds.items() if name != "prefill"
         },
@@ -142,7 +137,7 @@ def _sides(
     plain = SpeculativeLM.from_pretrained(target)
     sampling: dict[str, Any] = {"do_sample": False}
     if config.temperature > 0:
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0}
+        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
     settings = {"max_new_tokens": config.max_new_tokens, **sampling}
     generator = torch.Generator(target.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)  # stock generate draws from the global generator
@@ -234,7 +229,7 @@ def _print(report: dict[str, Any]) -> None:
             _spread(row["speedup_vs_plain"]),
             f"{row['acceptance_length']:.2f}",
             " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_by_depth"]),
-            f"{row['identical']}/{row['prompts']}",
+            "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         )
     console.print(table)
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["total"]["milliseconds_per_round"].items())

@@ -93,7 +93,7 @@ class EvalConfig:
     """Tokens of each answer."""
     conversations: int = 64
     """Held-out conversations on which the accuracies behind the static tree are measured."""
-    nodes: int = 16
+    nodes: int = 12
     """Size of the static tree that is saved with the head, the root counted."""
 
 

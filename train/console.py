@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -16,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-console = Console(soft_wrap=True)
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 
 def progress_bar() -> Progress:

@@ -139,6 +139,27 @@ def render(
     return text
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Tensor:
+    """Messages as the tokens after which the assistant answers: ids_1T."""
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    ids: Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return ids
+
+
+def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where: str) -> None:
+    """Refuse prompts that leave no room for their answers.
+
+    Raises:
+        ValueError: naming the first such prompt and the numbers.
+    """
+    for number, ids_1T in enumerate(prompts, start=1):
+        if ids_1T.shape[1] + new_tokens > positions:
+            raise ValueError(
+                f"{where}: prompt {number} has {ids_1T.shape[1]} tokens, which with {new_tokens} new ones do not fit "
+                f"the model's {positions} positions"
+            )
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Refuse a tokenizer from which no loss mask can be made.
 

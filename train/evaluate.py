@@ -59,12 +59,28 @@ def evaluate(target: Target, head: DraftHead, held_out: list[Example], config: E
     loss_K, accuracy_KI = teacher_forced(target, served, held_out[: config.conversations])
     shape = best_static_tree(accuracy_KI, config.nodes)
     chain = TreeShape.chain(len(accuracy_KI))
-    prompts = [prompt_of(example) for example in held_out[: config.prompts]]
+    prompts = eval_prompts(target, held_out, config)
     trees = {
         name: real_acceptance(target, served, tree, prompts, config.new_tokens)
         for name, tree in (("chain", chain), ("tree", shape))
     }
     return Evaluation(loss_K, accuracy_KI, shape, trees)
+
+
+def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
+    """The first held-out prompts that leave room for an answer.
+
+    Raises:
+        ValueError: none does.
+    """
+    prompts = [prompt_of(example) for example in held_out]
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= target.max_positions - config.new_tokens]
+    if not fitting:
+        raise ValueError(
+            f"none of the {len(held_out)} held-out prompts leaves room for {config.new_tokens} new tokens in the "
+            f"{target.max_positions} positions of {target.name!r}; lower eval.new_tokens or hold out more"
+        )
+    return fitting[: config.prompts]
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from .data import (
     read_conversations,
     split_held_out,
 )
-from .evaluate import evaluate
+from .evaluate import eval_prompts, evaluate
 from .features import online_features
 from .optim import build_optimizer
 from .run import Report, Run, due, flat
@@ -66,13 +66,15 @@ def train(config: TrainConfig) -> Path:
     kind = config.head["type"]
     options = {name: value for name, value in config.head.items() if name != "type"}
     head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
-    conversations = [row for source in config.data.sources for row in read_conversations(source)]
+    limit = config.data.max_conversations
+    conversations = [row for source in config.data.sources for row in read_conversations(source, limit)][:limit]
     target = Target.from_pretrained(
         config.target, dtype_of(config.target_dtype), accelerator.device, config.target_revision
     )
     head = build_head(kind, options, target.info)
     target.check_layers(head.feature_layers)
-    training, held_out = split_examples(conversations[: config.data.max_conversations], config, target)
+    training, held_out = split_examples(conversations, config, target)
+    eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
     head.initialize(target.ends, count_answer_tokens(training, target.info.vocab_size))
 
     batches = LengthGroupedBatches(
@@ -83,8 +85,8 @@ def train(config: TrainConfig) -> Path:
     )
     steps_per_epoch = math.ceil(len(loader) / config.loop.accumulation)
     steps = config.loop.max_steps or math.ceil(config.loop.epochs * steps_per_epoch)
-    optimizer, schedule = build_optimizer(head, config.optim, steps)
-    module, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
+    optimizer, schedule = build_optimizer(head.to(accelerator.device), config.optim, steps)
+    module, optimizer = accelerator.prepare(head, optimizer)
     accelerator.register_for_checkpointing(schedule)
     accelerator.init_trackers("headstart", config=flat(dataclasses.asdict(config)))
     progress = run.resume()
@@ -102,25 +104,28 @@ def train(config: TrainConfig) -> Path:
     with StopRequest() as stop, progress_bar() as bar:
         task = bar.add_task("training", total=steps, completed=progress.step, note="")
         for group in batches_from(progress.step, loader, batches, config.loop, steps_per_epoch):
-            if progress.step == steps or stop.wanted:
+            if progress.step == steps:
                 break
             report.start_step()
-            own_tokens = torch.tensor(sum(int(batch.loss_mask_BT.sum()) for batch in group), device=accelerator.device)
-            answer_tokens = int(accelerator.reduce(own_tokens, "sum"))  # sync: once a step, for the mean over all ranks
+            own = [sum(int(batch.loss_mask_BT.sum()) for batch in group), int(stop.wanted)]
+            # sync: once a step, for the mean over all ranks, and so that all of them stop at the same step
+            answer_tokens, stopping = accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum").tolist()
+            if stopping:
+                break
             outputs = []
             for batch in group:
-                with accelerator.autocast():
-                    output = module(online_features(target, head, batch))
+                output = module(online_features(target, head, batch))  # `prepare` autocasts the head, and it alone
                 # DDP averages gradients over processes; the loss is a mean over all answer tokens of the step.
                 accelerator.backward(output.loss * accelerator.num_processes / answer_tokens)
                 outputs.append(output)
             norm = accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
+            lr = float(schedule.get_last_lr()[0])
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             progress.step += 1
             progress.answer_tokens += answer_tokens
-            report.end_step(outputs, float(norm), float(schedule.get_last_lr()[0]))
+            report.end_step(outputs, float(norm), lr)
             bar.update(task, completed=progress.step, note=report.note)
             if due(progress.step, config.loop.eval_every) and progress.step < steps:
                 judge()

@@ -15,5 +15,5 @@ def build_optimizer(module: nn.Module, config: OptimConfig, steps: int) -> tuple
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters)
     optimizer = AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused)
-    warmup = max(1, round(config.warmup * steps))
+    warmup = round(config.warmup * steps)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, steps)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoint import HeadFacts, json_ready, save_head
+from ..heads.checkpoint import HeadFacts, finish_replacing, json_ready, save_head
 from .config import TrainConfig
 from .console import console, duration
 from .evaluate import Evaluation, summary
@@ -71,7 +72,7 @@ class Run:
         """
         path = self.folder / "config.yaml"
         asked = dataclasses.asdict(config)
-        if path.exists():
+        if path.exists() and self._whole():
             before, now = flat(yaml.safe_load(path.read_text(encoding="utf-8"))), flat(json_ready(asked))
             for name in sorted((before.keys() | now.keys()) - set(FREE_TO_CHANGE)):
                 if before.get(name) != now.get(name):
@@ -88,16 +89,23 @@ class Run:
 
     def resume(self) -> Progress:
         """Load the newest checkpoint, if there is one. Half-written ones carry another name and are passed over."""
-        whole = sorted(self.checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
-        if not whole:
-            return Progress()
-        self.accelerator.load_state(str(whole[-1]))
-        progress = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
+        progress, whole = Progress(), self._whole()
+        if whole:
+            self.accelerator.load_state(str(whole[-1]))
+            progress = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
         if self.accelerator.is_main_process and (self.folder / "log.jsonl").exists():
             lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= progress.step]
-            (self.folder / "log.jsonl").write_text("".join(kept), encoding="utf-8")
+            (self.folder / "log.partial").write_text("".join(kept), encoding="utf-8")
+            (self.folder / "log.partial").replace(self.folder / "log.jsonl")
+        if self.accelerator.is_main_process:
+            finish_replacing(self.best)
         return progress
+
+    def _whole(self) -> list[Path]:
+        """The checkpoints that were written to their end, oldest first."""
+        found = self.checkpoints.glob("step-*[0-9]")
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
     def save(self, progress: Progress, keep: int) -> None:
         """Write a checkpoint whole or not at all, then remove those older than the newest `keep`."""
@@ -108,17 +116,28 @@ class Run:
         if self.accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(partial))
+        try:
+            self.accelerator.save_state(str(partial))
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors have their own for a full disk
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(f"{final} cannot be written: {error}") from error
         if self.accelerator.is_main_process:
             (partial / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
             partial.rename(final)
-            for old in sorted(self.checkpoints.glob("step-*[0-9]"))[:-keep]:
+            for old in self._whole()[:-keep]:
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
 
     def judged(self, progress: Progress, head: DraftHead, found: Evaluation, config: TrainConfig, last: bool) -> None:
         """Log an evaluation; save the head if it is the best so far, or the last."""
         rows = {name: summary(stats) for name, stats in found.trees.items()}
+        better = found.acceptance_length > progress.best_length or not self.best.exists()
+        if better:
+            progress.best_step, progress.best_length = progress.step, found.acceptance_length
         self.accelerator.log(flat({"eval": rows}), step=progress.step)
         if not self.accelerator.is_main_process:
             return
@@ -137,8 +156,7 @@ class Run:
             },
             measured=found.measured(config.eval),
         )
-        if found.acceptance_length > progress.best_length or not self.best.exists():
-            progress.best_step, progress.best_length = progress.step, found.acceptance_length
+        if better:
             save_head(head, self.best, facts)
         if last:
             save_head(head, self.last, facts)

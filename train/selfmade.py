@@ -2,8 +2,8 @@
 
 A prompt is what the model writes after its own chat template, cut right behind the user tag (Magpie, arXiv:2406.08464).
 
-Batch i depends on the seed and on i alone, and a batch is written whole or not at all: a run that is stopped goes on
-to the same file.
+Batch i depends on the seed, on i and on the prompts before it, of which none comes twice. A batch is written whole or
+not at all, so a run that is stopped goes on to the same file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ..inference import SpeculativeLM, load_tokenizer
 from .config import SelfMadeConfig, dtype_of
 from .console import Stopped, StopRequest, console, duration, progress_bar
-from .data import check_tokenizer, read_prompts, render
+from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts, render
 
 Messages = list[dict[str, str]]
 MIN_PROMPT_TOKENS = 4
@@ -61,6 +61,9 @@ def make_conversations(config: SelfMadeConfig) -> Path:
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
     lm = SpeculativeLM.from_pretrained(config.target, dtype=dtype_of(config.target_dtype))
+    if prompts is not None:
+        ids = [prompt_ids(tokenizer, messages) for messages in prompts[: config.conversations]]
+        check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     empty = 0
     started, tokens_before = time.perf_counter(), progress.tokens
     total = config.conversations if prompts is None else min(config.conversations, len(prompts))
@@ -133,7 +136,7 @@ def _make_batch(
     if not asked:
         return []
     texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in asked]
-    sampling = {"temperature": config.temperature, "top_k": 0} if config.temperature > 0 else {}
+    sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
     answers = _continue(
         lm, tokenizer, texts, config.answer_tokens, generator, do_sample=config.temperature > 0, **sampling
     )
@@ -173,6 +176,7 @@ def _write_prompts(
         temperature=config.prompt_temperature,
         min_p=config.prompt_min_p,
         top_k=0,
+        top_p=1.0,
     )
     prompts: list[Messages] = []
     for tokens, finished in drawn:
@@ -224,7 +228,7 @@ def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
     state = json.loads(state_path.read_text(encoding="utf-8"))
     now = dataclasses.asdict(config)
     for name, before in state["options"].items():
-        if name != "output" and before != now[name]:
+        if state["progress"]["batches"] and name != "output" and before != now[name]:
             raise ValueError(
                 f"{path} was started with {name} = {before!r}, not {now[name]!r}; go on with its own options, or "
                 "choose another output"

@@ -242,7 +242,13 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
         ({"input_ids": prompt(3).repeat(2, 1), "streamer": Collect()}, "takes one row, not a batch of 2"),
         ({"input_ids": prompt(3), "repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is not supported"),
         ({"input_ids": prompt(3), "max_time": 1.0}, "MaxTimeCriteria is not supported"),
-        ({"input_ids": prompt(3), "no_such_option": 1}, "no_such_option"),
+        ({"input_ids": prompt(3), "no_such_option": 1}, "generate option 'no_such_option' is not supported"),
+        ({"input_ids": prompt(3), "assistant_model": None}, "generate option 'assistant_model' is not supported"),
+        ({"input_ids": prompt(3), "num_beams": 2}, "beam search is not supported"),
+        (
+            {"input_ids": prompt(3), "output_scores": True, "return_dict_in_generate": True},
+            "is not supported; the output",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, call, message):
@@ -273,6 +279,24 @@ def test_a_head_for_another_model_is_refused_with_all_differences(tiny_target):
     head = medusa(tiny_target(vocab_size=VOCAB))
     with pytest.raises(ValueError, match=r"vocab size 31 \(head\) and 40 \(target\); num layers 2 \(head\) and 3"):
         SpeculativeLM.from_pretrained(tiny_target(vocab_size=40, layers=3), head=head)
+
+
+def test_loading_options_for_what_is_loaded_already_are_refused_and_not_ignored(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    for source in (target, target.model):
+        with pytest.raises(ValueError, match=r"dtype torch.float32 was given with a target that is loaded already"):
+            SpeculativeLM.from_pretrained(source, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"the head's parameters are torch.float32, the target's torch.float64"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target).float())
+
+
+def test_a_head_is_told_a_capacity_that_holds_the_whole_generation(tiny_target, monkeypatch):
+    target, told = tiny_target(vocab_size=VOCAB), []
+    head = medusa(target)
+    begin = head.begin
+    monkeypatch.setattr(head, "begin", lambda *args: told.append(args[1:]) or begin(*args))
+    ours(SpeculativeLM.from_pretrained(target, head=head, tree="chain:2"), prompt(7), max_new_tokens=9)
+    assert told == [(1, 7 + 9 + 3, 2)]
 
 
 def test_statistics_split_the_time(tiny_target):

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from headstart.inference import TreeShape
-from headstart.inference.planning import best_static_tree, default_tree, expected_length
+from headstart.inference.planning import best_static_tree, default_tree
+
+
+def expected_length(accuracy, shape):
+    """Tokens per round: the root's, and for every node the product of the accuracies on its path."""
+    return 1 + sum(math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths)
 
 
 def all_trees(depth, ranks, size):

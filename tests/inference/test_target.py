@@ -21,6 +21,11 @@ def tokens(*shape, seed=0):
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def tiny_mistral(**options):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=4, num_hidden_layers=2, **options))
+
+
 def path_to(parents, node):
     return [] if node < 0 else [*path_to(parents, parents[node]), node]
 
@@ -55,9 +60,7 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
 
 def test_windows_count_positions_and_not_places_in_the_tree():
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    config = MistralConfig(**sizes, num_key_value_heads=4, num_hidden_layers=2, sliding_window=3)
-    target = Target(MistralForCausalLM(config).double())
+    target = Target(tiny_mistral(sliding_window=3).double())
     own = tokens(1, 7)
     parents = (-1, 0, 0, 0, 2, 4, 5, 6)  # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
     guesses = tokens(1, len(parents), seed=1)
@@ -106,6 +109,11 @@ def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
             lambda: BloomForCausalLM(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=1)),
             "takes no position_ids",
         ),
+        (
+            lambda: tiny_mistral(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "'dynamic' rotary",
+        ),
+        (lambda: tiny_mistral(attn_implementation="flex_attention"), "attention 'flex_attention', which takes no mask"),
     ],
 )
 def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason(model, reason):
