@@ -140,8 +140,7 @@ class new_folder:
                 self.final.rename(replaced)
             self.partial.rename(self.final)
         except OSError:
-            if replaced.exists():
-                replaced.rename(self.final)
+            finish_replacing(self.final)
             shutil.rmtree(self.partial, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)

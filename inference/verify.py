@@ -46,8 +46,9 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
     chosen_BN = (chosen_BN | (index_N == 0)) & (index_N < tree.sizes_B[:, None])
     # A node is accepted if it and all its ancestors were chosen. Siblings differ, so one path at most is.
     accepted_BN = ~(tree.ancestors_BNN & ~chosen_BN[:, None, :]).any(-1)
-    lengths_B = 1 + (tree.depths_BN * accepted_BN).amax(-1)
-    last_B = (tree.depths_BN * accepted_BN).argmax(-1, keepdim=True)
+    reached_BN = tree.depths_BN * accepted_BN
+    lengths_B = 1 + reached_BN.amax(-1)
+    last_B = reached_BN.argmax(-1, keepdim=True)  # the first of equals: the root, where nothing was accepted
     on_path_BN = tree.ancestors_BNN.gather(1, last_B[:, :, None].expand(-1, -1, nodes))[:, 0]
     path_BA = _in_order(on_path_BN, tree.depths_BN, tree.max_depth + 1)
     return Verdict(path_BA, lengths_B, choices_BN.gather(1, last_B)[:, 0])

@@ -50,7 +50,7 @@ def demo(config: DemoConfig) -> None:
             head={"type": "medusa", "num_heads": 3, "draft_vocab_size": 2048},
             data=DataConfig(sources=[str(conversations)]),
             loop=LoopConfig(epochs=EPOCHS, batch_size=4, eval_every=0, save_every=50),
-            eval=EvalConfig(nodes=12, conversations=16, prompts=8),
+            eval=EvalConfig(conversations=16, prompts=8),
         )
     )
     head = str(run / "best")

