@@ -196,8 +196,9 @@ def test_a_mix_of_losses_comes_from_yaml_and_from_the_command_line(parsed, tmp_p
     assert head["loss"] == {"kl": 2.0}
 
 
-def test_one_loss_on_the_command_line_is_a_number(parsed):
-    head = parsed("train", *REQUIRED["train"], "--head.loss.ce", "0.5").head
+@pytest.mark.parametrize("number", ["0.5", "5e-1"])
+def test_one_loss_on_the_command_line_is_a_number(parsed, number):
+    head = parsed("train", *REQUIRED["train"], "--head.loss.ce", number).head
     assert head == {"type": "medusa", "loss": {"ce": 0.5}}
 
 

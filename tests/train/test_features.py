@@ -106,10 +106,12 @@ def test_no_room_keeps_nothing(target, head, examples, reads):
 
 
 def test_conversations_with_one_beginning_do_not_take_each_others_states(target, head):
-    long = Example([1, 2, 3, 4, 5, 6, 7, 8], [False] * 3 + [True] * 5)
-    short = Example(long.tokens, [False] * 3 + [True] * 2 + [False] * 3)
+    tokens = [*range(1, 13)]
+    longest = Example(tokens, [False] * 3 + [True] * 9)
+    shorter = Example(tokens, [False] * 3 + [True] * 6 + [False] * 3)
+    other = Example([*tokens[:-4], 20, 21, 22, 23], longest.loss_mask)
     kept = KeptFeatures(target, head, 1.0)
-    for example in (short, long, short):
+    for example in (shorter, longest, other, shorter):
         batch = collate([example])
         torch.testing.assert_close(
             head(kept.of(batch, torch.float64)).loss, head(online_features(target, head, batch, torch.float64)).loss

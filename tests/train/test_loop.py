@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import hashlib
@@ -174,6 +175,26 @@ def test_the_coverage_is_the_draft_vocabularys_share_of_the_answers(options, cha
     assert facts.measured["coverage"] == pytest.approx(covered)
     assert f"its {size or 258} tokens cover {covered:.2%} of the answers" in capsys.readouterr().out
     assert (covered == 1) == (size is None or len(set(said)) <= size)
+
+
+@pytest.mark.parametrize("word", ["float32", "bfloat16", "float16"])
+def test_heads_are_saved_in_the_format_that_was_asked_for_and_measured_in_it(options, changed, monkeypatch, word):
+    measured, original = [], loop.evaluate
+
+    def evaluate(target, head, *rest):
+        measured.append(copy.deepcopy(head).to(target.dtype).state_dict())
+        return original(target, head, *rest)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    folder = train(changed(options, loop={"max_steps": 2, "save_dtype": word}))
+    exact = load_file(folder / "checkpoints" / "step-00000002" / "model.safetensors")
+    saved, dtype = load_file(folder / "last" / "model.safetensors"), getattr(torch, word)
+    assert json.loads((folder / "last" / "config.json").read_text())["torch_dtype"] == word
+    assert saved.keys() == exact.keys() == measured[-1].keys()
+    for name, tensor in saved.items():
+        assert exact[name].dtype == torch.float32  # nothing is lost between two starts
+        assert tensor.dtype == dtype and torch.equal(tensor, exact[name].to(dtype))
+        assert torch.equal(tensor.float(), measured[-1][name])
 
 
 def test_only_the_newest_checkpoints_are_kept(undisturbed):
