@@ -89,7 +89,7 @@ def trained(name: str, conversations: str, minutes: float, output: Path) -> Path
         seconds = run["seconds"] / run["step"]
         save(plan, {"steps": max(1, round(60 * minutes / seconds)), "seconds_per_step": seconds})
     steps = json.loads(plan.read_text())["steps"]
-    loop = dataclasses.replace(config.loop, max_steps=steps, eval_every=max(1, steps // 3))
+    loop = dataclasses.replace(config.loop, max_steps=steps, eval_every=0)
     return train(dataclasses.replace(config, loop=loop)) / "best"
 
 

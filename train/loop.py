@@ -131,7 +131,8 @@ def train(config: TrainConfig) -> Path:
         kept_head = copy.deepcopy(head).to(dtype_of(config.loop.save_dtype))
         run.judged(progress, kept_head, found, facts, joint.peft if joint else None, last=progress.step == steps)
 
-    kept = KeptFeatures(target, head, config.data.keep_features) if config.data.keep_features else None
+    again = config.data.keep_features > 0 and steps > steps_per_epoch  # a conversation is read more than once
+    kept = KeptFeatures(target, head, config.data.keep_features) if again else None
     report = Report(run, config.loop.log_every, steps, progress)
     with StopRequest() as stop, progress_bar() as bar:
         task = bar.add_task("training", total=steps, completed=progress.step, note="")
