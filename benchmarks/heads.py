@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="heads that are trained already")
     args = parser.parse_args()
+    for path in args.prompts:
+        read_prompts(path, args.limit)  # a mistake is told before the trainings
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     names = args.heads or [path.stem.removeprefix("smollm2-") for path in sorted(CONFIGS.glob("smollm2-*.yaml"))]
