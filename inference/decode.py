@@ -31,7 +31,7 @@ from .sampling import Draw, RandomDraw, check_processors, process
 from .stats import RoundRecord, Stats
 from .target import Target, refuse_loading_options
 from .tree import TreePolicy, tree_policy
-from .verify import VERIFIERS, Verifier
+from .verify import Verifier, choose_rule, greedy
 
 SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
     "logits_processor",
@@ -71,7 +71,9 @@ class GenerateOutput:
 class SpeculativeLM:
     """A target model and a drafter: `generate` writes what the target alone would write, sooner."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, verifier: str = "auto") -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, verifier: str = "auto", lossy: bool = False
+    ) -> None:
         """Put the parts together; `from_pretrained` loads them.
 
         Args:
@@ -82,11 +84,9 @@ class SpeculativeLM:
         Raises:
             ValueError: an unknown verifier, or feature layers that the target does not have.
         """
-        if verifier not in ("auto", *VERIFIERS):
-            raise ValueError(f"unknown verifier {verifier!r}; choose from {', '.join(('auto', *VERIFIERS))}")
         self.target = target
         self.drafter: Drafter = drafter or RootOnly()
-        self.verifier = verifier
+        self.sampling_rule = choose_rule(verifier, self.drafter.origin, lossy)
         self.origin: dict[str, Any] = {}
         """What the head was trained against, as its checkpoint remembers it."""
         target.check_layers(self.drafter.feature_layers)
@@ -230,7 +230,7 @@ class SpeculativeLM:
         if asked:
             raise ValueError(f"{asked[0]} is not supported; the output holds sequences and stats")
         check_processors(processors)
-        verify = self._rule(bool(config.do_sample))
+        verify = self.sampling_rule if config.do_sample else greedy
         eos = _eos_tokens(criteria)
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"a streamer takes one row, not a batch of {len(input_ids)}")
@@ -252,11 +252,6 @@ class SpeculativeLM:
         for target_row, row in zip(written, rows, strict=True):
             target_row[: len(row)] = torch.tensor(row, dtype=written.dtype)
         return GenerateOutput(torch.cat([input_ids, written], dim=1), stats)
-
-    def _rule(self, do_sample: bool) -> Verifier:
-        if self.verifier == "greedy" and do_sample:
-            raise ValueError('the greedy verifier cannot sample; load with verifier="exact" or "auto"')
-        return VERIFIERS["exact" if do_sample else "greedy"]
 
 
 def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:

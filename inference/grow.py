@@ -8,7 +8,7 @@ from torch import Tensor
 from ..heads import DraftHead, DraftState, TargetEnds
 from ..heads.base import wide
 from .rounds import Drafter, Prefill, Round
-from .tree import DraftTree, DynamicShape, TreePolicy, TreeShape
+from .tree import Origin, DraftTree, DynamicShape, TreePolicy, TreeShape
 
 
 class RootOnly:
@@ -16,6 +16,7 @@ class RootOnly:
 
     feature_layers: tuple[int, ...] = ()
     max_nodes = 1
+    origin: Origin = "picked"
 
     def begin(self, prompt: Prefill, roots_B: Tensor) -> None:
         """Nothing to prepare."""
@@ -31,6 +32,8 @@ class RootOnly:
 
 class StaticTree:
     """A head's best guesses in a fixed shape, node by node of a `TreeShape` (Medusa, section 2.1.2)."""
+
+    origin: Origin = "picked"
 
     def __init__(self, head: DraftHead, shape: TreeShape, ends: TargetEnds) -> None:
         if shape.depth > head.max_depth:
@@ -93,6 +96,8 @@ class DynamicTree:
     expanded, each to its `width` best children (section 4.1); of all candidates the best `nodes - 1` stay (4.2). Ties
     go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent.
     """
+
+    origin: Origin = "picked"
 
     def __init__(self, head: DraftHead, shape: DynamicShape, ends: TargetEnds) -> None:
         if shape.depth > head.max_depth:

@@ -26,6 +26,15 @@ class Draw(Protocol):
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution: [..., V] to [...]."""
 
+    def accept(self, probs: Tensor) -> Tensor:
+        """True with each of these probabilities; same shape."""
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """`count` classes per distribution, one after the other without replacement: [..., V] to [..., count].
+
+        A distribution with fewer possible classes is filled up with impossible ones.
+        """
+
 
 class RandomDraw:
     """Draws by inverting the cumulative distribution; from a `torch.Generator`, or the global one if None."""
@@ -38,7 +47,17 @@ class RandomDraw:
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         uniform = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=self.generator)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
-        return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
+        return drawn.clamp(max=probs.shape[-1] - 1)  # probabilities that are no numbers are found by the caller
+
+    def accept(self, probs: Tensor) -> Tensor:
+        """True with each of these probabilities; same shape."""
+        return torch.rand(probs.shape, dtype=torch.float64, device=probs.device, generator=self.generator) < probs
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """The first `count` arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k."""
+        times = torch.empty_like(probs).exponential_(generator=self.generator)
+        return (probs / times).topk(count, dim=-1).indices
 
 
 def check_processors(processors: LogitsProcessorList) -> None:

@@ -17,6 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+Origin = Literal["picked", "chain", "independent", "without_replacement"]
+"""How the children of a node came about, which decides the verifiers that are exact: picked as the best tokens; one
+drawn; several drawn, each from the same probabilities; several drawn, no token twice."""
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """The guesses of one round: node 0 is the root, the newest token, which is not yet in the cache."""
@@ -28,10 +33,11 @@ class DraftTree:
     """Nodes beyond a row's size are padding and never match."""
     max_depth: int
     """Number of tokens on the longest path that any row may hold, the root not counted."""
-    origin: Literal["picked", "independent", "without_replacement"] = "picked"
-    """How children came about, which decides the verifiers that are exact for them."""
+    origin: Origin = "picked"
     draft_probs_BNV: Tensor | None = None
     """At node n: what the children of n were drawn from; None if they were picked."""
+    shape: TreeShape | None = None
+    """The structure, where the host knows it: the same in all rows. Drawn trees have one."""
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:

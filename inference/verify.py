@@ -1,26 +1,40 @@
 """Acceptance rules: pure functions of a draft tree and the target's scores at its nodes.
 
-Both rules here choose one token y_n at every node n and then follow the tree as long as it holds the chosen child:
+With target_probs p = softmax(scores) and draft_probs q, what the children of a node were drawn from:
 
-    greedy       y_n = argmax of the scores                      what greedy decoding would have written
-    point mass   y_n drawn from softmax(scores)                  the target's distribution exactly
+    greedy                 go to the child that is the best token; what greedy decoding would have written
+    point_mass             draw y from p; go to the child that is y (any tree made independently of these draws)
+    token                  accept a drawn x with min(1, p(x)/q(x)), else draw from norm((p - q)+)    (2211.17192)
+    with_replacement       the same child by child: after a rejection p becomes norm((p - q)+)       (2305.09781)
+    without_replacement    and x leaves q, which is renormalised                           (2402.12374, 2402.14160)
+    block                  the whole chain, from its end: accept the longest prefix that may stand   (2403.10444)
+    traversal              the same for trees, leaf by leaf                                          (2505.12398)
+    typical                accept x if p(x) > min(epsilon, delta exp(-entropy of p))                 (2401.10774)
 
-The second is exact for every tree that was made without looking at these draws: given the path so far, the next
-token is y_n whether or not the tree holds it.
+All but `typical` are exact: what is emitted has the target's distribution (greedy: is its best text). `typical` is
+lossy: it emits what the target finds plausible, and more of it.
+
+Nothing here waits for the device: rules for drawn trees walk the tree's `shape`, which the host knows. A node whose
+token has draft probability 0 was not drawn (its siblings were all that the draft had): it is passed over.
+
+Letters in tensor names: B batch, N nodes, A accepted, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .rounds import Verdict
 from .sampling import Draw
-from .tree import DraftTree
+from .tree import DraftTree, Origin
 
 Verifier = Callable[[DraftTree, Tensor, Draw], Verdict]
+EPSILON, DELTA = 0.09, 0.3
+"""Medusa's thresholds for typical acceptance."""
 
 
 def greedy(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
@@ -40,27 +54,212 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
         tree: the guesses.
         choices_BN: the token that follows each node.
     """
-    nodes = tree.tokens_BN.shape[1]
-    index_N = torch.arange(nodes, device=choices_BN.device)
+    index_N = torch.arange(tree.tokens_BN.shape[1], device=choices_BN.device)
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.parents_BN.clamp(min=0))
+    if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
+        siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
+        chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])).any(-1)
     chosen_BN = (chosen_BN | (index_N == 0)) & (index_N < tree.sizes_B[:, None])
-    # A node is accepted if it and all its ancestors were chosen. Siblings differ, so one path at most is.
+    # A node is accepted if it and all its ancestors were chosen: one path at most is.
     accepted_BN = ~(tree.ancestors_BNN & ~chosen_BN[:, None, :]).any(-1)
-    reached_BN = tree.depths_BN * accepted_BN
-    lengths_B = 1 + reached_BN.amax(-1)
-    last_B = reached_BN.argmax(-1, keepdim=True)  # the first of equals: the root, where nothing was accepted
-    on_path_BN = tree.ancestors_BNN.gather(1, last_B[:, :, None].expand(-1, -1, nodes))[:, 0]
-    path_BA = _in_order(on_path_BN, tree.depths_BN, tree.max_depth + 1)
-    return Verdict(path_BA, lengths_B, choices_BN.gather(1, last_B)[:, 0])
+    last_B = (tree.depths_BN * accepted_BN).argmax(-1)  # the first of equals: the root, where nothing was accepted
+    return _verdict(tree, last_B, choices_BN.gather(1, last_B[:, None])[:, 0])
 
 
-VERIFIERS: dict[str, Verifier] = {"greedy": greedy, "exact": point_mass}
-"""The words that `SpeculativeLM` takes, and their rules."""
+def with_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+    """Child by child, each against what those before it left of the target; lossless for independent draws."""
+    return _child_by_child(tree, scores_BNV, draw, replace=True)
 
 
-def _in_order(on_path_BN: Tensor, depths_BN: Tensor, places: int) -> Tensor:
-    """The indices of one path's nodes by depth, padded with the root to `places`."""
-    index_BN = torch.arange(on_path_BN.shape[1], device=on_path_BN.device).expand_as(depths_BN)
+def without_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+    """As `with_replacement`, for children that were drawn without replacement."""
+    return _child_by_child(tree, scores_BNV, draw, replace=False)
+
+
+def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Draw, replace: bool) -> Verdict:
+    """From the root on: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one."""
+    children, draft_BNV = _drawn(tree)
+    target_BNV = scores_BNV.softmax(-1)
+    rows_B = torch.arange(len(target_BNV), device=target_BNV.device)
+    most = max(map(len, children))
+    table_NW = torch.tensor([nodes + [0] * (most - len(nodes)) for nodes in children], device=target_BNV.device)
+    node_B, walking_B, p_BV = torch.zeros_like(rows_B), torch.ones_like(rows_B, dtype=torch.bool), target_BNV[:, 0]
+    for _ in range(tree.max_depth):
+        next_B, q_BV = torch.zeros_like(node_B), draft_BNV[rows_B, node_B]
+        for child_B in table_NW[node_B].unbind(1):  # 0, the root, where there is none
+            tokens_B1 = tree.tokens_BN.gather(1, child_B[:, None])
+            p_B, q_B = p_BV.gather(1, tokens_B1)[:, 0], q_BV.gather(1, tokens_B1)[:, 0]
+            tried_B = walking_B & (next_B == 0) & (child_B > 0) & (q_B > 0)
+            accepted_B = draw.accept(torch.where(tried_B, (p_B / q_B).clamp(max=1), 0.0))
+            next_B = torch.where(accepted_B, child_B, next_B)
+            rejected_B1 = (tried_B & ~accepted_B)[:, None]
+            p_BV = torch.where(rejected_B1, _normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
+            if not replace:
+                q_BV = torch.where(rejected_B1, _without(q_BV, tokens_B1), q_BV)
+        walking_B = next_B > 0
+        node_B = torch.where(walking_B, next_B, node_B)
+        p_BV = torch.where(walking_B[:, None], target_BNV[rows_B, node_B], p_BV)
+    return _verdict(tree, node_B, draw.categorical(p_BV))
+
+
+def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+    """Leaf by leaf: accept the whole path to a leaf, or take the leaf away and go on with the tree that is left.
+
+    For children drawn without replacement. weight_B[n] is the probability with which the path to n may stand, were n
+    a leaf; on a chain it is block verification.
+    """
+    children, draft_BNV = _drawn(tree)
+    p, q = list(scores_BNV.softmax(-1).unbind(1)), list(draft_BNV.unbind(1))
+    weight_B = [torch.ones_like(p[0][:, 0])] * len(p)
+    last_B = torch.zeros_like(tree.sizes_B)
+    open_B = torch.ones_like(last_B, dtype=torch.bool)
+    for parent, node, leaving in _walk(children):
+        tokens_B1 = tree.tokens_BN[:, node, None]
+        p_B, q_B = p[parent].gather(1, tokens_B1)[:, 0], q[parent].gather(1, tokens_B1)[:, 0]
+        if not leaving:
+            ratio_B = torch.where(q_B > 0, p_B / q_B, 0.0)
+            weight_B[node] = (weight_B[parent] * ratio_B).clamp(max=1)
+            continue
+        accepted_B = draw.accept(torch.where(open_B, weight_B[node], 0.0))
+        last_B = torch.where(accepted_B, node, last_B)
+        open_B = open_B & ~accepted_B
+        residual_BV = (weight_B[parent][:, None] * p[parent] - q[parent]).clamp(min=0)
+        mass_B = residual_BV.sum(-1)
+        left_B = mass_B + 1 - weight_B[parent]  # 0 where p and q agree: then the child was accepted for certain
+        # All this is of no interest where a path was accepted, and nothing changes for a child that was not drawn.
+        p[parent], q[parent] = _normalized(residual_BV, p[parent]), _without(q[parent], tokens_B1)
+        weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
+    rows_B = torch.arange(len(last_B), device=last_B.device)
+    return _verdict(tree, last_B, draw.categorical(torch.stack(p, dim=1)[rows_B, last_B]))
+
+
+def typical(
+    tree: DraftTree, scores_BNV: Tensor, draw: Draw, epsilon: float = EPSILON, delta: float = DELTA
+) -> Verdict:
+    """LOSSY: accept whatever the target finds plausible; it does not keep the target's distribution.
+
+    A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
+    target's best token follows (Medusa, section 2.3.1). `draw` is not used.
+    """
+    log_p_BNV = scores_BNV.log_softmax(-1)
+    entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
+    threshold_BN = (delta * (-entropy_BN).exp()).clamp(max=epsilon)
+    parents_BN = tree.parents_BN.clamp(min=0)
+    log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
+    index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
+    plausible_BN = (log_p_BN.exp() > threshold_BN.gather(1, parents_BN)) | (index_N == 0)
+    plausible_BN = plausible_BN & (index_N < tree.sizes_B[:, None])
+    accepted_BN = ~(tree.ancestors_BNN & ~plausible_BN[:, None, :]).any(-1)
+    depths_BN = torch.where(accepted_BN, tree.depths_BN, -1)
+    log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)  # -inf times 0 would be no number
+    paths_BN = (tree.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
+    longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
+    last_B = torch.where(longest_BN, paths_BN, -torch.inf).argmax(-1)
+    return _verdict(tree, last_B, scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An acceptance rule, and for which trees it keeps the target's distribution."""
+
+    verify: Verifier
+    origins: frozenset[Origin]
+    """Ways of making a tree for which the rule is exact."""
+    lossy: bool = False
+
+
+ANY: frozenset[Origin] = frozenset(("picked", "chain", "independent", "without_replacement"))
+RULES: dict[str, Rule] = {
+    "point_mass": Rule(point_mass, ANY),
+    "token": Rule(without_replacement, frozenset(("chain",))),
+    "with_replacement": Rule(with_replacement, frozenset(("chain", "independent"))),
+    "without_replacement": Rule(without_replacement, frozenset(("chain", "without_replacement"))),
+    "block": Rule(traversal, frozenset(("chain",))),
+    "traversal": Rule(traversal, frozenset(("chain", "without_replacement"))),
+    "typical": Rule(typical, ANY, lossy=True),
+}
+"""The words that `SpeculativeLM` takes for sampling; greedy decoding has one rule, whatever the tree."""
+BEST: dict[Origin, str] = {
+    "picked": "point_mass",
+    "chain": "block",
+    "independent": "with_replacement",
+    "without_replacement": "traversal",
+}
+"""The exact rule that accepts most, by how a tree was made."""
+
+
+def choose_rule(word: str, origin: Origin, lossy: bool) -> Verifier:
+    """The rule for sampling.
+
+    Args:
+        word: one of `RULES`, or "auto" for the exact rule that accepts most.
+        origin: how the trees are made.
+        lossy: whether the user agreed to another distribution.
+
+    Raises:
+        ValueError: an unknown word, a rule that would be biased for such trees, or a lossy rule without agreement.
+    """
+    if word == "auto":
+        return RULES[BEST[origin]].verify
+    if word not in RULES:
+        raise ValueError(f"unknown verifier {word!r}; choose from auto, {', '.join(RULES)}")
+    rule = RULES[word]
+    if origin not in rule.origins:
+        fitting = ", ".join(name for name, other in RULES.items() if origin in other.origins and not other.lossy)
+        raise ValueError(
+            f"the verifier {word!r} would be biased for trees whose nodes are {_SPOKEN[origin]}; choose from {fitting}"
+        )
+    if rule.lossy and not lossy:
+        raise ValueError(
+            f"the verifier {word!r} is lossy: it does not keep the target's distribution; say lossy=True if that is "
+            f"wanted, or choose {BEST[origin]!r}"
+        )
+    return rule.verify
+
+
+_SPOKEN: dict[Origin, str] = {
+    "picked": "picked and not drawn",
+    "chain": "drawn, one child each",
+    "independent": "drawn independently",
+    "without_replacement": "drawn without replacement",
+}
+
+
+def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
+    """The children of every node of a drawn tree, in draw order, and what they were drawn from."""
+    assert tree.shape is not None and tree.draft_probs_BNV is not None
+    children: list[list[int]] = [[] for _ in tree.shape.parents]
+    for node, parent in enumerate(tree.shape.parents[1:], start=1):
+        children[parent].append(node)
+    return children, tree.draft_probs_BNV
+
+
+def _walk(children: list[list[int]], parent: int = 0) -> Iterator[tuple[int, int, bool]]:
+    """A tour through the tree, depth first: (parent, node, False) on the way down, (parent, node, True) on leaving."""
+    for node in children[parent]:
+        yield parent, node, False
+        yield from _walk(children, node)
+        yield parent, node, True
+
+
+def _normalized(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
+    """To sum 1; `otherwise_BV` where there is no mass at all."""
+    total_B1 = mass_BV.sum(-1, keepdim=True)
+    return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
+
+
+def _without(q_BV: Tensor, tokens_B1: Tensor) -> Tensor:
+    """Draft probabilities after a token was drawn; all 0 when it was the last."""
+    rest_BV = q_BV.scatter(1, tokens_B1, 0.0)
+    return _normalized(rest_BV, rest_BV)
+
+
+def _verdict(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> Verdict:
+    """The path from the root to a node, and the token after it."""
+    nodes, places = tree.tokens_BN.shape[1], tree.max_depth + 1
+    on_path_BN = tree.ancestors_BNN.gather(1, last_B[:, None, None].expand(-1, 1, nodes))[:, 0]
+    index_BN = torch.arange(nodes, device=last_B.device).expand_as(on_path_BN)
     # Nodes off the path all go to one place behind the others, which is cut off.
-    places_BN = torch.where(on_path_BN, depths_BN, places)
-    return index_BN.new_zeros(len(index_BN), places + 1).scatter(1, places_BN, index_BN)[:, :places]
+    places_BN = torch.where(on_path_BN, tree.depths_BN, places)
+    path_BA = index_BN.new_zeros(len(last_B), places + 1).scatter(1, places_BN, index_BN)[:, :places]
+    return Verdict(path_BA, on_path_BN.sum(-1), next_tokens_B)
