@@ -15,7 +15,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,14 @@ class HeadOutput:
     """How often the true token was the head's i-th best."""
 
 
+@runtime_checkable
+class RowCache(Protocol):
+    """A part of a draft state that holds rows of the batch in its own way."""
+
+    def select(self, rows_R: Tensor) -> RowCache:
+        """The same with these rows only."""
+
+
 @dataclass(frozen=True)
 class DraftState:
     """What a head carries from `observe` through the `expand` calls of one round; each head adds its own fields."""
@@ -121,6 +129,17 @@ class DraftState:
     """Depth of the tree at which the next `expand` call draws children, counted from 0 at the root."""
     max_depth: int
     """How many `expand` calls a round makes at most."""
+
+    def select(self, rows_R: Tensor) -> Self:
+        """The state of these rows only: all tensors have a row of the batch first, and caches select for themselves."""
+        chosen: dict[str, Any] = {}
+        for name in (field.name for field in dataclasses.fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                chosen[name] = value[rows_R]
+            elif isinstance(value, RowCache):
+                chosen[name] = value.select(rows_R)
+        return dataclasses.replace(self, **chosen)
 
 
 class DraftHead(nn.Module, ABC):
@@ -168,9 +187,9 @@ class DraftHead(nn.Module, ABC):
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
         """Take in the tokens that were committed: the feature at position t with the token at t + 1.
 
-        Called with the whole prompt after the prefill and with the accepted path after every round. Rows commit
-        different numbers of tokens: row b's first `lengths_B[b]` count; a row that has ended commits none, and what
-        is drafted for it no longer matters. What earlier `expand` calls guessed is forgotten.
+        Called with the prompts, passage by passage, and with the accepted path after every round. Rows commit
+        different numbers of tokens: row b's first `lengths_B[b]` count, which are none in passages behind a prompt's
+        end. What earlier `expand` calls guessed is forgotten.
         """
 
     @abstractmethod

@@ -198,11 +198,18 @@ class DraftCache:
         self._first = 0
         self._visible_BTS: Tensor | None = None
 
+    def select(self, rows_R: Tensor) -> DraftCache:
+        """A cache of these rows only."""
+        chosen = DraftCache(self.num_layers, len(rows_R), self.nodes, self.capacity - self.nodes)
+        if self.keys is not None and self.values is not None:
+            chosen.keys, chosen.values = self.keys[:, rows_R], self.values[:, rows_R]
+        return chosen
+
     def commit(self, lengths_B: Tensor, new_tokens: int) -> None:
         """Direct the next entries behind each row's `lengths_B` committed tokens; they see these and each other."""
         slots_S = torch.arange(self.capacity, device=lengths_B.device)
         slots_BT = self.nodes + lengths_B[:, None] + torch.arange(new_tokens, device=lengths_B.device)
-        # A full row that has ended still takes part while others go on; what is written for it no longer matters.
+        # What a short prompt's row is given behind its end is forgotten; it only must not lie outside.
         self._slots_BT = slots_BT.clamp(max=self.capacity - 1)
         self._visible_BTS = (slots_S >= self.nodes) & (slots_S <= self._slots_BT[..., None])
 

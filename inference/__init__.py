@@ -1,19 +1,23 @@
 """What decodes: the frozen target, its cache, trees, verification and the loop."""
 
-from .decode import GenerateOutput, SpeculativeLM
+from .decode import GenerateOutput, SpeculativeLM, custom_generate
 from .stats import Stats
 from .target import Target, load_tokenizer, tokenizer_origin
-from .tree import DraftTree, DynamicShape, TreePolicy, TreeShape, tree_policy, tree_word
+from .tree import DraftTree, DrawnShape, DynamicShape, TreePolicy, TreeShape, tree_policy, tree_word
+from .verify import RULES
 
 __all__ = [
     "DraftTree",
+    "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
+    "RULES",
     "SpeculativeLM",
     "Stats",
     "Target",
     "TreePolicy",
     "TreeShape",
+    "custom_generate",
     "load_tokenizer",
     "tokenizer_origin",
     "tree_policy",

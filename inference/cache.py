@@ -69,6 +69,16 @@ class TreeCache(Cache):
         """Commit the first `lengths_B` tokens of the last forward where they lie: a chain needs no moving."""
         self.lengths_B = self.lengths_B + lengths_B
 
+    def rewind(self, lengths_B: Tensor) -> None:
+        """Forget what lies behind each row's first `lengths_B` tokens."""
+        self.lengths_B = lengths_B
+
+    def select(self, rows_R: Tensor) -> None:
+        """Keep these rows only."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[:, rows_R], self.values[:, rows_R]
+        self.lengths_B = self.lengths_B[rows_R]
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new entries and return the whole capacity; called by the model's attention."""
         if self.keys is None or self.values is None:

@@ -1,37 +1,46 @@
-"""Draft, verify, commit: speculative decoding inside one model.
+"""Speculative decoding for users: `SpeculativeLM.generate`, or plain `model.generate(custom_generate=...)`.
 
-    tree    = a drafter's guesses of what follows the newest token
-    output  = one forward of the target over all nodes of the tree
-    verdict = the longest path that the acceptance rule lets stand, and one token more from the target
-
-Settings, logits processors and stopping rules are resolved by `model.generate` itself: it calls this loop through its
-`custom_generate` hook, so they mean here what they mean there.
+Settings, logits processors and stopping rules are resolved by `model.generate` itself: it calls our loop through its
+`custom_generate` hook, so they mean here what they mean there. Rows are decoded without their padding, so that each
+is what `generate` writes for it alone.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.utils import ModelOutput
 
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
 from .grow import RootOnly, drafter_of
-from .planning import default_tree
-from .rounds import Drafter, Prefill, Round, Verdict
-from .sampling import Draw, RandomDraw, check_processors, process
-from .stats import RoundRecord, Stats
+from .loop import speculate
+from .planning import batch_budget, default_tree
+from .rounds import Drafter
+from .sampling import Draw, RandomDraw, Scorer
+from .stats import Stats
 from .target import Target, refuse_loading_options
 from .tree import TreePolicy, tree_policy
-from .verify import Verifier, choose_rule, greedy
+from .verify import choose_rule, greedy
+from .written import Streamer, Written
 
 SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
     "logits_processor",
@@ -39,33 +48,22 @@ SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.start
     "prefix_allowed_tokens_fn",
 }
 """What `SpeculativeLM.generate` hands on to `model.generate`, which says what each means."""
-NOT_RETURNED = (
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
-    "output_attentions",
-    "output_hidden_states",
-)
+NOT_RETURNED = ("output_attentions", "output_hidden_states")
 """Settings that ask for an output which the loop does not keep."""
 
 
-class Streamer(Protocol):
-    """What transformers' streamers offer."""
-
-    def put(self, value: Tensor) -> None:
-        """Take new tokens."""
-
-    def end(self) -> None:
-        """There are no more."""
-
-
-@dataclass(frozen=True)
-class GenerateOutput:
-    """What `SpeculativeLM.generate` returns."""
+@dataclass
+class GenerateOutput(ModelOutput):
+    """What `SpeculativeLM.generate` returns: transformers' `GenerateDecoderOnlyOutput` with statistics."""
 
     sequences: Tensor
     """The prompts as given and what was written after them, padded on the right."""
-    stats: Stats
+    scores: tuple[Tensor, ...] | None = None
+    """With `output_scores`: the processed scores of each new token, [batch, V]; 0 behind a row's end."""
+    logits: tuple[Tensor, ...] | None = None
+    """With `output_logits`: the raw logits, likewise."""
+    stats: Stats = None  # type: ignore[assignment]  # always given; the base class allows no other default
+    """Acceptance and timings."""
 
 
 class SpeculativeLM:
@@ -79,10 +77,13 @@ class SpeculativeLM:
         Args:
             target: the frozen model.
             drafter: what guesses; None for plain decoding by the same engine.
-            verifier: "greedy", "exact", or "auto" for whichever fits each call.
+            verifier: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts most.
+                Greedy decoding has one rule.
+            lossy: agreement that a lossy rule ("typical") may change what is written.
 
         Raises:
-            ValueError: an unknown verifier, or feature layers that the target does not have.
+            ValueError: an unknown verifier, or one that does not fit the drafter's trees; feature layers that the
+                target does not have.
         """
         self.target = target
         self.drafter: Drafter = drafter or RootOnly()
@@ -102,6 +103,7 @@ class SpeculativeLM:
         device: str | torch.device | None = None,
         revision: str | None = None,
         head_revision: str | None = None,
+        lossy: bool = False,
     ) -> SpeculativeLM:
         """Load a target and a head for it.
 
@@ -109,11 +111,13 @@ class SpeculativeLM:
             target: see `Target.from_pretrained`; or one that is loaded already.
             head: a checkpoint folder, a Hub id, or a head; None for plain decoding.
             dtype: of target and head, where they are loaded here.
-            tree: "auto" for the tree saved with the head (or a default one), or what `tree_policy` takes.
+            tree: what `tree_policy` takes, or "auto" for the tree saved with the head (or a default one), made smaller
+                in batches so that a forward does not cost more than it saves.
             verifier: see `__init__`.
             device: of target and head.
             revision: of the target's Hub id.
             head_revision: of the head's Hub id.
+            lossy: see `__init__`.
 
         Raises:
             ValueError: something that cannot be loaded, or a head or tree that does not fit; named.
@@ -124,7 +128,7 @@ class SpeculativeLM:
         else:
             target = Target.from_pretrained(target, dtype, device, revision)
         if head is None:
-            return cls(target, None, verifier)
+            return cls(target, None, verifier, lossy)
         facts = HeadFacts()
         if not isinstance(head, DraftHead):
             folder = head
@@ -140,13 +144,14 @@ class SpeculativeLM:
                 raise ValueError(
                     f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head"
                 )
+        budget = None
         if tree != "auto":
             policy = tree_policy(tree)
-        elif facts.tree is not None:
-            policy = tree_policy(facts.tree)
         else:
-            policy = default_tree(head.max_depth, head.draft_vocab_size)
-        lm = cls(target, drafter_of(head.to(target.device).eval(), policy, target.ends), verifier)
+            saved = facts.tree is not None
+            policy = tree_policy(facts.tree) if saved else default_tree(head.max_depth, head.draft_vocab_size)
+            budget = batch_budget(policy, target.device)
+        lm = cls(target, drafter_of(head.to(target.device).eval(), policy, target.ends, budget), verifier, lossy)
         lm.origin = facts.origin
         return lm
 
@@ -157,6 +162,7 @@ class SpeculativeLM:
         generation_config: GenerationConfig | None = None,
         generator: torch.Generator | None = None,
         streamer: Streamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Write on, for each row of a batch.
@@ -167,7 +173,10 @@ class SpeculativeLM:
             generation_config: as for `model.generate`.
             generator: of the random draws; None for torch's global one.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
-            settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id ... as for `model.generate`.
+            tokenizer: needed for `stop_strings`.
+            settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
+                stopping_criteria ... as for `model.generate`. Processors and criteria of your own are asked one row at
+                a time, with the row's unpadded tokens.
 
         Raises:
             ValueError: an empty or too long prompt, or a setting that is not supported; named.
@@ -186,8 +195,28 @@ class SpeculativeLM:
         if settings.get("max_new_tokens") == 0:
             if streamer is not None:
                 streamer.end()
-            return GenerateOutput(input_ids, Stats(rows=[[] for _ in input_ids]))
-        draw = RandomDraw(generator)
+            return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
+        strings = settings.pop("stop_strings", None) or getattr(generation_config, "stop_strings", None)
+        if strings:
+            # `model.generate` keeps the tokenizer from a decoding method of our own, so the criterion is made here
+            if tokenizer is None:
+                raise ValueError(f"stop_strings {strings!r} need the tokenizer; give generate(..., tokenizer=...)")
+            criteria = settings.get("stopping_criteria") or []
+            settings["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
+            settings["stop_strings"] = None
+        output = self.target.model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            streamer=streamer,
+            custom_generate=self.decoding_method(RandomDraw(generator), streamer),
+            **settings,
+        )
+        assert isinstance(output, GenerateOutput)
+        return output
+
+    def decoding_method(self, draw: Draw, streamer: Streamer | None = None) -> Callable[..., GenerateOutput]:
+        """What `model.generate` takes as `custom_generate`."""
 
         def decode(
             model: PreTrainedModel,
@@ -198,19 +227,17 @@ class SpeculativeLM:
             **inputs: Any,
         ) -> GenerateOutput:
             # transformers passes parameters named here twice, hence the mask among the rest
-            mask = inputs["attention_mask"]
+            mask = inputs.get("attention_mask")
+            cached = inputs.get("past_key_values")
+            if cached is not None and cached.get_seq_length() > 0:
+                raise ValueError(
+                    f"past_key_values with {cached.get_seq_length()} tokens cannot be continued; give the whole text"
+                )
+            if inputs.get("inputs_embeds") is not None:
+                raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
             return self._decode(input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer)
 
-        output = self.target.model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            streamer=streamer,
-            custom_generate=decode,
-            **settings,
-        )
-        assert isinstance(output, GenerateOutput)
-        return output
+        return decode
 
     def _decode(
         self,
@@ -227,31 +254,78 @@ class SpeculativeLM:
             mode = config.get_generation_mode().value.replace("_", " ")
             raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
         asked = [name for name in NOT_RETURNED if getattr(config, name, None)]
-        if asked:
-            raise ValueError(f"{asked[0]} is not supported; the output holds sequences and stats")
-        check_processors(processors)
-        verify = self.sampling_rule if config.do_sample else greedy
-        eos = _eos_tokens(criteria)
+        if asked and config.return_dict_in_generate:
+            raise ValueError(f"{asked[0]} is not supported; the output holds sequences, scores, logits and stats")
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"a streamer takes one row, not a batch of {len(input_ids)}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
-        longest, new_tokens = max(map(len, prompts)), config.max_length - input_ids.shape[1]
         if min(map(len, prompts)) == 0:
             raise ValueError(f"prompt {[len(row) for row in prompts].index(0)} of the batch is all padding")
+        paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
+        score = Scorer(processors, paddings, min_length_counts_padding=config.min_new_tokens is not None)
+        ends, limit, others = _stops(criteria, config.max_length)
+        new_tokens, longest = limit - input_ids.shape[1], max(map(len, prompts))
         if longest + new_tokens > self.target.max_positions:
             raise ValueError(
                 f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {self.target.max_positions} "
                 f"positions of {self.target.name!r}"
             )
-        rows, stats = speculate(self.target, self.drafter, verify, prompts, processors, draw, new_tokens, eos, streamer)
+        full = config.return_dict_in_generate
+        keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
+        out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits)
+        rule = self.sampling_rule if config.do_sample else greedy
+        stats = speculate(self.target, self.drafter, rule, score, draw, out, bool(config.do_sample))
         if streamer is not None:
             streamer.end()
-        padding = config.pad_token_id if config.pad_token_id is not None else next(iter(eos), 0)
-        written = input_ids.new_full((len(rows), max(map(len, rows))), padding)
-        for target_row, row in zip(written, rows, strict=True):
-            target_row[: len(row)] = torch.tensor(row, dtype=written.dtype)
-        return GenerateOutput(torch.cat([input_ids, written], dim=1), stats)
+        padding = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
+        written = out.padded(padding).to(input_ids.device, input_ids.dtype)
+        return GenerateOutput(
+            sequences=torch.cat([input_ids, written], dim=1),
+            scores=_by_token(out.scores),
+            logits=_by_token(out.logits),
+            stats=stats,
+        )
+
+
+def custom_generate(
+    head: str | Path | DraftHead,
+    tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
+    verifier: str = "auto",
+    lossy: bool = False,
+    generator: torch.Generator | None = None,
+    streamer: Streamer | None = None,
+    head_revision: str | None = None,
+) -> Callable[..., Tensor | GenerateOutput]:
+    """A head for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
+
+    Args:
+        head: a checkpoint folder, a Hub id, or a head.
+        tree: see `SpeculativeLM.from_pretrained`.
+        verifier: see `SpeculativeLM`.
+        lossy: see `SpeculativeLM`.
+        generator: of the random draws; None for torch's global one.
+        streamer: transformers hands its own on to no decoding method but its own, so it is given here.
+        head_revision: of the head's Hub id.
+
+    Returns:
+        A function that keeps what it loads for each model. It returns the sequences, or with
+        `return_dict_in_generate` a `GenerateOutput`. Stop strings are given to it as a `StopStringCriteria`.
+    """
+    engines: WeakKeyDictionary[PreTrainedModel, SpeculativeLM] = WeakKeyDictionary()
+
+    def decode(
+        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **inputs: Any
+    ) -> Tensor | GenerateOutput:
+        if model not in engines:
+            engines[model] = SpeculativeLM.from_pretrained(
+                model, head, tree=tree, verifier=verifier, lossy=lossy, head_revision=head_revision
+            )
+        method = engines[model].decoding_method(RandomDraw(generator), streamer)
+        output = method(model, input_ids, generation_config=generation_config, **inputs)
+        return output if generation_config.return_dict_in_generate else output.sequences
+
+    return decode
 
 
 def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
@@ -266,128 +340,24 @@ def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
     target.merge_adapter(adapter)
 
 
-@torch.inference_mode()
-def speculate(
-    target: Target,
-    drafter: Drafter,
-    verify: Verifier,
-    prompts: list[Tensor],
-    processors: LogitsProcessorList,
-    draw: Draw,
-    new_tokens: int,
-    eos: frozenset[int],
-    streamer: Streamer | None = None,
-) -> tuple[list[list[int]], Stats]:
-    """The loop: draft, verify, commit, until every row has ended.
-
-    Returns:
-        What was written for each prompt, and the statistics.
-    """
-    stats = Stats(rows=[[] for _ in prompts])
-    out = _Written([len(prompt) for prompt in prompts], new_tokens, eos, target.device, streamer)
-    cache, layers = target.new_cache(len(prompts)), drafter.feature_layers
-    with stats.clock("prefill"):
-        tokens_BT = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(target.device)
-        lengths_B = torch.tensor(out.lengths, device=target.device)
-        logits_BV, features_BTF = target.prefill(tokens_BT, lengths_B, out.longest, cache, layers)
-        root_only = RootOnly().propose(tokens_BT[:, 0])
-        roots_B = verify(root_only, process(logits_BV[:, None], processors), draw).next_tokens_B
-        capacity = out.longest + new_tokens + drafter.max_nodes
-        drafter.begin(Prefill(tokens_BT, lengths_B, logits_BV, features_BTF, capacity), roots_B)
-        out.first(roots_B)
-    while not out.finished:
-        with stats.clock("draft"):
-            tree = drafter.propose(roots_B)
-        with stats.clock("target"):
-            output = target.forward_tree(tree, out.longest, cache, layers)
-        with stats.clock("verify"):
-            scores_BNV = process(output.logits_BNV, processors)
-            verdict = out.freeze(verify(tree, scores_BNV, draw))
-            finished = Round(tree, output, verdict)
-            out.add(finished, stats)
-        with stats.clock("rest"):
-            cache.keep(verdict.path_BA, verdict.lengths_B)
-        with stats.clock("draft"):
-            drafter.observe(finished)
-            roots_B = verdict.next_tokens_B
-        stats.max_depth = max(stats.max_depth, tree.max_depth)
-    return out.rows, stats
-
-
-class _Written:
-    """The host's side of the loop: what each row has written, when it ends, and who is told."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        new_tokens: int,
-        eos: frozenset[int],
-        device: torch.device,
-        streamer: Streamer | None,
-    ) -> None:
-        self.lengths = lengths
-        """Committed tokens of each row, as in the cache."""
-        self.rows: list[list[int]] = [[] for _ in lengths]
-        self.new_tokens = new_tokens
-        self.eos = eos
-        self.streamer = streamer
-        self._active = [True] * len(lengths)
-        self._active_B = torch.ones(len(lengths), dtype=torch.bool, device=device)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest row in the cache."""
-        return max(self.lengths)
-
-    @property
-    def finished(self) -> bool:
-        """Whether every row has ended."""
-        return not any(self._active)
-
-    def freeze(self, verdict: Verdict) -> Verdict:
-        """Let rows that have ended commit nothing."""
-        return Verdict(verdict.path_BA, verdict.lengths_B * self._active_B, verdict.next_tokens_B)
-
-    def first(self, roots_B: Tensor) -> None:
-        """Take the tokens that follow the prompts."""
-        self._append([[token] for token in roots_B.tolist()])  # sync: the first tokens, once a call
-
-    def add(self, finished: Round, stats: Stats) -> None:
-        """Take what a round emitted."""
-        lengths_B = finished.verdict.lengths_B
-        # sync: the only one of a round; the host must know what to return and when to stop
-        lengths, *columns = torch.cat([lengths_B[None], finished.emitted_BA.T]).tolist()
-        emitted = [list(row)[:length] for row, length in zip(zip(*columns, strict=True), lengths, strict=True)]
-        self.lengths = [before + length for before, length in zip(self.lengths, lengths, strict=True)]
-        returned = self._append(emitted)
-        for row, length, count in zip(stats.rows, lengths, returned, strict=True):
-            if length:
-                row.append(RoundRecord(accepted=length - 1, returned=count))
-
-    def _append(self, emitted: list[list[int]]) -> list[int]:
-        """Cut at the end token and at the length limit; return how many tokens of each row were taken."""
-        counts = []
-        for i, (row, tokens) in enumerate(zip(self.rows, emitted, strict=True)):
-            stop = next((place + 1 for place, token in enumerate(tokens) if token in self.eos), len(tokens))
-            taken = tokens[: min(stop, self.new_tokens - len(row))]
-            row.extend(taken)
-            counts.append(len(taken))
-            if taken and (taken[-1] in self.eos or len(row) == self.new_tokens):
-                self._active[i] = False
-                self._active_B[i] = False
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(emitted[0][: counts[0]]))
-        return counts
-
-
-def _eos_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
-    """The end tokens among the stopping criteria; any rule that is not yet supported is refused by name."""
+def _stops(
+    criteria: StoppingCriteriaList, max_length: int
+) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:
+    """The end tokens, the length of the padded prompt with all new tokens, and what must be asked token by token."""
     tokens: set[int] = set()
+    others = []
     for criterion in criteria:
         if isinstance(criterion, EosTokenCriteria):
             tokens.update(criterion.eos_token_id.tolist())
-        elif not isinstance(criterion, MaxLengthCriteria):
-            raise ValueError(
-                f"{type(criterion).__name__} is not supported; choose from EosTokenCriteria, MaxLengthCriteria"
-            )
-    return frozenset(tokens)
+        elif isinstance(criterion, MaxLengthCriteria):
+            max_length = min(max_length, criterion.max_length)
+        else:
+            others.append(criterion)
+    return frozenset(tokens), max_length, others
+
+
+def _by_token(rows: list[list[Tensor]] | None) -> tuple[Tensor, ...] | None:
+    """Per row and round [tokens, V], to one [batch, V] per token."""
+    if rows is None:
+        return None
+    return pad_sequence([torch.cat(row) for row in rows]).unbind(0)

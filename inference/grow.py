@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from ..heads import DraftHead, DraftState, TargetEnds
 from ..heads.base import wide
-from .rounds import Drafter, Prefill, Round
-from .tree import Origin, DraftTree, DynamicShape, TreePolicy, TreeShape
+from .planning import cut
+from .rounds import Drafter, Passage, Round, Start
+from .tree import DraftTree, DrawnShape, DynamicShape, Origin, TreePolicy, TreeShape
 
 
 class RootOnly:
@@ -18,8 +22,11 @@ class RootOnly:
     max_nodes = 1
     origin: Origin = "picked"
 
-    def begin(self, prompt: Prefill, roots_B: Tensor) -> None:
+    def begin(self, start: Start) -> None:
         """Nothing to prepare."""
+
+    def read(self, passage: Passage) -> None:
+        """Nothing to learn."""
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """The root alone."""
@@ -29,67 +36,143 @@ class RootOnly:
     def observe(self, finished: Round) -> None:
         """Nothing to learn."""
 
+    def select(self, rows_R: Tensor) -> None:
+        """Nothing to forget."""
 
-class StaticTree:
-    """A head's best guesses in a fixed shape, node by node of a `TreeShape` (Medusa, section 2.1.2)."""
+
+class HeadDrafter:
+    """A head whose state follows the text; a subclass says what tree is grown from it."""
 
     origin: Origin = "picked"
 
-    def __init__(self, head: DraftHead, shape: TreeShape, ends: TargetEnds) -> None:
-        if shape.depth > head.max_depth:
-            raise ValueError(f"the tree is {shape.depth} deep, but the head drafts at most {head.max_depth} tokens")
-        widest = max((level.width for level in shape.levels), default=0)
-        if widest > head.draft_vocab_size:
-            raise ValueError(
-                f"the tree asks for the {widest} best tokens of a node, but the head's draft vocabulary has "
-                f"{head.draft_vocab_size}"
-            )
-        self.head = head
-        self.shape = shape
-        self.ends = ends
+    def __init__(self, head: DraftHead, ends: TargetEnds, depth: int, expanded: int, max_nodes: int) -> None:
+        """Hold a head.
+
+        Args:
+            head: what guesses.
+            ends: the target's embedding and LM head.
+            depth: of the deepest tree.
+            expanded: nodes whose children are asked for in a round, at most.
+            max_nodes: of the largest tree.
+        """
+        if depth > head.max_depth:
+            raise ValueError(f"the tree is {depth} deep, but the head drafts at most {head.max_depth} tokens")
+        self.head, self.ends = head, ends
         self.feature_layers = head.feature_layers
-        self.max_nodes = shape.size
+        self.depth, self.expanded, self.max_nodes = depth, expanded, max_nodes
         self._state: DraftState | None = None
 
-    def begin(self, prompt: Prefill, roots_B: Tensor) -> None:
-        """Show the head the prompt."""
-        device = prompt.tokens_BT.device
-        self._parents_N = torch.tensor(self.shape.parents, device=device)
-        self._levels = [
-            tuple(
-                torch.tensor(index, dtype=torch.int64, device=device)
-                for index in (level.picks, level.frontier, level.parents)
-            )
-            for level in self.shape.levels
-        ]
-        state = self.head.begin(self.ends, len(roots_B), prompt.capacity, self.shape.depth, self.max_nodes)
-        self._state = self.head.observe(state, prompt.features_BTF, prompt.next_tokens_BT(roots_B), prompt.lengths_B)
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        """Expand level by level; each node is a token of a given rank among its parent's children."""
+    @property
+    def state(self) -> DraftState:
+        """The head's state after what it has seen."""
         assert self._state is not None
-        state, batch = self._state, len(roots_B)
-        levels_BW = [roots_B[:, None]]
-        frontier_BW, parents_BW = levels_BW[0], torch.full_like(levels_BW[0], -1)
-        for level, (picks, frontier, parents) in zip(self.shape.levels, self._levels, strict=True):
-            logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
-            best_BWR = logits_BWV.topk(level.width, dim=-1).indices.expand(-1, frontier_BW.shape[1], -1)
-            nodes_BW = self.head.target_tokens(best_BWR.reshape(batch, -1)[:, picks])
-            levels_BW.append(nodes_BW)
-            frontier_BW, parents_BW = nodes_BW[:, frontier], parents.expand(batch, -1)
-        tokens_BN = torch.cat(levels_BW, dim=1)
-        sizes_B = torch.full_like(roots_B, self.shape.size)
-        return DraftTree(tokens_BN, self._parents_N.expand(batch, -1), sizes_B, self.shape.depth)
+        return self._state
+
+    def begin(self, start: Start) -> None:
+        """An empty state."""
+        self._state = self.head.begin(self.ends, start.batch_size, start.capacity, self.depth, self.expanded)
+
+    def read(self, passage: Passage) -> None:
+        """Show the head a part of the prompts."""
+        self._state = self.head.observe(
+            self.state, passage.features_BTF, passage.next_tokens_BT, passage.lengths_B
+        )
 
     def observe(self, finished: Round) -> None:
         """Show the head what was accepted."""
-        assert self._state is not None
         self._state = self.head.observe(
-            self._state, finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B
+            self.state, finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B
         )
 
+    def select(self, rows_R: Tensor) -> None:
+        """Go on with these rows."""
+        self._state = self.state.select(rows_R)
 
-class DynamicTree:
+
+class StaticTree(HeadDrafter):
+    """A head's guesses in a fixed shape, node by node of a `TreeShape`.
+
+    Picked: a node's rank says the how-many-best token of its parent it is (Medusa, section 2.1.2). Drawn: siblings are
+    drawn without replacement from the head's own distribution at the user's settings, and the rank is their order
+    (Gumbel-top-k at every node, as in Sequoia, arXiv:2402.12374, and RSD, 2402.14160). Greedy decoding always picks.
+    """
+
+    def __init__(
+        self, head: DraftHead, shape: TreeShape, ends: TargetEnds, drawn: bool = False, budget: int | None = None
+    ) -> None:
+        """See `drafter_of`."""
+        widest = max((level.width for level in shape.levels), default=0)
+        if widest > head.draft_vocab_size:
+            raise ValueError(
+                f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary has "
+                f"{head.draft_vocab_size}"
+            )
+        expanded = 1 + sum(len(level.frontier) for level in shape.levels)
+        super().__init__(head, ends, shape.depth, expanded, shape.size)
+        self.shape, self.budget = shape, budget
+        if drawn:
+            self.origin = "chain" if shape.size == shape.depth + 1 else "without_replacement"
+
+    def begin(self, start: Start) -> None:
+        """An empty state; how to draw."""
+        super().begin(start)
+        self._draw = start.draw
+        self._probs_of = None if self.origin == "picked" else start.draft_probs
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """Expand level by level."""
+        state, batch = self.state, len(roots_B)
+        shape = self.shape if self.budget is None else cut(self.shape, self.budget // batch)
+        parents_N, levels = _on_device(shape, roots_B.device)
+        tokens = [roots_B[:, None]]
+        frontier_BW, parents_BW = tokens[0], torch.full_like(tokens[0], -1)
+        drawn_from: list[Tensor] = []
+        for level, (picks, frontier, parents) in zip(shape.levels, levels, strict=True):
+            logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+            if self._probs_of is None:
+                ranked_BWR = self.head.target_tokens(logits_BWV.topk(level.width, dim=-1).indices)
+                ranked_BWR = ranked_BWR.expand(-1, frontier_BW.shape[1], -1)
+            else:
+                probs_BWV = self._probs_of(self._over_target(logits_BWV)).expand(-1, frontier_BW.shape[1], -1)
+                ranked_BWR = self._draw.distinct(probs_BWV, level.width)
+                drawn_from.append(probs_BWV)
+            tokens.append(ranked_BWR.reshape(batch, -1)[:, picks])
+            frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(batch, -1)
+        tree = DraftTree(
+            tokens_BN=torch.cat(tokens, dim=1),
+            parents_BN=parents_N.expand(batch, -1),
+            sizes_B=torch.full_like(roots_B, shape.size),
+            max_depth=shape.depth,
+            shape=shape,
+        )
+        if not drawn_from:
+            return tree
+        inner = torch.cat(drawn_from, dim=1)
+        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1])
+        probs_BNV[:, list(shape.inner)] = inner
+        return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
+
+    def _over_target(self, logits_BWV: Tensor) -> Tensor:
+        """Over the target's vocabulary, so that its processors mean the same tokens."""
+        logits_BWV = wide(logits_BWV)
+        tokens_V = self.head.target_tokens(torch.arange(self.head.draft_vocab_size, device=logits_BWV.device))
+        whole = logits_BWV.new_full((*logits_BWV.shape[:-1], self.head.target.vocab_size), -torch.inf)
+        whole[..., tokens_V] = logits_BWV
+        return whole
+
+
+@lru_cache(maxsize=64)
+def _on_device(shape: TreeShape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """A shape's parents, and the indices of its levels, as tensors."""
+
+    def indices(numbers: tuple[int, ...]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    levels = [(indices(level.picks), indices(level.frontier), indices(level.parents)) for level in shape.levels]
+    return indices(shape.parents), levels
+
+
+class DynamicTree(HeadDrafter):
     """A tree that goes where the head is confident (EAGLE-2, arXiv:2406.16858), for any head.
 
     A node's value is the product of the draft's probabilities on its path. Layer by layer the `width` best nodes are
@@ -97,37 +180,28 @@ class DynamicTree:
     go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent.
     """
 
-    origin: Origin = "picked"
-
-    def __init__(self, head: DraftHead, shape: DynamicShape, ends: TargetEnds) -> None:
-        if shape.depth > head.max_depth:
-            raise ValueError(f"the tree is {shape.depth} deep, but the head drafts at most {head.max_depth} tokens")
-        self.head = head
-        self.ends = ends
-        self.feature_layers = head.feature_layers
-        self.depth = shape.depth
+    def __init__(self, head: DraftHead, shape: DynamicShape, ends: TargetEnds, budget: int | None = None) -> None:
+        """See `drafter_of`."""
         self.width = min(shape.width, head.draft_vocab_size)
         candidates = self.width + (shape.depth - 1) * self.width**2
-        self.max_nodes = min(shape.size, candidates + 1)
-        self._state: DraftState | None = None
-
-    def begin(self, prompt: Prefill, roots_B: Tensor) -> None:
-        """Show the head the prompt."""
-        expanded = 1 + (self.depth - 1) * self.width
-        state = self.head.begin(self.ends, len(roots_B), prompt.capacity, self.depth, expanded)
-        self._state = self.head.observe(state, prompt.features_BTF, prompt.next_tokens_BT(roots_B), prompt.lengths_B)
+        expanded = 1 + (shape.depth - 1) * self.width
+        super().__init__(head, ends, shape.depth, expanded, min(shape.size, candidates + 1))
+        self.budget = budget
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Expand, then keep the best."""
-        assert self._state is not None
-        state, batch, width = self._state, len(roots_B), self.width
+        state, batch, width = self.state, len(roots_B), self.width
+        size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // batch)
+        if size < 2:
+            return RootOnly().propose(roots_B)
+        depth = min(self.depth, size - 1)
         frontier_BW = roots_B[:, None]
         parents_BW = torch.full_like(frontier_BW, -1)
         # Candidates are numbered from 1 in the order of their making, the root being 0.
         numbers_BW, values_BW = torch.zeros_like(frontier_BW), torch.zeros(batch, 1, device=roots_B.device)
         tokens, parents, values = [], [], []
         first = 1
-        for depth in range(1, self.depth + 1):
+        for level in range(1, depth + 1):
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
             best = wide(logits_BWV).log_softmax(-1).topk(width, dim=-1)
             values_BWR = values_BW[..., None] + best.values
@@ -135,37 +209,46 @@ class DynamicTree:
             tokens.append(tokens_BWR.flatten(1))
             parents.append(numbers_BW.repeat_interleave(width, dim=1))
             values.append(values_BWR.flatten(1))
-            if depth == self.depth:
+            if level == depth:
                 break
             values_BW, chosen_BW = values[-1].topk(width, dim=-1)
             frontier_BW, parents_BW = tokens[-1].gather(1, chosen_BW), chosen_BW // width
             numbers_BW = first + chosen_BW
             first += tokens[-1].shape[1]
-        return self._best(roots_B, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
-
-    def _best(self, roots_B: Tensor, tokens_BC: Tensor, parents_BC: Tensor, values_BC: Tensor) -> DraftTree:
-        """The best of all candidates C as a tree; a parent is worth at least as much as its child and stands before."""
-        order_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
-        chosen_BN = order_BC[:, : self.max_nodes - 1].sort(dim=-1).values
-        root_B1, rank_N = torch.zeros_like(roots_B[:, None]), torch.arange(1, self.max_nodes, device=roots_B.device)
-        places_BC = torch.zeros_like(parents_BC).scatter(1, chosen_BN, rank_N.expand_as(chosen_BN))
-        node_of_number = torch.cat([root_B1, places_BC], dim=1)
-        parents_BN = node_of_number.gather(1, parents_BC.gather(1, chosen_BN))
-        return DraftTree(
-            tokens_BN=torch.cat([roots_B[:, None], tokens_BC.gather(1, chosen_BN)], dim=1),
-            parents_BN=torch.cat([root_B1 - 1, parents_BN], dim=1),
-            sizes_B=torch.full_like(roots_B, self.max_nodes),
-            max_depth=min(self.depth, self.max_nodes - 1),
-        )
-
-    def observe(self, finished: Round) -> None:
-        """Show the head what was accepted."""
-        assert self._state is not None
-        self._state = self.head.observe(
-            self._state, finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B
-        )
+        return _best(size, depth, roots_B, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
 
 
-def drafter_of(head: DraftHead, policy: TreePolicy, ends: TargetEnds) -> Drafter:
-    """A head with a policy."""
-    return StaticTree(head, policy, ends) if isinstance(policy, TreeShape) else DynamicTree(head, policy, ends)
+def _best(
+    size: int, depth: int, roots_B: Tensor, tokens_BC: Tensor, parents_BC: Tensor, values_BC: Tensor
+) -> DraftTree:
+    """The best of all candidates C as a tree; a parent is worth at least as much as its child and stands before."""
+    size = min(size, values_BC.shape[1] + 1)
+    order_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
+    chosen_BN = order_BC[:, : size - 1].sort(dim=-1).values
+    root_B1, rank_N = torch.zeros_like(roots_B[:, None]), torch.arange(1, size, device=roots_B.device)
+    places_BC = torch.zeros_like(parents_BC).scatter(1, chosen_BN, rank_N.expand_as(chosen_BN))
+    node_of_number = torch.cat([root_B1, places_BC], dim=1)
+    parents_BN = node_of_number.gather(1, parents_BC.gather(1, chosen_BN))
+    return DraftTree(
+        tokens_BN=torch.cat([roots_B[:, None], tokens_BC.gather(1, chosen_BN)], dim=1),
+        parents_BN=torch.cat([root_B1 - 1, parents_BN], dim=1),
+        sizes_B=torch.full_like(roots_B, size),
+        max_depth=depth,
+    )
+
+
+def drafter_of(head: DraftHead, policy: TreePolicy, ends: TargetEnds, budget: int | None = None) -> Drafter:
+    """A head with a policy.
+
+    Args:
+        head: what guesses.
+        policy: the tree.
+        ends: the target's embedding and LM head.
+        budget: tokens that one forward of the target should hold: in a batch the trees shrink to it, down to the
+            roots alone. None for trees that are always as large as the policy says.
+    """
+    if isinstance(policy, DynamicShape):
+        return DynamicTree(head, policy, ends, budget)
+    if isinstance(policy, DrawnShape):
+        return StaticTree(head, policy.shape, ends, drawn=True, budget=budget)
+    return StaticTree(head, policy, ends, budget=budget)

@@ -11,11 +11,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
-from .tree import DynamicShape, TreeShape
+import torch
+
+from .tree import DrawnShape, DynamicShape, TreePolicy, TreeShape
 
 DEFAULT_NODES = 12
 """Nodes of a tree that nobody measured, the root counted: wider costs more than a forward of one token on a CPU."""
+
+GPU_TOKENS = 128
+"""Tokens that a forward on a GPU holds for hardly more than the price of one."""
 
 
 def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> TreeShape:
@@ -55,6 +61,26 @@ def default_tree(max_depth: int, draft_vocab_size: int) -> TreeShape:
     ranks = min(8, draft_vocab_size)
     accuracy = [[0.5 * 0.8**depth * 0.5**rank for rank in range(ranks)] for depth in range(max_depth)]
     return best_static_tree(accuracy, DEFAULT_NODES)
+
+
+@lru_cache(maxsize=256)
+def cut(shape: TreeShape, nodes: int) -> TreeShape:
+    """The part of a static tree that is worth most if accuracies fall as `default_tree` assumes; at least its root."""
+    if shape.size <= nodes:
+        return shape
+    # A parent is worth more than its children and a sibling more than the next, so what is left is a tree.
+    worth = sorted(shape.paths, key=lambda path: (-math.prod(0.8 * 0.5**rank for rank in path), len(path), path))
+    return TreeShape.from_paths(worth[: max(nodes, 1) - 1])
+
+
+def batch_budget(policy: TreePolicy, device: torch.device) -> int:
+    """Tokens that a forward over a batch should hold.
+
+    On a CPU more tokens cost more time, so a batch gets as many as the tree that was chosen for one row. A GPU waits
+    for its memory until there are some hundred.
+    """
+    size = policy.shape.size if isinstance(policy, DrawnShape) else policy.size
+    return size if device.type == "cpu" else max(size, GPU_TOKENS)
 
 
 def default_dynamic_tree(max_depth: int, nodes: int) -> DynamicShape:

@@ -1,10 +1,12 @@
-"""What passes between the parts of a speculation round: context, target output, verdict, and who drafts.
+"""What passes between the parts of a generation: the prompt, a round's tree, output and verdict, and who drafts.
 
-Letters in tensor names: B batch, T time, A accepted, N nodes, V vocabulary, F width of the chosen layers side by side.
+Letters in tensor names: B batch, T time, A accepted, N nodes, R rows that go on, V vocabulary, F width of the chosen
+layers side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -12,25 +14,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .tree import DraftTree
+from .sampling import Draw
+from .tree import DraftTree, Origin
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """The prompts, as the target has just read them."""
+class Start:
+    """What a drafter is told when a generation begins."""
 
-    tokens_BT: Tensor
-    """Right-padded."""
-    lengths_B: Tensor
-    logits_BV: Tensor
-    """After each row's last token."""
-    features_BTF: Tensor
+    batch_size: int
     capacity: int
     """Tokens that a row may come to hold: the longest prompt, all new tokens, and a tree beyond them."""
+    draw: Draw
+    """Where random drafts come from."""
+    draft_probs: Callable[[Tensor], Tensor] | None
+    """Draft logits [..., V] to the probabilities to draw from, at the user's settings; None for greedy decoding."""
 
-    def next_tokens_BT(self, roots_B: Tensor) -> Tensor:
-        """For each token the one that follows it; for a row's last one its root."""
-        return self.tokens_BT.roll(-1, dims=1).scatter(1, self.lengths_B[:, None] - 1, roots_B[:, None])
+
+@dataclass(frozen=True)
+class Passage:
+    """Some tokens of the prompts, as the target has just read them."""
+
+    tokens_BT: Tensor
+    next_tokens_BT: Tensor
+    """For each token the one that follows it."""
+    features_BTF: Tensor
+    lengths_B: Tensor
+    """How many tokens of each row count; 0 where a prompt has ended before."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,8 @@ class Verdict:
     path_BA: Tensor
     """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is padding."""
     lengths_B: Tensor
-    """How many of them count: at least the root, and none of a row that has ended. As many tokens are emitted: the
-    path without its root, then `next_tokens_B`."""
+    """How many of them count, the root being one. As many tokens are emitted: the path without its root, then
+    `next_tokens_B`."""
     next_tokens_B: Tensor
     """The bonus token: the target's own choice after the path, and the next round's root."""
 
@@ -68,8 +78,7 @@ class Round:
         path_BA, lengths_B = self.verdict.path_BA, self.verdict.lengths_B
         follow_BA = torch.cat([path_BA[:, 1:], path_BA[:, :1]], dim=1)
         tokens_BA = self.tree.tokens_BN.gather(1, follow_BA)
-        last_B1 = (lengths_B[:, None] - 1).clamp(min=0)  # a row that has ended has length 0
-        return tokens_BA.scatter(1, last_B1, self.verdict.next_tokens_B[:, None])
+        return tokens_BA.scatter(1, lengths_B[:, None] - 1, self.verdict.next_tokens_B[:, None])
 
     @cached_property
     def features_BAF(self) -> Tensor:
@@ -86,12 +95,20 @@ class Drafter(Protocol):
     """The target's layers that it wants to see."""
     max_nodes: int
     """Size of the largest tree that it proposes, the root counted."""
+    origin: Origin
+    """How its trees are made."""
 
-    def begin(self, prompt: Prefill, roots_B: Tensor) -> None:
-        """Start a generation; `roots_B` are the tokens that the target chose after the prompts."""
+    def begin(self, start: Start) -> None:
+        """Start a generation."""
+
+    def read(self, passage: Passage) -> None:
+        """Take in the prompts, passage by passage; the last one ends with the token that the target chose."""
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Guess what follows each row's newest token."""
 
     def observe(self, finished: Round) -> None:
         """Take in what the round decided."""
+
+    def select(self, rows_R: Tensor) -> None:
+        """Forget all rows but these: the others have ended."""

@@ -1,27 +1,61 @@
-"""Logits to scores and probabilities, by transformers' own processors, and the draws from them."""
+"""Logits to scores and probabilities, by transformers' own processors, and the draws from them.
+
+A processor that looks at the logits alone runs on all nodes of a tree at once. One that reads the text before them
+runs once per row and depth of the tree, every node with the text that it would have if its path were accepted. All of
+a list run in its order; rows are shown to processors without their padding.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch.nn import functional as F
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as known
 
 from ..heads.base import wide
+from .tree import DraftTree
 
-PREFIX_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""Processors whose result depends on the logits alone, so that all nodes of a tree can be processed at once."""
+PREFIX_FREE = (
+    known.EpsilonLogitsWarper,
+    known.EtaLogitsWarper,
+    known.InfNanRemoveLogitsProcessor,
+    known.LogitNormalization,
+    known.MinPLogitsWarper,
+    known.SuppressTokensLogitsProcessor,
+    known.TemperatureLogitsWarper,
+    known.TopHLogitsWarper,
+    known.TopKLogitsWarper,
+    known.TopPLogitsWarper,
+    known.TypicalLogitsWarper,
+)
+"""Processors whose result depends on the logits alone."""
+READS_LENGTH = (
+    known.ExponentialDecayLengthPenalty,
+    known.ForcedEOSTokenLogitsProcessor,
+    known.MinNewTokensLengthLogitsProcessor,
+    known.SuppressTokensAtBeginLogitsProcessor,
+)
+"""Processors that compare the text's length with one that `generate` counted over the padded prompt."""
+READS_TEXT = (
+    known.ForcedBOSTokenLogitsProcessor,
+    known.MinLengthLogitsProcessor,
+    known.NoBadWordsLogitsProcessor,
+    known.NoRepeatNGramLogitsProcessor,
+    known.PrefixConstrainedLogitsProcessor,
+    known.RepetitionPenaltyLogitsProcessor,
+    known.SequenceBiasLogitsProcessor,
+    known.WatermarkLogitsProcessor,
+)
+"""Processors that read the tokens before."""
 
 
 class Draw(Protocol):
-    """Where verifiers get their randomness, so that a test can enumerate instead of sampling."""
+    """Where drafts and verdicts get their randomness, so that a test can enumerate instead of sampling."""
 
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution: [..., V] to [...]."""
@@ -37,45 +71,130 @@ class Draw(Protocol):
 
 
 class RandomDraw:
-    """Draws by inverting the cumulative distribution; from a `torch.Generator`, or the global one if None."""
+    """Draws from a `torch.Generator`, or the global one if None."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """One class per distribution: [..., V] to [...]."""
+        """By inverting the cumulative distribution."""
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         uniform = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=self.generator)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
         drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
-        return drawn.clamp(max=probs.shape[-1] - 1)  # probabilities that are no numbers are found by the caller
+        return drawn.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers: the caller finds out
 
     def accept(self, probs: Tensor) -> Tensor:
-        """True with each of these probabilities; same shape."""
+        """By comparing with a uniform number in [0, 1)."""
         return torch.rand(probs.shape, dtype=torch.float64, device=probs.device, generator=self.generator) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """The first `count` arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k."""
+        """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059)."""
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         return (probs / times).topk(count, dim=-1).indices
 
 
-def check_processors(processors: LogitsProcessorList) -> None:
-    """Refuse a processor that would need each node's own prefix.
+class Texts(Protocol):
+    """The rows that are being decoded; see `Written`."""
 
-    Raises:
-        ValueError: naming it.
-    """
-    for processor in processors:
-        if not isinstance(processor, PREFIX_FREE):
-            raise ValueError(
-                f"{type(processor).__name__} is not supported; choose from "
-                + ", ".join(kind.__name__ for kind in PREFIX_FREE)
+    active: list[int]
+
+    def text(self, row: int) -> Tensor:
+        """Prompt and written tokens of a row, [T]."""
+
+
+class Scorer:
+    """A call's logits processors, applied to trees."""
+
+    def __init__(
+        self, processors: LogitsProcessorList, paddings: Sequence[int], min_length_counts_padding: bool = False
+    ) -> None:
+        """Take what `generate` prepared.
+
+        Args:
+            processors: in its order.
+            paddings: padding tokens of each row's prompt.
+            min_length_counts_padding: whether the minimum length was counted over the padded prompt.
+
+        Raises:
+            ValueError: a processor that depends on more than one row's text and logits; named.
+        """
+        for processor in processors:
+            theirs = type(processor).__module__ == known.__name__
+            if theirs and not isinstance(processor, (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT)):
+                names = sorted(kind.__name__ for kind in (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT))
+                raise ValueError(
+                    f"{type(processor).__name__} is not supported; choose from {', '.join(names)}, or a processor of "
+                    "your own that maps one row's text and logits to scores"
+                )
+        self.prefix_free = LogitsProcessorList([p for p in processors if isinstance(p, PREFIX_FREE)])
+        counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
+        self._by_row: list[list[tuple[LogitsProcessor, int]]] | None = None
+        """For each row its processors, and how much padding each wants to see; None if none reads the text."""
+        if len(self.prefix_free) < len(processors):
+            self._by_row = [
+                [(_for_row(p, row), padding if isinstance(p, counting) else 0) for p in processors]
+                for row, padding in enumerate(paddings)
+            ]
+
+    def __call__(self, logits_BNV: Tensor, tree: DraftTree, texts: Texts) -> Tensor:
+        """Scores of every node, in at least float32; `texts` end with the tree's roots."""
+        if self._by_row is None:
+            return self._flat(logits_BNV)
+        # sync: processors that read text are asked depth by depth, and may read it on the host themselves
+        tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
+        scores_BNV = wide(logits_BNV).clone()
+        for place, row in enumerate(texts.active):
+            nodes = slice(sizes[place])
+            self._score_row(
+                scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], texts.text(row), self._by_row[row]
             )
+        return scores_BNV
+
+    def draft_probs(self, logits: Tensor) -> Tensor:
+        """What a draft draws from, [..., V] to [..., V]: warped as the target, but for what reads the text."""
+        return self._flat(logits).softmax(-1)
+
+    def _flat(self, logits: Tensor) -> Tensor:
+        flat = wide(logits).reshape(-1, logits.shape[-1])
+        no_text: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
+        return self.prefix_free(no_text, flat).reshape(logits.shape)
+
+    @staticmethod
+    def _score_row(
+        scores_NV: Tensor,
+        tokens: list[int],
+        parents: list[int],
+        text_T: Tensor,
+        processors: list[tuple[LogitsProcessor, int]],
+    ) -> None:
+        """Process one row's nodes in place, depth by depth.
+
+        A node that its parent's scores forbid can never be accepted. It is left alone: a constraint need not know
+        how to go on after a text that it did not allow.
+        """
+        paths: dict[int, list[int]] = {0: []}
+        while paths:
+            nodes = list(paths)
+            more_ND = torch.tensor(list(paths.values()), dtype=text_T.dtype, device=text_T.device)
+            texts_NT = torch.cat([text_T.expand(len(nodes), -1), more_ND.reshape(len(nodes), -1)], dim=1)
+            found_NV = scores_NV[nodes]
+            for processor, padding in processors:
+                found_NV = processor(F.pad(texts_NT, (padding, 0)), found_NV)  # type: ignore[arg-type]
+            scores_NV[nodes] = found_NV
+            children = [(node, parent) for node, parent in enumerate(parents) if parent in paths]
+            allowed = [float(scores_NV[parent, tokens[node]]) > -torch.inf for node, parent in children]
+            paths = {
+                node: [*paths[parent], tokens[node]] for (node, parent), fine in zip(children, allowed) if fine
+            }
 
 
-def process(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
-    """Scores of any number of distributions, [..., V] to [..., V] in at least float32."""
-    flat = wide(logits).reshape(-1, logits.shape[-1])
-    no_prefix: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
-    return processors(no_prefix, flat).reshape(logits.shape)
+def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """As one row by itself, without padding, would have it."""
+    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor.prompt_ignore_length, Tensor):  # how `generate` tells it of the padding
+            return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
+    if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return known.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)
+    return copy.copy(processor)

@@ -139,33 +139,36 @@ class Target:
         """An empty cache for this model."""
         return TreeCache(self.info.num_layers, batch_size, self.device)
 
-    def prefill(
-        self, tokens_BT: Tensor, lengths_B: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Read right-padded prompts into an empty cache.
+    def read_chunk(
+        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        """Read the next tokens of right-padded prompts into the cache, which commits all of them, padding too.
 
         Args:
-            tokens_BT: the prompts.
-            lengths_B: tokens of each that are no padding.
-            longest: the largest of them.
-            cache: is left with `lengths_B` committed tokens.
+            tokens_BT: as many of every row.
+            longest: length of the longest prompt, for which room is made at once.
+            cache: every row as long as the others.
             layers: whose features are wanted.
+            kept: the places in the chunk whose logits are wanted.
 
         Returns:
-            logits_BV after each row's last token, and features_BTF of all tokens.
+            logits of the places `kept` (none at all for an empty list), and features of all tokens.
         """
-        assert longest == tokens_BT.shape[1]
-        positions_BT = torch.arange(longest, device=self.device).expand_as(tokens_BT)
-        cache.place(longest, 0)
+        size = tokens_BT.shape[1]
+        cache.place(size, max(longest - size, 0))
         slots_S = torch.arange(cache.capacity, device=self.device)
-        visible_BTS = (slots_S <= positions_BT[..., None]).expand(len(tokens_BT), -1, -1)
-        last_U, which_B = torch.unique(lengths_B - 1, return_inverse=True)
+        visible_BTS = slots_S <= cache.slots_BN[..., None]
         output = self._forward(
-            tokens_BT, positions_BT, slots_S.expand(len(tokens_BT), -1), visible_BTS, cache, layers, last_U
+            tokens_BT,
+            cache.slots_BN,
+            slots_S.expand(len(tokens_BT), -1),
+            visible_BTS,
+            cache,
+            layers,
+            torch.tensor(kept, dtype=torch.int64, device=self.device),
         )
-        cache.commit(lengths_B)
-        rows = torch.arange(len(tokens_BT), device=self.device)
-        return output.logits_BNV[rows, which_B], output.features_BNF
+        cache.commit(torch.full_like(cache.lengths_B, size))
+        return output
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         """One forward over all nodes; each sees the cache's committed tokens and its own path.

@@ -5,7 +5,9 @@ Letters in tensor names: B batch, N nodes.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,6 +90,12 @@ class TreeShape:
         """The best guess at each depth: what most servers run."""
         return cls.from_paths([[0] * depth for depth in range(1, length + 1)])
 
+    @classmethod
+    def branching(cls, children: Sequence[int]) -> TreeShape:
+        """So many children of the root, of each of them, and so on."""
+        depths = [itertools.product(*map(range, children[:depth])) for depth in range(1, len(children) + 1)]
+        return cls.from_paths(list(itertools.chain.from_iterable(depths)))
+
     @property
     def size(self) -> int:
         """Number of nodes, the root counted."""
@@ -103,6 +111,11 @@ class TreeShape:
         """For every node, the root first: the index of its parent."""
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
         return (-1, *(index[path[:-1]] for path in self.paths))
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The nodes that have children; the root always counts, unless it is alone."""
+        return tuple(sorted(set(self.parents[1:])))
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
@@ -146,7 +159,23 @@ class DynamicShape:
             )
 
 
-TreePolicy = TreeShape | DynamicShape
+@dataclass(frozen=True)
+class DrawnShape:
+    """A static tree whose children are drawn from the draft's own distribution; a rank says in which order."""
+
+    shape: TreeShape
+
+    def __post_init__(self) -> None:
+        """Refuse a child without those that are drawn before it."""
+        for path in self.shape.paths:
+            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in self.shape.paths:
+                raise ValueError(
+                    f"tree path {list(path)} cannot be drawn without {[*path[:-1], path[-1] - 1]}, which is drawn "
+                    "before it"
+                )
+
+
+TreePolicy = TreeShape | DynamicShape | DrawnShape
 """How a head's trees are grown."""
 
 
@@ -154,32 +183,41 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
     """A policy from what a user writes.
 
     Args:
-        tree: `chain:LENGTH`, `root` (no guesses), `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON
-            file of paths such as [[0], [1], [0, 0]], or the paths themselves.
+        tree: `chain:LENGTH`, `root` (no guesses), `branch:2x2x1` (children of every node, depth by depth),
+            `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of paths such as
+            [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list draws the
+            children instead of picking them.
 
     Raises:
         ValueError: none of these.
     """
-    if isinstance(tree, TreeShape | DynamicShape):
+    if isinstance(tree, TreePolicy):
         return tree
     if not isinstance(tree, str):
         return TreeShape.from_paths(tree)
     kind, *numbers = tree.split(":")
+    if kind == "drawn":
+        shape = tree_policy(tree.removeprefix("drawn:"))
+        if isinstance(shape, TreeShape) and shape.paths:
+            return DrawnShape(shape)
     if tree == "root":
         return TreeShape(())
+    if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
+        return TreeShape.branching([int(number) for number in numbers[0].split("x")])
     if all(number.isdigit() for number in numbers):
         if kind == "chain" and len(numbers) == 1:
             return TreeShape.chain(int(numbers[0]))
         if kind == "dynamic" and len(numbers) <= 3:
             return DynamicShape(*map(int, numbers))
-    if Path(tree).is_file():
+    literal = tree.startswith("[")
+    if literal or Path(tree).is_file():
         try:
-            return TreeShape.from_paths(json.loads(Path(tree).read_text(encoding="utf-8")))
+            return TreeShape.from_paths(json.loads(tree if literal else Path(tree).read_text(encoding="utf-8")))
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}") from error
     raise ValueError(
-        f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, dynamic:NODES:DEPTH:WIDTH, or a JSON file of "
-        "paths"
+        f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, a JSON "
+        "file of paths, or drawn: and one of these that is not dynamic"
     )
 
 
@@ -187,6 +225,8 @@ def tree_word(policy: TreePolicy) -> str | list[list[int]]:
     """A policy as `tree_policy` reads it and JSON holds it."""
     if isinstance(policy, DynamicShape):
         return f"dynamic:{policy.size}:{policy.depth}:{policy.width}"
+    if isinstance(policy, DrawnShape):
+        return f"drawn:{tree_word(policy.shape)}"
     return [list(path) for path in policy.paths]
 
 

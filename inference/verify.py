@@ -227,6 +227,8 @@ _SPOKEN: dict[Origin, str] = {
 
 def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
     """The children of every node of a drawn tree, in draw order, and what they were drawn from."""
+    if tree.max_depth == 0:  # a root alone is of every origin
+        return [[]], tree.tokens_BN.new_zeros(len(tree.tokens_BN), 1)
     assert tree.shape is not None and tree.draft_probs_BNV is not None
     children: list[list[int]] = [[] for _ in tree.shape.parents]
     for node, parent in enumerate(tree.shape.parents[1:], start=1):

@@ -1,20 +1,27 @@
-"""Tiny seeded targets, a byte-level tokenizer with a chat template, and conversations to train on."""
+"""Tiny seeded targets, a tokenizer, conversations; drafters and draws that drive the decoder into every corner."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from torch import Tensor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.inference import Target
+from headstart.inference import DraftTree, Stats, Target, TreeShape
+from headstart.inference.loop import speculate
+from headstart.inference.rounds import Passage, Round, Start
+from headstart.inference.sampling import RandomDraw, Scorer
+from headstart.inference.written import Written
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -95,3 +102,166 @@ def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.append(json.dumps({"messages": messages}))
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path
+
+
+class Oracle:
+    """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
+
+    `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    origin = "picked"
+
+    def __init__(self, shape: TreeShape, truths: list[list[int]], vocab_size: int, wrong: float, seed: int = 0) -> None:
+        self.shape, self.truths, self.vocab_size, self.wrong = shape, truths, vocab_size, wrong
+        self.max_nodes = shape.size
+        self.random = torch.Generator().manual_seed(seed)
+
+    def begin(self, start: Start) -> None:
+        self.rows = list(range(start.batch_size))
+        self.written: list[list[int]] = []
+
+    def read(self, passage: Passage) -> None:
+        """The last passage ends with the target's own choice."""
+        self.written = [[root] for root in passage.next_tokens_BT[:, -1].tolist()]
+
+    def select(self, rows_R: Tensor) -> None:
+        self.rows = [self.rows[row] for row in rows_R.tolist()]
+        self.written = [self.written[row] for row in rows_R.tolist()]
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        truths = [self.truths[row] for row in self.rows]
+        rows = [
+            self._row(root, written, truth) for root, written, truth in zip(roots_B.tolist(), self.written, truths)
+        ]
+        batch = len(rows)
+        parents = torch.tensor(self.shape.parents).expand(batch, -1)
+        return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
+
+    def observe(self, finished: Round) -> None:
+        for written, tokens, length in zip(
+            self.written, finished.emitted_BA.tolist(), finished.verdict.lengths_B.tolist()
+        ):
+            written.extend(tokens[:length])
+
+    def _row(self, root: int, written: list[int], truth: list[int]) -> list[int]:
+        """Each node's children are distinct; one of them is true where the parent's path is."""
+        tokens, on_truth = {(): root}, {(): truth[: len(written)] == written}
+        for parent in ((), *self.shape.paths):
+            children = [path for path in self.shape.paths if path[:-1] == parent]
+            if not children:
+                continue
+            place = len(written) + len(parent)
+            drawn = torch.randperm(self.vocab_size, generator=self.random).tolist()
+            true = truth[place] if on_truth[parent] and place < len(truth) else None
+            if true is not None and torch.rand((), generator=self.random) >= self.wrong:
+                lucky = int(torch.randint(len(children), (), generator=self.random))
+                drawn = [token for token in drawn if token != true]
+                drawn.insert(lucky, true)
+            for path, token in zip(children, drawn):
+                tokens[path], on_truth[path] = token, token == true
+        return [tokens[path] for path in ((), *self.shape.paths)]
+
+
+class AllDraws(RandomDraw):
+    """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.ones(())
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        nodes, vocab = probs.shape[1:]
+        outcomes = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
+        assert len(outcomes) == len(probs)
+        self.weights = probs.gather(2, outcomes[:, :, None])[..., 0].prod(-1)
+        return outcomes
+
+
+class Branch:
+    """One path through a tree of random choices; `every_branch` takes them all."""
+
+    def __init__(self, script: list[tuple[int, int]]) -> None:
+        self.script, self.place, self.weight = script, 0, 1.0
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        return torch.tensor([self._choose(row) for row in probs.reshape(-1, probs.shape[-1])]).reshape(probs.shape[:-1])
+
+    def accept(self, probs: Tensor) -> Tensor:
+        chances = [torch.stack([1 - prob, prob]) for prob in probs.flatten()]
+        return torch.tensor([self._choose(row) == 1 for row in chances]).reshape(probs.shape)
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        return torch.tensor(
+            [self._choose_distinct(row, count) for row in probs.reshape(-1, probs.shape[-1])], dtype=torch.int64
+        ).reshape(*probs.shape[:-1], count)
+
+    def _choose_distinct(self, row: Tensor, count: int) -> list[int]:
+        chosen: list[int] = []
+        while len(chosen) < count:
+            rest = row.clone()
+            rest[chosen] = 0
+            if rest.sum() > 0:
+                chosen.append(self._choose(rest / rest.sum()))
+            else:
+                chosen.append(next(token for token in range(len(row)) if token not in chosen))
+        return chosen
+
+    def _choose(self, row: Tensor) -> int:
+        options = row.nonzero().flatten().tolist()
+        if self.place == len(self.script):
+            self.script.append((0, len(options)))
+        choice, _ = self.script[self.place]
+        self.place += 1
+        self.weight *= float(row[options[choice]])
+        return int(options[choice])
+
+
+def every_branch(run: Callable[[Branch], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The exact distribution of what a random program returns."""
+    script: list[tuple[int, int]] = []
+    found: dict[tuple[int, ...], float] = {}
+    while True:
+        branch = Branch(script)
+        result = run(branch)
+        found[result] = found.get(result, 0.0) + branch.weight
+        while script and script[-1][0] + 1 == script[-1][1]:
+            script.pop()
+        if not script:
+            return found
+        script[-1] = (script[-1][0] + 1, script[-1][1])
+
+
+def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_children: int = 3) -> TreeShape:
+    """A random static tree."""
+    random = torch.Generator().manual_seed(seed)
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(int(torch.randint(1, max_nodes, (), generator=random))):
+        parent = paths[int(torch.randint(len(paths), (), generator=random))]
+        children = sum(path[:-1] == parent and path != () for path in paths)
+        if len(parent) < max_depth and children < max_children:
+            paths.append((*parent, children))
+    return TreeShape.from_paths(paths[1:])
+
+
+def write(
+    target: Target, drafter: Any, rule: Any, prompts: list[Tensor], processors: Any, draw: Any, new_tokens: int
+) -> tuple[list[list[int]], Stats]:
+    """The loop by itself, with a draw of the test's own: the new tokens of each row."""
+    out = Written(prompts, new_tokens, frozenset())
+    stats = speculate(target, drafter, rule, Scorer(processors, [0] * len(prompts)), draw, out, sampling=True)
+    return out.rows, stats
+
+
+@pytest.fixture
+def tools() -> Any:
+    """The helpers above, by name."""
+
+    class Tools:
+        pass
+
+    Tools.Oracle, Tools.AllDraws = Oracle, AllDraws
+    for helper in (every_branch, random_shape, write):
+        setattr(Tools, helper.__name__, staticmethod(helper))
+    return Tools

@@ -19,9 +19,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from headstart.heads import HEADS, DraftHead, TargetFeatures
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.inference import SpeculativeLM, Target, cache, tree_policy
-from headstart.inference.decode import speculate
 from headstart.inference.grow import drafter_of
-from headstart.inference.sampling import process
 from headstart.inference.verify import point_mass
 
 DEPTH = 3
@@ -303,59 +301,34 @@ def test_greedy_output_is_that_of_generate_for_each_row_alone(
     assert max(accepted) > 1, "hardly any guess was right, so nothing was shown"
 
 
-class EveryDraw:
-    """Every outcome of a generation's draws at once: each row of the batch takes its own, with its probability.
-
-    Each draw has two outcomes of probability above 0, so a row's number in binary says which ones it takes.
-    """
-
-    def __init__(self, draws: int) -> None:
-        self.left = draws
-        self.number_R = torch.arange(2**draws)
-        self.prob_R = torch.ones(2**draws, dtype=torch.float64)
-
-    def categorical(self, probs_BNV: Tensor) -> Tensor:
-        """The batch is P prompts by R outcomes."""
-        nodes = probs_BNV.shape[1]
-        best = probs_BNV.topk(2, dim=-1)
-        torch.testing.assert_close(best.values.sum(-1), torch.ones_like(best.values[..., 0]), rtol=0, atol=1e-12)
-        bits_RN = self.number_R[:, None] >> (self.left - nodes) >> torch.arange(nodes) & 1
-        bits_BN1 = bits_RN.repeat(len(probs_BNV) // len(self.number_R), 1)[..., None]
-        self.left -= nodes
-        self.prob_R = self.prob_R * best.values.gather(-1, bits_BN1).prod(1).view(-1, len(self.number_R))
-        return best.indices.gather(-1, bits_BN1)[..., 0]
-
-    @property
-    def prob_PR(self) -> Tensor:
-        """Rows that differ only in draws that were not needed share their probability."""
-        return self.prob_R / 2**self.left
-
-
 @every_head
 def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], tools: Any
 ) -> None:
     """The whole engine by enumeration: the prefill's draw, and those at every node of two rounds' trees."""
-    vocab, nodes = 4, 4
-    monkeypatch.setattr(cache, "BUCKET", 8)  # more rows than a cache of the usual size is made for
+    vocab = 4
     target = tiny_target(vocab_size=vocab, layers=3)
     head = random_head(name, options, target).eval()
-    drafter = drafter_of(head, tree_policy(f"dynamic:{nodes}:2:2"), target.ends)
+    drafter = drafter_of(head, tree_policy("dynamic:4:2:2"), target.ends)
     processors = LogitsProcessorList([TopKLogitsWarper(2)])
-    prompts = [torch.tensor(prompt) for prompt in ([3, 1], [2], [0, 1, 1, 2], [1, 0])]
-    draw = EveryDraw(1 + 2 * nodes)
-    rows = [prompt for prompt in prompts for _ in draw.number_R]
-    written, stats = speculate(target, drafter, point_mass, rows, processors, draw, 3, frozenset())
-    accepted = [record.accepted for row in stats.rows for record in row]
-    assert max(accepted) == 2, "hardly any guess was right, so nothing was shown"
-    texts = list(itertools.product(range(vocab), repeat=3))
-    for prompt, probs_R in zip(prompts, draw.prob_PR):
-        found = dict.fromkeys(texts, 0.0)
-        for prob in probs_R.tolist():
-            found[tuple(written.pop(0))] += prob
-        tokens_BT = torch.tensor([(*prompt.tolist(), *text) for text in texts])
+    accepted: list[int] = []
+    for tokens in ([3, 1], [2], [0, 1, 1, 2], [1, 0]):
+        prompt = torch.tensor(tokens)
+
+        def run(draw: Any, prompt: Tensor = prompt) -> tuple[int, ...]:
+            rows, stats = tools.write(target, drafter, point_mass, [prompt], processors, draw, 3)
+            accepted.extend(record.accepted for record in stats.rows[0])
+            return tuple(rows[0])
+
+        found = tools.every_branch(run)
+        texts = list(itertools.product(range(vocab), repeat=3))
+        tokens_BT = torch.tensor([(*tokens, *text) for text in texts])
         with torch.no_grad():
             logits_BTV = target.model(tokens_BT).logits[:, -4:-1]
-        truth_BT = process(logits_BTV, processors).softmax(-1).gather(-1, tokens_BT[:, -3:, None])[..., 0]
+        scores_BTV = processors(None, logits_BTV.flatten(0, 1)).reshape(logits_BTV.shape)
+        truth_BT = scores_BTV.softmax(-1).gather(-1, tokens_BT[:, -3:, None])[..., 0]
         for text, prob in zip(texts, truth_BT.prod(-1).tolist()):
-            assert abs(found[text] - prob) <= 1e-9
+            assert abs(found.get(text, 0.0) - prob) <= 1e-9
+        if max(accepted) == 2:
+            return
+    pytest.fail("hardly any guess was right, so nothing was shown")

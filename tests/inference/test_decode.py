@@ -15,13 +15,13 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
 from headstart.inference.cache import BUCKET
-from headstart.inference.sampling import process
 
 VOCAB = 31
 
@@ -204,19 +204,27 @@ def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("tree", [[[0]], [[0], [1]], [[0], [0, 0]]])
-def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree):
-    """The whole engine, prefill and rounds, by enumeration of every draw."""
+ENGINES = [
+    *(([[0]], "auto"), ([[0], [1]], "auto"), ([[0], [0, 0]], "auto"), ("drawn:chain:1", "point_mass")),
+    *(("drawn:chain:2", word) for word in ("token", "with_replacement", "without_replacement", "block", "traversal")),
+    *(("drawn:[[0], [1], [0, 0]]", word) for word in ("without_replacement", "traversal", "auto")),
+    ("drawn:branch:3", "auto"),
+]
+
+
+@pytest.mark.parametrize("warped", [True, False], ids=["top-k 2", "as it is"])
+@pytest.mark.parametrize(("tree", "verifier"), ENGINES, ids=str)
+def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree, verifier, warped):
+    """The whole engine, prefill, drafts and rounds, by enumeration of every draw."""
     vocab = 3
     target = tiny_target(vocab_size=vocab, layers=1)
-    drafter = SpeculativeLM.from_pretrained(target, head=medusa(target, num_heads=2), tree=tree).drafter
+    head = medusa(target, num_heads=2)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, verifier=verifier)
     input_ids = prompt(2, vocab=vocab)
-    processors = LogitsProcessorList([TopKLogitsWarper(2)])
-    from headstart.inference.decode import speculate
-    from headstart.inference.verify import point_mass
+    processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
 
     def run(draw):
-        rows, _ = speculate(target, drafter, point_mass, list(input_ids), processors, draw, 3, frozenset())
+        rows, _ = tools.write(target, lm.drafter, lm.sampling_rule, list(input_ids), processors, draw, 3)
         return tuple(rows[0])
 
     found = tools.every_branch(run)
@@ -226,7 +234,7 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
         with torch.no_grad():
             for i, token in enumerate(text):
                 prefix = torch.cat([input_ids, torch.tensor([text[:i]], dtype=torch.int64)], dim=1)
-                scores = process(target.model(prefix).logits[0, -1], processors)
+                scores = processors(None, target.model(prefix).logits[:, -1])[0]
                 expected *= float(scores.softmax(-1)[token])
         assert mass == pytest.approx(expected, abs=1e-9)
 
@@ -240,14 +248,14 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
         ({"input_ids": prompt(3), "attention_mask": torch.zeros(1, 3)}, "prompt 0 of the batch is all padding"),
         ({"input_ids": prompt(1000)}, "1000 tokens and 40 new ones do not fit the 1024 positions"),
         ({"input_ids": prompt(3).repeat(2, 1), "streamer": Collect()}, "takes one row, not a batch of 2"),
-        ({"input_ids": prompt(3), "repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is not supported"),
-        ({"input_ids": prompt(3), "max_time": 1.0}, "MaxTimeCriteria is not supported"),
+        ({"input_ids": prompt(3), "guidance_scale": 1.5}, "ClassifierFreeGuidanceLogitsProcessor is not supported"),
+        ({"input_ids": prompt(3), "stop_strings": ["a"]}, "need the tokenizer"),
         ({"input_ids": prompt(3), "no_such_option": 1}, "generate option 'no_such_option' is not supported"),
         ({"input_ids": prompt(3), "assistant_model": None}, "generate option 'assistant_model' is not supported"),
         ({"input_ids": prompt(3), "num_beams": 2}, "beam search is not supported"),
         (
-            {"input_ids": prompt(3), "output_scores": True, "return_dict_in_generate": True},
-            "is not supported; the output",
+            {"input_ids": prompt(3), "output_attentions": True, "return_dict_in_generate": True},
+            "output_attentions is not supported; the output",
         ),
     ],
 )
@@ -259,19 +267,21 @@ def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, c
     assert torch.equal(ours(lm, prompt(4)).sequences, stock(target, prompt(4)))
 
 
-def test_a_verifier_that_cannot_do_what_is_asked_is_refused(tiny_target):
+def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="unknown verifier 'typical'; choose from auto, greedy, exact"):
-        SpeculativeLM(target, verifier="typical")
-    with pytest.raises(ValueError, match="the greedy verifier cannot sample"):
-        ours(SpeculativeLM(target, verifier="greedy"), prompt(3), do_sample=True)
+    with pytest.raises(ValueError, match="unknown verifier 'exact'; choose from auto, point_mass"):
+        SpeculativeLM(target, verifier="exact")
+    with pytest.raises(ValueError, match="'typical' is lossy"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="typical")
+    with pytest.raises(ValueError, match="'traversal' would be biased for trees whose nodes are picked"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="traversal")
 
 
 def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="5 deep, but the head drafts at most 3"):
         SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5")
-    with pytest.raises(ValueError, match="the 9 best tokens of a node, but the head's draft vocabulary has 8"):
+    with pytest.raises(ValueError, match="9 tokens after one node, but the head's draft vocabulary has 8"):
         SpeculativeLM.from_pretrained(target, head=medusa(target, draft_vocab_size=8), tree=[[i] for i in range(9)])
 
 
@@ -296,7 +306,7 @@ def test_a_head_is_told_a_capacity_that_holds_the_whole_generation(tiny_target, 
     begin = head.begin
     monkeypatch.setattr(head, "begin", lambda *args: told.append(args[1:]) or begin(*args))
     ours(SpeculativeLM.from_pretrained(target, head=head, tree="chain:2"), prompt(7), max_new_tokens=9)
-    assert told == [(1, 7 + 9 + 3, 2, 3)]
+    assert told == [(1, 7 + 9 + 3, 2, 2)]
 
 
 def test_statistics_split_the_time(tiny_target):

@@ -13,10 +13,8 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from headstart.heads import DraftHead, DraftState, TargetEnds
 from headstart.heads.checkpoint import build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
-from headstart.inference.decode import speculate
-from headstart.inference.grow import DynamicTree, StaticTree, drafter_of
-from headstart.inference.rounds import Prefill, Round, TargetOutput
-from headstart.inference.sampling import process
+from headstart.inference.grow import HeadDrafter, DynamicTree, StaticTree, drafter_of
+from headstart.inference.rounds import Passage, Round, Start, TargetOutput
 from headstart.inference.verify import point_mass
 
 ENDS = TargetEnds(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
@@ -89,7 +87,8 @@ def propose(head, policy, roots=(2, 5)):
     batch = len(roots)
     roots_B, ones_B = torch.tensor(roots), torch.ones(batch, dtype=torch.int64)
     empty = torch.empty(batch, 1, 0)
-    drafter.begin(Prefill(roots_B[:, None], ones_B, torch.empty(batch, 1), empty, 99), roots_B)
+    drafter.begin(Start(batch, 99, None, None))
+    drafter.read(Passage(roots_B[:, None], roots_B[:, None], empty, ones_B))
     tree = drafter.propose(roots_B)
     assert drafter.max_nodes == tree.tokens_BN.shape[1]
     return tree
@@ -245,6 +244,7 @@ def test_a_static_trees_nodes_are_the_ranks_that_name_them(tools, seed, blind):
 # In the loop: greedy identity.
 
 VOCAB = 7
+SELECT = HeadDrafter.select
 
 
 def model_head(name, target, seed, **options):
@@ -266,7 +266,7 @@ def model_head(name, target, seed, **options):
 def prompted(head, monkeypatch, texts, missing=6, strength=9):
     """A head that runs as ever but is told the true tokens, so that deep paths are accepted; not every `missing`th."""
     drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
-    observe, expand, committed = head.observe, head.expand, [0] * len(texts)
+    observe, expand, committed, rows = head.observe, head.expand, [0] * len(texts), [*texts]
 
     def counted(state, features_BAF, next_tokens_BA, lengths_B):
         committed[:] = [before + length for before, length in zip(committed, lengths_B.tolist())]
@@ -275,12 +275,18 @@ def prompted(head, monkeypatch, texts, missing=6, strength=9):
     def biased(state, tokens_BW, parents_BW):
         logits_BWV, after = expand(state, tokens_BW, parents_BW)
         logits_BWV = logits_BWV.clone()
-        for row, (text, length) in enumerate(zip(texts, committed)):
+        for row, (text, length) in enumerate(zip(rows, committed, strict=True)):
             place = length + 1 + state.depth
             if place < len(text) and place % missing and text[place] in drafted:
                 logits_BWV[row, :, drafted.index(text[place])] += strength
         return logits_BWV, after
 
+    def selected(drafter, rows_R):
+        chosen = rows_R.tolist()
+        rows[:], committed[:] = [rows[row] for row in chosen], [committed[row] for row in chosen]
+        SELECT(drafter, rows_R)
+
+    monkeypatch.setattr(HeadDrafter, "select", selected)
     monkeypatch.setattr(head, "observe", counted)
     monkeypatch.setattr(head, "expand", biased)
     return head
@@ -336,23 +342,6 @@ def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name
             lengths.add(len(wanted))
             assert torch.equal(found[: len(wanted)], wanted) and not found[len(wanted) :].any()
     assert len(lengths) > 2
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "hydra++"])
-def test_a_row_that_ended_beyond_its_last_token_has_room_until_all_have_ended(tiny_target, monkeypatch, name):
-    """It has committed a whole path past the limit, and the other row's rounds still run over it."""
-    target = tiny_target(vocab_size=VOCAB, layers=3)
-    rows = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
-    settings = {"do_sample": False, "pad_token_id": 0}
-    told = [*rows[0].tolist(), *alone(target, rows[0], max_new_tokens=40, **settings).tolist()]
-    head = prompted(model_head(name, target, 1), monkeypatch, [told, []], missing=1000, strength=1000)
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:4")
-    # one token from the prefill, 4 rounds of 5, and one token more: the last round of the first row commits 4 too many
-    written = lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=22, **settings)
-    assert [record.accepted for record in written.stats.rows[0]] == [4] * 5
-    assert len(written.stats.rows[1]) > 6
-    for found, row in zip(written.sequences, rows):
-        assert torch.equal(found[6:], alone(target, row, max_new_tokens=22, **settings))
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
@@ -432,13 +421,13 @@ def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(tiny
     processors = LogitsProcessorList([TopKLogitsWarper(2)])
 
     def run(draw):
-        rows, _ = speculate(target, drafter, point_mass, list(input_ids), processors, draw, 3, frozenset())
+        rows, _ = tools.write(target, drafter, point_mass, list(input_ids), processors, draw, 3)
         return tuple(rows[0])
 
     def probs_of(text):
         prefix = torch.cat([input_ids, torch.tensor([text], dtype=torch.int64)], dim=1)
         with torch.no_grad():
-            return process(target.model(prefix).logits[0, -1], processors).softmax(-1)
+            return processors(None, target.model(prefix).logits[:, -1])[0].softmax(-1)
 
     found = tools.every_branch(run)
     for text, mass in joint_of(probs_of, vocab, 3).items():

@@ -10,7 +10,6 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from headstart.inference import DraftTree
 from headstart.inference.rounds import Round, TargetOutput, Verdict
-from headstart.inference.sampling import process
 from headstart.inference.verify import follow, greedy, point_mass
 
 PROCESSORS = {
@@ -52,10 +51,10 @@ class World:
 
     def scores(self, rows):
         logits = torch.stack([self.logits[self.prefix(path)] for path in ((), *self.shape.paths)])
-        return process(logits[None], self.processors).expand(rows, -1, -1)
+        return self.processors(None, logits)[None].expand(rows, -1, -1)
 
     def probs(self, prefix):
-        return process(self.logits[prefix][None], self.processors)[0].softmax(-1)
+        return self.processors(None, self.logits[prefix][None].clone())[0].softmax(-1)
 
     def truth(self):
         """The target's distribution of the next depth + 1 tokens."""

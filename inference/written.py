@@ -1,0 +1,155 @@
+"""The host's side of a generation: what each row has written, when it ends, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import StoppingCriteria
+
+from .rounds import Round
+from .stats import RoundRecord, Stats
+
+
+class Streamer(Protocol):
+    """What transformers' streamers offer."""
+
+    def put(self, value: Tensor) -> None:
+        """Take new tokens."""
+
+    def end(self) -> None:
+        """There are no more."""
+
+
+class Written:
+    """The texts of a batch. Rows that have ended leave `active`; all per-row lists keep every row of the call."""
+
+    def __init__(
+        self,
+        prompts: list[Tensor],
+        new_tokens: int,
+        eos: frozenset[int],
+        criteria: Sequence[StoppingCriteria] = (),
+        streamer: Streamer | None = None,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            prompts: the unpadded tokens of each row.
+            new_tokens: at most as many are written in each row.
+            eos: a row ends with any of these.
+            criteria: and where one of these says so, asked after each token of a row by itself.
+            streamer: gets the tokens as they are accepted; one row only.
+            keep_scores: whether the processed scores of every written token are kept.
+            keep_logits: whether its raw logits are.
+        """
+        self.prompts = prompts
+        self.new_tokens, self.eos, self.criteria, self.streamer = new_tokens, eos, criteria, streamer
+        self.rows: list[list[int]] = [[] for _ in prompts]
+        self.active = list(range(len(prompts)))
+        """The rows of the batch that is being decoded, by their number in the call."""
+        self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
+        """For each row, [tokens, V] per round."""
+        self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
+        self._committed = [len(prompt) for prompt in prompts]
+        self._ended: set[int] = set()
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row in the cache."""
+        return max(self._committed[row] for row in self.active)
+
+    def text(self, row: int) -> Tensor:
+        """A row's tokens, prompt and written, as [T]."""
+        prompt = self.prompts[row]
+        return torch.cat([prompt, torch.tensor(self.rows[row], dtype=prompt.dtype, device=prompt.device)])
+
+    def first(self, roots_B: Tensor, scores_B1V: Tensor, logits_B1V: Tensor) -> None:
+        """Take the tokens that follow the prompts."""
+        finite_B = scores_B1V[:, 0].gather(1, roots_B[:, None])[:, 0].isfinite()
+        tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
+        for row, token, fine in zip(self.active, tokens, finite, strict=True):
+            if not fine:
+                self._refuse(row, logits_B1V[row])
+            self._append(row, [token])
+            self._keep(row, 1, scores_B1V[row], logits_B1V[row])
+
+    def add(self, finished: Round, scores_BNV: Tensor, stats: Stats) -> None:
+        """Take what a round emitted.
+
+        Raises:
+            ValueError: the target's logits are no numbers, or the processors left no token.
+        """
+        verdict, emitted_BA = finished.verdict, finished.emitted_BA
+        rows_B1 = torch.arange(len(emitted_BA), device=emitted_BA.device)[:, None]
+        place_A = torch.arange(emitted_BA.shape[1], device=emitted_BA.device)
+        finite_BA = scores_BNV[rows_B1, verdict.path_BA, emitted_BA].isfinite()
+        finite_B = (finite_BA | (place_A >= verdict.lengths_B[:, None])).all(-1)
+        # sync: the only one of a round; the host must know what to return and when to stop
+        lengths, finite, *columns = torch.cat([verdict.lengths_B[None], finite_B[None], emitted_BA.T]).tolist()
+        for place, (row, length, fine, *tokens) in enumerate(
+            zip(self.active, lengths, finite, *columns, strict=True)
+        ):
+            path_A = verdict.path_BA[place, :length]
+            if not fine:
+                self._refuse(row, finished.output.logits_BNV[place, path_A])
+            self._committed[row] += length
+            count = self._append(row, tokens[:length])
+            self._keep(row, count, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
+            stats.rows[row].append(RoundRecord(accepted=length - 1, returned=count))
+
+    def drop_ended(self) -> list[int] | None:
+        """Take the rows that have ended out of `active`; the places of the others in the batch, None for all."""
+        if not self._ended:
+            return None
+        places = [place for place, row in enumerate(self.active) if row not in self._ended]
+        self.active = [self.active[place] for place in places]
+        self._ended = set()
+        return places
+
+    def padded(self, padding: int) -> Tensor:
+        """What was written, [B, longest], padded on the right."""
+        rows = [torch.tensor(row, dtype=torch.int64) for row in self.rows]
+        return pad_sequence(rows, batch_first=True, padding_value=padding)
+
+    def _append(self, row: int, tokens: list[int]) -> int:
+        """Cut where the row ends; return how many tokens were taken."""
+        written = self.rows[row]
+        count = 0
+        for token in tokens:
+            written.append(token)
+            count += 1
+            if token in self.eos or len(written) == self.new_tokens or self._stopped(row):
+                self._ended.add(row)
+                break
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens[:count]))
+        return count
+
+    def _stopped(self, row: int) -> bool:
+        """Whether a criterion ends the row after its newest token."""
+        if not self.criteria:
+            return False
+        text_1T = self.text(row)[None]
+        return any(bool(criterion(text_1T, None)) for criterion in self.criteria)  # type: ignore[arg-type]
+
+    def _keep(self, row: int, count: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
+        for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):
+            if kept is not None:
+                kept[row].append(tensor[:count].clone())
+
+    def _refuse(self, row: int, logits_AV: Tensor) -> None:
+        place = len(self.rows[row])
+        if logits_AV.isnan().any():
+            raise ValueError(
+                f"the target's logits for new token {place} of row {row} are no numbers (NaN): the model's weights "
+                "or its number format are broken, so nothing can be drawn from them"
+            )
+        raise ValueError(
+            f"the logits processors forbid every token at new token {place} of row {row}; leave at least one allowed"
+        )
