@@ -372,6 +372,16 @@ def _attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which follows one text and not the paths of a tree; a target's layers "
+            "must all be attention"
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} uses ALiBi, which counts places in the cache and not positions in the text, so a tree of tokens "
+            "would not see what single tokens see"
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
     if model.config._attn_implementation not in ("sdpa", "eager"):

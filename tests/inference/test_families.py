@@ -1,0 +1,121 @@
+"""Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes for the row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from torch.nn.utils.rnn import pad_sequence
+
+from headstart.inference import SpeculativeLM, Target, TreeShape
+
+VOCAB = 37
+WINDOW = 3
+"""Shorter than any text here, and than the trees are deep."""
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+BASE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+HEAD = {**BASE, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)),
+    "mistral, windowed": lambda: tf.MistralForCausalLM(tf.MistralConfig(**HEAD, sliding_window=WINDOW)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**BASE)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**HEAD)),
+    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**HEAD, **EXPERTS)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**HEAD, num_local_experts=4, sliding_window=None)),
+    "gemma2, soft-capped and alternating": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**HEAD, **ALTERNATING, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+    ),
+    "gemma3, alternating": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**HEAD, **ALTERNATING)),
+    "phi-3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**BASE, sliding_window=None)),
+    "olmo-2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**BASE)),
+    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**BASE, logits_scaling=2.0, residual_multiplier=0.7)),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})),
+    "gpt-2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    ),
+    "falcon, rotary": lambda: tf.FalconForCausalLM(
+        tf.FalconConfig(**{name: value for name, value in BASE.items() if name != "num_key_value_heads"}, alibi=False)
+    ),
+    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**BASE)),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
+}
+NO_SDPA = ("gemma2, soft-capped and alternating",)
+SHAPES = {
+    "chain": TreeShape.chain(4),
+    "tree": TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]]),
+}
+
+
+def build(family, attention="eager"):
+    """A model whose next token depends on its prefix."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double().eval()
+    model.set_attn_implementation(attention)
+    model.set_experts_implementation("eager")  # the faster ones know no float64
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 4 if family == "cohere" else 3
+    model.generation_config = tf.GenerationConfig(pad_token_id=0)
+    return Target(model)
+
+
+def rows_of(lengths, vocab=VOCAB):
+    return [
+        torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths
+    ]
+
+
+def stock(target, row, **settings):
+    """What `generate` writes for one row alone."""
+    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_is_generate_for_it_alone(tools, family, attention):
+    if attention == "sdpa" and family in NO_SDPA:
+        pytest.skip("the model has no sdpa")
+    target = build(family, attention)
+    settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    for lengths in ([11], [9, 2, 5]):
+        rows = rows_of(lengths)
+        truths = [stock(target, row, **settings).tolist() for row in rows]
+        assert len(set(map(tuple, truths))) == len(rows) and len(set(truths[0])) > 2, "the model says nothing"
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        padded = pad_sequence(rows, batch_first=True, padding_side="left")
+        for name, shape in SHAPES.items():
+            lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, wrong=0.1))
+            output = lm.generate(padded, attention_mask=mask, **settings)
+            assert output.sequences[:, padded.shape[1] :].tolist() == truths, name
+            assert output.stats.acceptance_length > 1.3
+
+
+def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    for build_model, message in [
+        (lambda: tf.FalconForCausalLM(tf.FalconConfig(**small, num_attention_heads=4, alibi=True)), "ALiBi"),
+        (
+            lambda: tf.MambaForCausalLM(tf.MambaConfig(**small, state_size=4)),
+            "MambaForCausalLM .*recurrent",
+        ),
+        (
+            lambda: tf.T5ForConditionalGeneration(
+                tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+            ),
+            "encoder-decoder",
+        ),
+        (
+            lambda: tf.Qwen3NextForCausalLM(
+                tf.Qwen3NextConfig(
+                    **{**HEAD, **EXPERTS}, layer_types=["linear_attention", "full_attention"] * 2,
+                    linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+                )
+            ),
+            "Qwen3NextForCausalLM .*recurrent",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Target(build_model())
