@@ -30,6 +30,24 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 ADAPTER_FOLDER = "adapter"
+GENERATE_FILE = "custom_generate/generate.py"
+GENERATE = '''"""Plain transformers with this head: model.generate(..., custom_generate=HEAD, trust_remote_code=True).
+
+HEAD is this repository or folder; the package headstart does the work.
+"""
+
+import inspect
+
+from headstart.inference import generate_from
+
+
+def generate(model, **arguments):
+    """What `model.generate` calls, with its own arguments."""
+    # transformers runs a copy of this file and does not say where it came from: only its caller knows.
+    head = inspect.currentframe().f_back.f_locals["custom_generate"]
+    return generate_from(head, model, **arguments)
+'''
+"""The file by which transformers takes a head's repository as a decoding method."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,8 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
             raise OSError(f"{partial / WEIGHTS_FILE} cannot be written: {error}") from error
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
+        (partial / GENERATE_FILE).parent.mkdir()
+        (partial / GENERATE_FILE).write_text(GENERATE, encoding="utf-8")
         if adapter is not None:
             adapter.save_pretrained(partial / ADAPTER_FOLDER)
 

@@ -1,6 +1,6 @@
 """What decodes: the frozen target, its cache, trees, verification and the loop."""
 
-from .decode import GenerateOutput, SpeculativeLM, custom_generate
+from .decode import GenerateOutput, SpeculativeLM, custom_generate, generate_from
 from .stats import Stats
 from .target import Target, load_tokenizer, tokenizer_origin
 from .tree import DraftTree, DrawnShape, DynamicShape, TreePolicy, TreeShape, tree_policy, tree_word
@@ -18,6 +18,7 @@ __all__ = [
     "TreePolicy",
     "TreeShape",
     "custom_generate",
+    "generate_from",
     "load_tokenizer",
     "tokenizer_origin",
     "tree_policy",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -196,27 +196,20 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
-        strings = settings.pop("stop_strings", None) or getattr(generation_config, "stop_strings", None)
-        if strings:
-            # `model.generate` keeps the tokenizer from a decoding method of our own, so the criterion is made here
-            if tokenizer is None:
-                raise ValueError(f"stop_strings {strings!r} need the tokenizer; give generate(..., tokenizer=...)")
-            criteria = settings.get("stopping_criteria") or []
-            settings["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
-            settings["stop_strings"] = None
+        settings["stopping_criteria"] = _stopping_criteria(settings, generation_config, tokenizer)
         output = self.target.model.generate(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
             streamer=streamer,
             custom_generate=self.decoding_method(RandomDraw(generator), streamer),
-            **settings,
+            **{**settings, "stop_strings": None},
         )
         assert isinstance(output, GenerateOutput)
         return output
 
     def decoding_method(self, draw: Draw, streamer: Streamer | None = None) -> Callable[..., GenerateOutput]:
-        """What `model.generate` takes as `custom_generate`."""
+        """What `model.generate` takes as `custom_generate`, for this target's model."""
 
         def decode(
             model: PreTrainedModel,
@@ -309,20 +302,64 @@ def custom_generate(
         head_revision: of the head's Hub id.
 
     Returns:
-        A function that keeps what it loads for each model. It returns the sequences, or with
-        `return_dict_in_generate` a `GenerateOutput`. Stop strings are given to it as a `StopStringCriteria`.
+        A function that keeps what it loaded for the last model. It returns the sequences, or with
+        `return_dict_in_generate` a `GenerateOutput`. transformers keeps the tokenizer from it: give stop strings as a
+        `StopStringCriteria`.
     """
-    engines: WeakKeyDictionary[PreTrainedModel, SpeculativeLM] = WeakKeyDictionary()
+    engine: SpeculativeLM | None = None
 
-    def decode(
-        model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **inputs: Any
-    ) -> Tensor | GenerateOutput:
-        if model not in engines:
-            engines[model] = SpeculativeLM.from_pretrained(
+    def decode(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
+        nonlocal engine
+        if engine is None or engine.target.model is not model:
+            engine = SpeculativeLM.from_pretrained(
                 model, head, tree=tree, verifier=verifier, lossy=lossy, head_revision=head_revision
             )
-        method = engines[model].decoding_method(RandomDraw(generator), streamer)
-        output = method(model, input_ids, generation_config=generation_config, **inputs)
+        return _method(engine, generator, streamer)(model, *args, **inputs)
+
+    return decode
+
+
+def generate_from(
+    head: str,
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    streamer: Streamer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **settings: Any,
+) -> Tensor | GenerateOutput:
+    """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: what a checkpoint's generate.py calls.
+
+    Args:
+        head: a checkpoint folder or Hub id.
+        model: the target.
+        generation_config: as given by the user, unprepared; so are the rest.
+        streamer: see `SpeculativeLM.generate`.
+        tokenizer: needed for `stop_strings`.
+        settings: all other arguments of `model.generate`.
+    """
+    settings["stopping_criteria"] = _stopping_criteria(settings, generation_config, tokenizer)
+    return model.generate(
+        generation_config=generation_config,
+        streamer=streamer,
+        custom_generate=_method(_engine(model, head), None, streamer),
+        **{**settings, "stop_strings": None},
+    )
+
+
+@lru_cache(maxsize=1)
+def _engine(model: PreTrainedModel, head: str) -> SpeculativeLM:
+    """The last one stays loaded: a folder's `generate.py` is called anew for every text."""
+    return SpeculativeLM.from_pretrained(model, head)
+
+
+def _method(
+    lm: SpeculativeLM, generator: torch.Generator | None, streamer: Streamer | None
+) -> Callable[..., Tensor | GenerateOutput]:
+    """A decoding method that returns what transformers' own return."""
+    method = lm.decoding_method(RandomDraw(generator), streamer)
+
+    def decode(model: PreTrainedModel, *args: Any, generation_config: GenerationConfig, **inputs: Any) -> Any:
+        output = method(model, *args, generation_config=generation_config, **inputs)
         return output if generation_config.return_dict_in_generate else output.sequences
 
     return decode
@@ -338,6 +375,19 @@ def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
             "give the target by name"
         )
     target.merge_adapter(adapter)
+
+
+def _stopping_criteria(
+    settings: dict[str, Any], config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> StoppingCriteriaList:
+    """The user's criteria and the stop strings as one: `model.generate` hides the tokenizer from other decoders."""
+    criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
+    strings = settings.get("stop_strings") or getattr(config, "stop_strings", None)
+    if strings:
+        if tokenizer is None:
+            raise ValueError(f"stop_strings {strings!r} need the tokenizer; give generate(..., tokenizer=...)")
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    return criteria
 
 
 def _stops(

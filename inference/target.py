@@ -35,7 +35,7 @@ PACKAGE = "package:"
 
 
 class Target:
-    """A causal LM that is never trained and never changed: wrapping it only sets eval mode and freezes it."""
+    """A causal LM that is never trained and never changed; one that is loaded here is frozen, in eval mode."""
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.
@@ -43,7 +43,7 @@ class Target:
         Raises:
             ValueError: an architecture that cannot be asked for trees, with the reason.
         """
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.device = model.device
@@ -89,7 +89,8 @@ class Target:
             )
         except OSError as error:
             raise ValueError(f"no target model at {str(source)!r}: {error}") from error
-        return cls(cast(PreTrainedModel, cast(torch.nn.Module, model).to(where)), str(source))
+        frozen = cast(torch.nn.Module, model).to(where).eval().requires_grad_(False)
+        return cls(cast(PreTrainedModel, frozen), str(source))
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Become the model with a peft adapter merged into its weights: what a jointly trained head drafts for."""

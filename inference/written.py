@@ -71,11 +71,11 @@ class Written:
 
     def first(self, roots_B: Tensor, scores_B1V: Tensor, logits_B1V: Tensor) -> None:
         """Take the tokens that follow the prompts."""
-        finite_B = scores_B1V[:, 0].gather(1, roots_B[:, None])[:, 0].isfinite()
+        finite_B = scores_B1V[:, 0].amax(-1).isfinite()
         tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
         for row, token, fine in zip(self.active, tokens, finite, strict=True):
             if not fine:
-                self._refuse(row, logits_B1V[row])
+                self._refuse(row, 0, logits_B1V[row, 0])
             self._append(row, [token])
             self._keep(row, 1, scores_B1V[row], logits_B1V[row])
 
@@ -87,17 +87,16 @@ class Written:
         """
         verdict, emitted_BA = finished.verdict, finished.emitted_BA
         rows_B1 = torch.arange(len(emitted_BA), device=emitted_BA.device)[:, None]
-        place_A = torch.arange(emitted_BA.shape[1], device=emitted_BA.device)
-        finite_BA = scores_BNV[rows_B1, verdict.path_BA, emitted_BA].isfinite()
-        finite_B = (finite_BA | (place_A >= verdict.lengths_B[:, None])).all(-1)
+        finite_BA = scores_BNV[rows_B1, verdict.path_BA].amax(-1).isfinite()  # NaN, or no token left
+        finite_B = finite_BA.cumprod(-1).sum(-1)
         # sync: the only one of a round; the host must know what to return and when to stop
         lengths, finite, *columns = torch.cat([verdict.lengths_B[None], finite_B[None], emitted_BA.T]).tolist()
         for place, (row, length, fine, *tokens) in enumerate(
             zip(self.active, lengths, finite, *columns, strict=True)
         ):
             path_A = verdict.path_BA[place, :length]
-            if not fine:
-                self._refuse(row, finished.output.logits_BNV[place, path_A])
+            if fine < length:
+                self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, path_A[fine]])
             self._committed[row] += length
             count = self._append(row, tokens[:length])
             self._keep(row, count, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
@@ -143,9 +142,8 @@ class Written:
             if kept is not None:
                 kept[row].append(tensor[:count].clone())
 
-    def _refuse(self, row: int, logits_AV: Tensor) -> None:
-        place = len(self.rows[row])
-        if logits_AV.isnan().any():
+    def _refuse(self, row: int, place: int, logits_V: Tensor) -> None:
+        if logits_V.isnan().any():
             raise ValueError(
                 f"the target's logits for new token {place} of row {row} are no numbers (NaN): the model's weights "
                 "or its number format are broken, so nothing can be drawn from them"

@@ -1,0 +1,342 @@
+"""What `generate` promises around the loop: processors, stopping, outputs, batches, and plain `model.generate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from headstart.heads.checkpoint import HeadFacts, build_head, save_head
+from headstart.inference import GenerateOutput, SpeculativeLM, TreeShape, custom_generate, loop
+
+VOCAB = 31
+ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
+SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
+PLAIN = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+
+
+def stock(target, row, **settings):
+    """What `generate` writes for one row alone."""
+    settings = {**PLAIN, **settings}
+    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+
+
+def padded(rows, side="left"):
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return pad_sequence(rows, batch_first=True, padding_side=side), mask
+
+
+def a_head(target, kind="eagle3", seed=0, **options):
+    torch.manual_seed(seed)
+    given = {"eagle3": {"depth": 4, "feature_layers": [0, -1]}, "medusa": {"num_heads": 3}}[kind]
+    head = build_head(kind, {**given, **options}, target.info).to(target.dtype)
+    head.initialize(target.ends, torch.arange(VOCAB) + 1)
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def only(*tokens):
+    return lambda row, text: sorted({(int(text[-1]) * 7 + row + place) % VOCAB for place in tokens})
+
+
+SETTINGS = {
+    "repetition": {"repetition_penalty": 1.4},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[4], [9, 2], [3, 5, 7]]},
+    "minimum of new tokens": {"min_new_tokens": 9, "eos_token_id": [2, 3, 5, 7, 11, 13]},
+    "suppressed": {"suppress_tokens": [1, 2, 3, 4, 5]},
+    "suppressed first": {"begin_suppress_tokens": [*range(20)]},
+    "forced end": {"forced_eos_token_id": 6},
+    "end wanted more and more": {"exponential_decay_length_penalty": (4, 1.8), "eos_token_id": 8},
+    "bias": {"sequence_bias": {(5,): 3.0, (1, 2): -4.0}},
+    "renormalised": {"renormalize_logits": True, "repetition_penalty": 1.1},
+    "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "eos_token_id": [1, 9]},
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_with_every_processor_a_row_is_generate_for_it_alone(tiny_target, tools, name, side):
+    target, settings = tiny_target(vocab_size=VOCAB), {**PLAIN, **SETTINGS[name]}
+    truths = [stock(target, row, **settings).tolist() for row in ROWS]
+    plain = [stock(target, row, eos_token_id=settings.get("eos_token_id")).tolist() for row in ROWS]
+    assert truths != plain, "the processor has nothing to do"
+    input_ids, mask = padded(ROWS, side)
+    lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
+    output = lm.generate(input_ids, attention_mask=mask, **settings)
+    width = max(map(len, truths))
+    assert output.sequences[:, input_ids.shape[1] :].tolist() == [row + [0] * (width - len(row)) for row in truths]
+    assert output.stats.acceptance_length > 1.3
+
+
+def test_a_constraint_sees_its_row_and_only_texts_that_it_allows(tiny_target, tools):
+    target, allowed = tiny_target(vocab_size=VOCAB), only(0, 5)
+
+    def checked(row, text):
+        new = text[len(ROWS[row]) :].tolist()
+        for before, token in zip([int(ROWS[row][-1]), *new], new):
+            assert token in allowed(row, torch.tensor([before])), "asked after a text that was forbidden"
+        return allowed(row, text)
+
+    truths = [
+        stock(target, row, prefix_allowed_tokens_fn=lambda _, text, number=number: allowed(number, text)).tolist()
+        for number, row in enumerate(ROWS)
+    ]
+    input_ids, mask = padded(ROWS)
+    lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
+    output = lm.generate(input_ids, attention_mask=mask, prefix_allowed_tokens_fn=checked, **PLAIN)
+    assert output.sequences[:, input_ids.shape[1] :].tolist() == truths
+    assert output.stats.acceptance_length > 1.3
+
+
+class Sum(StoppingCriteria):
+    """Stops when the new tokens' sum is large; keeps what it was shown."""
+
+    def __init__(self, prompt):
+        self.prompt, self.shown = prompt, []
+
+    def __call__(self, input_ids, scores, **_):
+        self.shown += input_ids.tolist()
+        return input_ids[:, self.prompt :].sum(-1) > 150
+
+
+def test_a_criterion_of_the_users_own_is_asked_after_every_token(tiny_target, tools):
+    target, row = tiny_target(vocab_size=VOCAB), ROWS[1]
+    truth = stock(target, row, max_new_tokens=40).tolist()
+    theirs, ours = Sum(len(row)), Sum(len(row))
+    expected = stock(target, row, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([theirs]))
+    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth], VOCAB, wrong=0.1))
+    settings = {**PLAIN, "max_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([ours])}
+    written = lm.generate(row[None], torch.ones_like(row[None]), **settings).sequences[0, len(row) :]
+    assert torch.equal(written, expected) and len(written) < 40
+    assert ours.shown == theirs.shown
+
+
+def test_a_shorter_maximum_among_the_criteria_counts(tiny_target):
+    target, row = tiny_target(vocab_size=VOCAB), ROWS[0]
+    criteria = StoppingCriteriaList([MaxLengthCriteria(len(row) + 5)])
+    written = SpeculativeLM(target).generate(row[None], torch.ones_like(row[None]), **PLAIN, stopping_criteria=criteria)
+    assert written.sequences.shape[1] == len(row) + 5
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_stop_strings_stop_where_generate_stops(tiny_target, tools, tokenizer, in_config):
+    target, row = tiny_target(), ROWS[1]
+    truth = stock(target, row, max_new_tokens=40)
+    text = tokenizer.decode(truth)
+    stop = next(text[i : i + 2] for i in range(8, 30) if text.index(text[i : i + 2]) == i and text[i : i + 2].isascii())
+    expected = stock(target, row, max_new_tokens=40, stop_strings=[stop, "never said"], tokenizer=tokenizer)
+    assert len(expected) < 40
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "stop_strings": [stop, "never said"]}
+    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth.tolist()], 258, wrong=0.1))
+    given = {"generation_config": GenerationConfig(**settings)} if in_config else settings
+    written = lm.generate(row[None], torch.ones_like(row[None]), tokenizer=tokenizer, **given).sequences
+    assert torch.equal(written[0, len(row) :], expected)
+
+
+@pytest.mark.parametrize("reads_text", [{}, {"repetition_penalty": 1.3}])
+def test_scores_and_logits_are_those_of_generate(tiny_target, tools, reads_text):
+    target = tiny_target(vocab_size=VOCAB)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    eos = [int(stock(target, ROWS[0], **reads_text)[6]), int(stock(target, ROWS[1], **reads_text)[9])]
+    settings = {**PLAIN, **asked, **reads_text, "eos_token_id": eos}
+    alone = [target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings) for row in ROWS]
+    truths = [stock(target, row, **reads_text).tolist() for row in ROWS]
+    input_ids, mask = padded(ROWS)
+    lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
+    output = lm.generate(input_ids, attention_mask=mask, **settings)
+    assert len(output.scores) == len(output.logits) == output.sequences.shape[1] - input_ids.shape[1]
+    lengths = {len(one.scores) for one in alone}
+    assert len(lengths) > 1
+    for row, one in enumerate(alone):
+        for place in range(len(output.scores)):
+            for ours, theirs in ((output.scores, one.scores), (output.logits, one.logits)):
+                expected = theirs[place][0] if place < len(theirs) else torch.zeros(VOCAB, dtype=torch.float64)
+                # `generate` keeps scores in float32
+                torch.testing.assert_close(ours[place][row], expected, rtol=0, atol=1e-5, check_dtype=False)
+
+
+def test_nothing_is_kept_that_was_not_asked_for(tiny_target):
+    output = SpeculativeLM(tiny_target(vocab_size=VOCAB)).generate(ROWS[0][None], **PLAIN)
+    assert isinstance(output, GenerateOutput)
+    assert output.scores is None and output.logits is None
+    assert list(output.keys()) == ["sequences", "stats"]
+
+
+def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="drawn:branch:2x1")
+    settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0, "num_return_sequences": 5}
+    first, again, other = (
+        lm.generate(torch.stack([ROWS[3]] * 2), generator=torch.Generator().manual_seed(seed), **settings).sequences
+        for seed in (1, 1, 2)
+    )
+    assert first.shape == (10, len(ROWS[3]) + 9)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len({tuple(row) for row in first.tolist()}) > 5
+
+
+@pytest.mark.parametrize("tree", ["drawn:chain:4", "drawn:branch:2x2x1", "drawn:[[0], [1], [0, 0]]"])
+def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, draft_vocab_size=13), tree=tree)
+    input_ids, mask = padded(ROWS)
+    written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[:, input_ids.shape[1] :]
+    assert written.tolist() == [stock(target, row).tolist() for row in ROWS]
+
+
+def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), verifier="typical", lossy=True)
+    settings = {**PLAIN, "do_sample": True, "top_k": 3}
+    written = lm.generate(ROWS[1][None], torch.ones_like(ROWS[1][None]), **settings).sequences
+    with torch.no_grad():
+        ranks = target.model(written).logits[0, len(ROWS[1]) - 1 : -1].argsort(dim=-1, descending=True)
+    for token, best in zip(written[0, len(ROWS[1]) :], ranks):
+        assert token in best[:3]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatch, kind, size):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3")
+    input_ids, mask = padded(ROWS)
+    whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
+    monkeypatch.setattr(loop, "PREFILL_TOKENS", size)
+    chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
+    assert torch.equal(chunked.sequences, whole.sequences)
+    assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same
+    assert whole.sequences[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
+
+
+def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2")
+    sizes, forward = [], target.forward_tree
+    monkeypatch.setattr(
+        target, "forward_tree", lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest)
+    )
+    input_ids, mask = padded(ROWS)
+    eos = [int(stock(target, ROWS[0])[6]), int(stock(target, ROWS[1])[9])]
+    settings = {**PLAIN, "max_new_tokens": 40, "eos_token_id": eos}
+    output = lm.generate(input_ids, attention_mask=mask, **settings)
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 1
+    assert sum(sizes) == output.stats.rounds
+
+
+@pytest.mark.parametrize("tree", ["dynamic:12:3:3", [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [1, 0]]])
+def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_target, monkeypatch, tmp_path, tree):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    save_head(a_head(target), tmp_path / "head", HeadFacts(tree=tree))
+    lm = SpeculativeLM.from_pretrained(target, tmp_path / "head")
+    budget = lm.drafter.max_nodes
+    seen, forward = [], target.forward_tree
+    monkeypatch.setattr(
+        target, "forward_tree", lambda tree, *rest: seen.append(tuple(tree.tokens_BN.shape)) or forward(tree, *rest)
+    )
+    for count in (1, 2, 3, budget, budget + 1):
+        rows = [ROWS[number % 4] for number in range(count)]
+        input_ids, mask = padded(rows)
+        seen.clear()
+        written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[:, input_ids.shape[1] :]
+        assert written.tolist() == [stock(target, row).tolist() for row in rows]
+        assert seen[0] == (count, max(1, budget // count))
+        assert all(rows * nodes <= max(rows, budget) for rows, nodes in seen)
+    explicit = SpeculativeLM.from_pretrained(target, tmp_path / "head", tree=tree)
+    seen.clear()
+    explicit.generate(*padded(ROWS), **PLAIN)
+    assert all(nodes == budget for _, nodes in seen)
+
+
+@pytest.mark.parametrize("source", ["head", "folder"])
+def test_a_plain_model_generates_with_a_head(tiny_target, tmp_path, source):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    head = a_head(target)
+    save_head(head, tmp_path / "head", HeadFacts(tree="dynamic:9:3:3"))
+    method = custom_generate(head if source == "head" else tmp_path / "head")
+    input_ids, mask = padded(ROWS)
+    expected = [stock(target, row).tolist() for row in ROWS]
+    written = target.model.generate(input_ids, attention_mask=mask, custom_generate=method, **PLAIN)
+    assert isinstance(written, torch.Tensor)
+    assert written[:, input_ids.shape[1] :].tolist() == expected
+    output = target.model.generate(
+        input_ids, attention_mask=mask, custom_generate=method, return_dict_in_generate=True, **PLAIN
+    )
+    assert torch.equal(output.sequences, written) and output.stats.rounds > 0
+
+
+def test_a_plain_model_is_left_as_it_was_and_others_may_follow(tiny_target):
+    method = custom_generate(a_head(tiny_target(vocab_size=VOCAB, layers=3)))
+    for seed in (0, 1, 0):
+        target = tiny_target(vocab_size=VOCAB, layers=3, seed=seed)
+        assert all(parameter.requires_grad for parameter in target.model.parameters())
+        written = target.model.generate(ROWS[0][None], custom_generate=method, **PLAIN)
+        assert written[0, len(ROWS[0]) :].tolist() == stock(target, ROWS[0]).tolist()
+        assert all(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_a_heads_folder_is_a_decoding_method_of_plain_generate(tiny_target, tmp_path, monkeypatch):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    save_head(a_head(target), tmp_path / "head", HeadFacts(tree="dynamic:9:3:3"))
+    input_ids, mask = padded(ROWS)
+    written = target.model.generate(
+        input_ids, attention_mask=mask, custom_generate=str(tmp_path / "head"), trust_remote_code=True, **PLAIN
+    )
+    assert written[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
+
+
+class Forbids(LogitsProcessor):
+    """All tokens, once the text is long enough."""
+
+    def __call__(self, input_ids, scores):
+        return scores - torch.inf if input_ids.shape[1] > 10 else scores
+
+
+def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2")
+    forward, calls = target.forward_tree, []
+
+    def broken(*args):
+        output = forward(*args)
+        calls.append(1)
+        if len(calls) > 3:
+            output.logits_BNV[:, :, 7] = torch.nan
+        return output
+
+    for settings in (PLAIN, {**PLAIN, "do_sample": True}):
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "forward_tree", broken)
+            with pytest.raises(ValueError, match=r"logits for new token \d+ of row 0 are no numbers \(NaN\)"):
+                lm.generate(ROWS[0][None], **settings)
+        assert lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist() == stock(target, ROWS[0]).tolist()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("tree", "verifier"), [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")])
+def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, verifier):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier)
+    settings = {**PLAIN, "do_sample": do_sample, "logits_processor": [Forbids()]}
+    with pytest.raises(ValueError, match="forbid every token at new token 8 of row 0; leave at least one allowed"):
+        lm.generate(ROWS[0][None], **settings)
+    with pytest.raises(ValueError, match="forbid every token at new token 0 of row 1"):
+        lm.generate(*padded(ROWS[:2]), **settings)
+    assert lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist() == stock(target, ROWS[0]).tolist()
+
+
+def test_a_started_cache_and_embeddings_are_refused(tiny_target):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    method = custom_generate(a_head(target))
+    with torch.no_grad():
+        cache = target.model(ROWS[0][None], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values with 3 tokens cannot be continued"):
+        target.model.generate(ROWS[1][None], past_key_values=cache, custom_generate=method, **PLAIN)
+    embeds = target.model.get_input_embeddings()(ROWS[0][None])
+    with pytest.raises(ValueError, match="inputs_embeds are not supported"):
+        target.model.generate(inputs_embeds=embeds, custom_generate=method, **PLAIN)
