@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -284,7 +285,9 @@ def _fingerprint(model: PreTrainedModel) -> str:
     """A hash of a few values of every weight, rounded to bfloat16: the same in all dtypes, another after training."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        first = weight.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+        # Weight-only quantisation (torchao) keeps its weights in tensors that know few operations.
+        plain = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight  # type: ignore[no-untyped-call]
+        first = plain.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
         digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -24,7 +24,14 @@ def answer(config: GenerateConfig) -> None:
     """
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.dtype), config.tree)
+    lm = SpeculativeLM.from_pretrained(
+        config.target,
+        config.head,
+        dtype_of(config.dtype),
+        config.tree,
+        config.verifier,
+        lossy=config.lossy,
+    )
     target = lm.target
     warn_of_other_data(lm.origin, tokenizer, config.thinking)
     messages = [{"role": "user", "content": config.prompt}]

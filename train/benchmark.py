@@ -62,7 +62,14 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
         raise ValueError(f"{empty[0]} holds no prompts")
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
-    fast = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.dtype), config.tree)
+    fast = SpeculativeLM.from_pretrained(
+        config.target,
+        config.head,
+        dtype_of(config.dtype),
+        config.tree,
+        config.verifier,
+        lossy=config.lossy,
+    )
     target = fast.target
     warn_of_other_data(fast.origin, tokenizer, config.thinking)
     encoded = {

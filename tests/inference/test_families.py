@@ -1,13 +1,23 @@
-"""Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes for the row alone."""
+"""Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes for the row alone.
+
+`HEADSTART_FUZZ=500` makes the random test at the end try as many cases.
+"""
 
 from __future__ import annotations
+
+import functools
+import os
 
 import pytest
 import torch
 import transformers as tf
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.inference import SpeculativeLM, Target, TreeShape
+from headstart.heads.checkpoint import build_head
+from headstart.inference import SpeculativeLM, Target, TreeShape, loop
 
 VOCAB = 37
 WINDOW = 3
@@ -119,3 +129,113 @@ def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
     ]:
         with pytest.raises(ValueError, match=message):
             Target(build_model())
+
+
+def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = FAMILIES["llama"]().eval()
+    for parameter in model.parameters():
+        parameter.data *= 3
+    exact = Target(model).origin
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    model.generation_config = tf.GenerationConfig(pad_token_id=0)
+    target, rows = Target(model), rows_of([9, 2, 5])
+    assert target.origin["weights"] != exact["weights"]
+    settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3}
+    truths = [stock(target, row, **settings).tolist() for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    lm = SpeculativeLM(target, tools.Oracle(SHAPES["tree"], truths, VOCAB, wrong=0.1))
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    assert output.sequences[:, padded.shape[1] :].tolist() == truths
+    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info)
+    lm = SpeculativeLM.from_pretrained(target, head)
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    assert output.sequences[:, padded.shape[1] :].tolist() == truths
+
+
+@functools.lru_cache(maxsize=None)
+def built(family):
+    return build(family)
+
+
+@functools.lru_cache(maxsize=None)
+def drafting(family, kind):
+    """A random head for a random model."""
+    target = built(family)
+    options = {"eagle3": {"depth": 4, "feature_layers": [0, -1]}, "hydra": {"num_heads": 3}, "medusa": {"num_heads": 3}}
+    torch.manual_seed(1)
+    head = build_head(kind, {**options[kind], "draft_vocab_size": 20}, target.info).to(target.dtype)
+    head.initialize(target.ends, torch.arange(VOCAB) + 1)
+    for parameter in head.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return head
+
+
+def chance(strategy):
+    """Often nothing."""
+    return st.one_of(st.none(), st.none(), strategy)
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "family": st.sampled_from(sorted(FAMILIES)),
+        "lengths": st.lists(st.integers(1, 14), min_size=1, max_size=4),
+        "side": st.sampled_from(["left", "right"]),
+        "source": st.sampled_from(["oracle", "eagle3", "hydra", "medusa"]),
+        "tree": st.sampled_from(["chain:1", "chain:3", "branch:2x2", "drawn:branch:3x1", "dynamic:7:3:3", "root"]),
+        "shape": st.integers(0, 999),
+        "wrong": st.sampled_from([0.0, 0.2, 0.6]),
+        "chunk": st.sampled_from([1, 3, 1024]),
+    }
+)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 24),
+        "min_new_tokens": chance(st.integers(1, 12)),
+        "eos_token_id": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)),
+        "repetition_penalty": chance(st.sampled_from([0.8, 1.3, 1.9])),
+        "no_repeat_ngram_size": chance(st.integers(1, 3)),
+        "bad_words_ids": chance(
+            st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1, max_size=6)
+        ),
+        "suppress_tokens": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        "begin_suppress_tokens": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        "forced_eos_token_id": chance(st.integers(0, VOCAB - 1)),
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@hypothesis_settings(
+    max_examples=int(os.environ.get("HEADSTART_FUZZ", "100")),
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=CASES, chosen=SETTINGS)
+def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
+    target = built(case["family"])
+    settings = {name: value for name, value in chosen.items() if value is not None} | {"do_sample": False}
+    rows = [
+        torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
+        for place, length in enumerate(case["lengths"])
+    ]
+    truths = [stock(target, row, **settings).tolist() for row in rows]
+    if case["source"] == "oracle":
+        shape = tools.random_shape(case["shape"])
+        lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, case["wrong"], case["shape"]))
+    else:
+        lm = SpeculativeLM.from_pretrained(target, drafting(case["family"], case["source"]), tree=case["tree"])
+    padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
+    monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    written = output.sequences[:, padded.shape[1] :].tolist()
+    width = max(map(len, truths))
+    end = settings.get("eos_token_id")
+    assert len(written[0]) == width
+    for found, expected in zip(written, truths):
+        assert found[: len(expected)] == expected
+        assert end or len(expected) == width
