@@ -1,6 +1,7 @@
 """Batches: speculation against plain decoding, with the head's own tree whole and as a batch shrinks it.
 
-    python benchmarks/batches.py --head examples/smollm2-135m-eagle3 --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
+    python benchmarks/batches.py --head examples/smollm2-135m-eagle3 \\
+        --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
 The same prompts at every batch size, all sides interleaved batch by batch, greedy. `--output` gets the table.
 """

@@ -1,6 +1,7 @@
 """How often 16-bit greedy answers differ from `generate`'s, and whether rounding explains every difference.
 
-    python benchmarks/identity.py --head examples/smollm2-135m-eagle3 --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
+    python benchmarks/identity.py --head examples/smollm2-135m-eagle3 \\
+        --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
 A forward over a tree and one over a single token add up the same numbers in another order. So where two tokens are
 nearly equally good, speculation may take the other one; so may `generate` itself with another batch size. Measured

@@ -39,7 +39,8 @@ def main() -> None:
         print(json.dumps(measured(args.target, args.head, args.side, args.length, args.new_tokens)))
         return
     lines = [
-        f"Hardware: {provenance()['hardware']}; bfloat16, {args.new_tokens} new tokens. MiB beyond the weights, seconds.",
+        f"Hardware: {provenance()['hardware']}; bfloat16, {args.new_tokens} new tokens. MiB beyond the weights; "
+        "seconds.",
         "",
         "| prompt | target's cache | " + " | ".join(f"{side}: peak | prefill and tokens" for side in SIDES) + " |",
         "|---|---|" + "---|---|" * len(SIDES),

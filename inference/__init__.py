@@ -1,17 +1,18 @@
 """What decodes: the frozen target, its cache, trees, verification and the loop."""
 
-from .decode import GenerateOutput, SpeculativeLM, custom_generate, generate_from
+from .decode import GenerateOutput, SpeculativeLM
+from .hook import custom_generate, generate_from
 from .stats import Stats
 from .target import Target, load_tokenizer, tokenizer_origin
 from .tree import DraftTree, DrawnShape, DynamicShape, TreePolicy, TreeShape, tree_policy, tree_word
 from .verify import RULES
 
 __all__ = [
+    "RULES",
     "DraftTree",
     "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
-    "RULES",
     "SpeculativeLM",
     "Stats",
     "Target",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
@@ -148,8 +147,8 @@ class SpeculativeLM:
         if tree != "auto":
             policy = tree_policy(tree)
         else:
-            saved = facts.tree is not None
-            policy = tree_policy(facts.tree) if saved else default_tree(head.max_depth, head.draft_vocab_size)
+            default = default_tree(head.max_depth, head.draft_vocab_size)
+            policy = default if facts.tree is None else tree_policy(facts.tree)
             budget = batch_budget(policy, target.device)
         lm = cls(target, drafter_of(head.to(target.device).eval(), policy, target.ends, budget), verifier, lossy)
         lm.origin = facts.origin
@@ -196,7 +195,7 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
-        settings["stopping_criteria"] = _stopping_criteria(settings, generation_config, tokenizer)
+        settings["stopping_criteria"] = stopping_criteria(settings, generation_config, tokenizer)
         output = self.target.model.generate(
             input_ids,
             attention_mask=attention_mask,
@@ -281,90 +280,6 @@ class SpeculativeLM:
         )
 
 
-def custom_generate(
-    head: str | Path | DraftHead,
-    tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
-    verifier: str = "auto",
-    lossy: bool = False,
-    generator: torch.Generator | None = None,
-    streamer: Streamer | None = None,
-    head_revision: str | None = None,
-) -> Callable[..., Tensor | GenerateOutput]:
-    """A head for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
-
-    Args:
-        head: a checkpoint folder, a Hub id, or a head.
-        tree: see `SpeculativeLM.from_pretrained`.
-        verifier: see `SpeculativeLM`.
-        lossy: see `SpeculativeLM`.
-        generator: of the random draws; None for torch's global one.
-        streamer: transformers hands its own on to no decoding method but its own, so it is given here.
-        head_revision: of the head's Hub id.
-
-    Returns:
-        A function that keeps what it loaded for the last model. It returns the sequences, or with
-        `return_dict_in_generate` a `GenerateOutput`. transformers keeps the tokenizer from it: give stop strings as a
-        `StopStringCriteria`.
-    """
-    engine: SpeculativeLM | None = None
-
-    def decode(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
-        nonlocal engine
-        if engine is None or engine.target.model is not model:
-            engine = SpeculativeLM.from_pretrained(
-                model, head, tree=tree, verifier=verifier, lossy=lossy, head_revision=head_revision
-            )
-        return _method(engine, generator, streamer)(model, *args, **inputs)
-
-    return decode
-
-
-def generate_from(
-    head: str,
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None = None,
-    streamer: Streamer | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    **settings: Any,
-) -> Tensor | GenerateOutput:
-    """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: what a checkpoint's generate.py calls.
-
-    Args:
-        head: a checkpoint folder or Hub id.
-        model: the target.
-        generation_config: as given by the user, unprepared; so are the rest.
-        streamer: see `SpeculativeLM.generate`.
-        tokenizer: needed for `stop_strings`.
-        settings: all other arguments of `model.generate`.
-    """
-    settings["stopping_criteria"] = _stopping_criteria(settings, generation_config, tokenizer)
-    return model.generate(
-        generation_config=generation_config,
-        streamer=streamer,
-        custom_generate=_method(_engine(model, head), None, streamer),
-        **{**settings, "stop_strings": None},
-    )
-
-
-@lru_cache(maxsize=1)
-def _engine(model: PreTrainedModel, head: str) -> SpeculativeLM:
-    """The last one stays loaded: a folder's `generate.py` is called anew for every text."""
-    return SpeculativeLM.from_pretrained(model, head)
-
-
-def _method(
-    lm: SpeculativeLM, generator: torch.Generator | None, streamer: Streamer | None
-) -> Callable[..., Tensor | GenerateOutput]:
-    """A decoding method that returns what transformers' own return."""
-    method = lm.decoding_method(RandomDraw(generator), streamer)
-
-    def decode(model: PreTrainedModel, *args: Any, generation_config: GenerationConfig, **inputs: Any) -> Any:
-        output = method(model, *args, generation_config=generation_config, **inputs)
-        return output if generation_config.return_dict_in_generate else output.sequences
-
-    return decode
-
-
 def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
     """Give the target the adapter that the head was trained with; a model of the user's is never changed."""
     if target.adapter == str(adapter.resolve()):
@@ -377,7 +292,7 @@ def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
     target.merge_adapter(adapter)
 
 
-def _stopping_criteria(
+def stopping_criteria(
     settings: dict[str, Any], config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> StoppingCriteriaList:
     """The user's criteria and the stop strings as one: `model.generate` hides the tokenizer from other decoders."""
@@ -390,9 +305,7 @@ def _stopping_criteria(
     return criteria
 
 
-def _stops(
-    criteria: StoppingCriteriaList, max_length: int
-) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:
+def _stops(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:
     """The end tokens, the length of the padded prompt with all new tokens, and what must be asked token by token."""
     tokens: set[int] = set()
     others = []

@@ -74,9 +74,7 @@ class HeadDrafter:
 
     def read(self, passage: Passage) -> None:
         """Show the head a part of the prompts."""
-        self._state = self.head.observe(
-            self.state, passage.features_BTF, passage.next_tokens_BT, passage.lengths_B
-        )
+        self._state = self.head.observe(self.state, passage.features_BTF, passage.next_tokens_BT, passage.lengths_B)
 
     def observe(self, finished: Round) -> None:
         """Show the head what was accepted."""
@@ -162,7 +160,7 @@ class StaticTree(HeadDrafter):
 
 
 @lru_cache(maxsize=64)
-def _on_device(shape: TreeShape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+def _on_device(shape: TreeShape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
     """A shape's parents, and the indices of its levels, as tensors."""
 
     def indices(numbers: tuple[int, ...]) -> Tensor:

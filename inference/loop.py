@@ -1,8 +1,8 @@
 """The loop of speculative decoding, from the prompts to the last token.
 
-    tree    = a drafter's guesses of what follows the newest token
-    output  = one forward of the target over all nodes of the tree
-    verdict = the path that the acceptance rule lets stand, and one token more from the target
+tree    = a drafter's guesses of what follows the newest token
+output  = one forward of the target over all nodes of the tree
+verdict = the path that the acceptance rule lets stand, and one token more from the target
 """
 
 from __future__ import annotations

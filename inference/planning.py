@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from .tree import DrawnShape, DynamicShape, TreePolicy, TreeShape
+from .tree import DynamicShape, TreePolicy, TreeShape
 
 DEFAULT_NODES = 12
 """Nodes of a tree that nobody measured, the root counted: wider costs more than a forward of one token on a CPU."""
@@ -79,8 +79,7 @@ def batch_budget(policy: TreePolicy, device: torch.device) -> int:
     On a CPU more tokens cost more time, so a batch gets as many as the tree that was chosen for one row. A GPU waits
     for its memory until there are some hundred.
     """
-    size = policy.shape.size if isinstance(policy, DrawnShape) else policy.size
-    return size if device.type == "cpu" else max(size, GPU_TOKENS)
+    return policy.size if device.type == "cpu" else max(policy.size, GPU_TOKENS)
 
 
 def default_dynamic_tree(max_depth: int, nodes: int) -> DynamicShape:

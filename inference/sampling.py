@@ -7,7 +7,6 @@ a list run in its order; rows are shown to processors without their padding.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -180,21 +179,21 @@ class Scorer:
             texts_NT = torch.cat([text_T.expand(len(nodes), -1), more_ND.reshape(len(nodes), -1)], dim=1)
             found_NV = scores_NV[nodes]
             for processor, padding in processors:
-                found_NV = processor(F.pad(texts_NT, (padding, 0)), found_NV)  # type: ignore[arg-type]
+                found_NV = processor(F.pad(texts_NT, (padding, 0)), found_NV)
             scores_NV[nodes] = found_NV
-            children = [(node, parent) for node, parent in enumerate(parents) if parent in paths]
-            allowed = [float(scores_NV[parent, tokens[node]]) > -torch.inf for node, parent in children]
-            paths = {
-                node: [*paths[parent], tokens[node]] for (node, parent), fine in zip(children, allowed) if fine
-            }
+            children = [node for node, parent in enumerate(parents) if parent in paths]
+            own = scores_NV[[parents[node] for node in children], [tokens[node] for node in children]].tolist()
+            allowed = [node for node, score in zip(children, own, strict=True) if score > -torch.inf]
+            paths = {node: [*paths[parents[node]], tokens[node]] for node in allowed}
 
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """As one row by itself, without padding, would have it."""
-    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor):
-        if isinstance(processor.prompt_ignore_length, Tensor):  # how `generate` tells it of the padding
-            return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
+    # A tensor is how `generate` tells the penalty of the padding.
+    told = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(told, Tensor):
+        return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
     if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return known.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)
-    return copy.copy(processor)
+    return processor

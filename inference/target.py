@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +27,7 @@ from transformers import (
 
 from ..heads import TargetEnds, TargetInfo
 from .cache import TreeCache
+from .families import attention_kinds
 from .rounds import TargetOutput
 from .tree import DraftTree
 
@@ -44,7 +44,7 @@ class Target:
         Raises:
             ValueError: an architecture that cannot be asked for trees, with the reason.
         """
-        self.model = model
+        self.model: Any = model  # `generate` is mixed into its class, which no annotation says
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.device = model.device
@@ -52,7 +52,7 @@ class Target:
         self.adapter: str | None = None
         """The peft adapter that was merged in."""
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
-        self.attention_kinds = _attention_kinds(model)
+        self.attention_kinds = attention_kinds(model)
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
@@ -286,7 +286,7 @@ def _fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         # Weight-only quantisation (torchao) keeps its weights in tensors that know few operations.
-        plain = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight  # type: ignore[no-untyped-call]
+        plain = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
         first = plain.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
         digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -368,46 +368,3 @@ def _gguf_of_package(package: str) -> tuple[str, str]:
     if len(files) != 1:
         raise ValueError(f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one")
     return str(folder), files[0]
-
-
-def _attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
-    """Which masks the model's layers need: full_attention, sliding_attention or both."""
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which follows one text and not the paths of a tree; a target's layers "
-            "must all be attention"
-        )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} uses ALiBi, which counts places in the cache and not positions in the text, so a tree of tokens "
-            "would not see what single tokens see"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
-    if model.config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"{name} was loaded with attention {model.config._attn_implementation!r}, which takes no mask of our own; "
-            "load it with attn_implementation sdpa or eager"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    changing = [part["rope_type"] for part in by_layer if part.get("rope_type") in ("dynamic", "longrope")]
-    if changing:
-        raise ValueError(
-            f"{name} uses {changing[0]!r} rotary embeddings, whose angles depend on the longest position of a "
-            "forward, so a tree of tokens would not see what single tokens see"
-        )
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        sliding = getattr(config, "sliding_window", None) is not None
-        return ("sliding_attention",) if sliding else ("full_attention",)
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(
-            f"{name} has layers of kind {unknown[0]!r}; a target's layers must be full_attention or sliding_attention"
-        )
-    return tuple(sorted(set(layer_types)))

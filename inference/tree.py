@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 Origin = Literal["picked", "chain", "independent", "without_replacement"]
 """How the children of a node came about, which decides the verifiers that are exact: picked as the best tokens; one
 drawn; several drawn, each from the same probabilities; several drawn, no token twice."""
@@ -164,6 +163,11 @@ class DrawnShape:
     """A static tree whose children are drawn from the draft's own distribution; a rank says in which order."""
 
     shape: TreeShape
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root counted."""
+        return self.shape.size
 
     def __post_init__(self) -> None:
         """Refuse a child without those that are drawn before it."""

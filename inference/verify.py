@@ -133,9 +133,7 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
     return _verdict(tree, last_B, draw.categorical(torch.stack(p, dim=1)[rows_B, last_B]))
 
 
-def typical(
-    tree: DraftTree, scores_BNV: Tensor, draw: Draw, epsilon: float = EPSILON, delta: float = DELTA
-) -> Verdict:
+def typical(tree: DraftTree, scores_BNV: Tensor, draw: Draw, epsilon: float = EPSILON, delta: float = DELTA) -> Verdict:
     """LOSSY: accept whatever the target finds plausible; it does not keep the target's distribution.
 
     A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import StoppingCriteria
 
 from .rounds import Round
 from .stats import RoundRecord, Stats
@@ -32,7 +31,7 @@ class Written:
         prompts: list[Tensor],
         new_tokens: int,
         eos: frozenset[int],
-        criteria: Sequence[StoppingCriteria] = (),
+        criteria: Sequence[Callable[..., Any]] = (),
         streamer: Streamer | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
@@ -43,7 +42,7 @@ class Written:
             prompts: the unpadded tokens of each row.
             new_tokens: at most as many are written in each row.
             eos: a row ends with any of these.
-            criteria: and where one of these says so, asked after each token of a row by itself.
+            criteria: and where one of these stopping criteria says so, asked after each token of a row by itself.
             streamer: gets the tokens as they are accepted; one row only.
             keep_scores: whether the processed scores of every written token are kept.
             keep_logits: whether its raw logits are.
@@ -91,9 +90,7 @@ class Written:
         finite_B = finite_BA.cumprod(-1).sum(-1)
         # sync: the only one of a round; the host must know what to return and when to stop
         lengths, finite, *columns = torch.cat([verdict.lengths_B[None], finite_B[None], emitted_BA.T]).tolist()
-        for place, (row, length, fine, *tokens) in enumerate(
-            zip(self.active, lengths, finite, *columns, strict=True)
-        ):
+        for place, (row, length, fine, *tokens) in enumerate(zip(self.active, lengths, finite, *columns, strict=True)):
             path_A = verdict.path_BA[place, :length]
             if fine < length:
                 self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, path_A[fine]])
@@ -135,7 +132,7 @@ class Written:
         if not self.criteria:
             return False
         text_1T = self.text(row)[None]
-        return any(bool(criterion(text_1T, None)) for criterion in self.criteria)  # type: ignore[arg-type]
+        return any(bool(criterion(text_1T, None)) for criterion in self.criteria)
 
     def _keep(self, row: int, count: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
         for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):

@@ -13,8 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from torch import Tensor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.inference import DraftTree, Stats, Target, TreeShape
@@ -132,9 +132,7 @@ class Oracle:
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         truths = [self.truths[row] for row in self.rows]
-        rows = [
-            self._row(root, written, truth) for root, written, truth in zip(roots_B.tolist(), self.written, truths)
-        ]
+        rows = [self._row(root, written, truth) for root, written, truth in zip(roots_B.tolist(), self.written, truths)]
         batch = len(rows)
         parents = torch.tensor(self.shape.parents).expand(batch, -1)
         return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)

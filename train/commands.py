@@ -80,8 +80,8 @@ class BenchConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of target and head."""
     tree: str = "auto"
-    """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON file
-    of paths; `drawn:` before it draws the children instead of picking them."""
+    """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON
+    file of paths; `drawn:` before it draws the children instead of picking them."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""
@@ -175,8 +175,8 @@ class GenerateConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of target and head."""
     tree: str = "auto"
-    """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON file
-    of paths; `drawn:` before it draws the children instead of picking them."""
+    """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON
+    file of paths; `drawn:` before it draws the children instead of picking them."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""

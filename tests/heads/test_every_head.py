@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from headstart.heads import HEADS, DraftHead, TargetFeatures
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
-from headstart.inference import SpeculativeLM, Target, cache, tree_policy
+from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.grow import drafter_of
 from headstart.inference.verify import point_mass
 

@@ -73,9 +73,7 @@ def build(family, attention="eager"):
 
 
 def rows_of(lengths, vocab=VOCAB):
-    return [
-        torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths
-    ]
+    return [torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
 
 
 def stock(target, row, **settings):
@@ -120,8 +118,12 @@ def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
         (
             lambda: tf.Qwen3NextForCausalLM(
                 tf.Qwen3NextConfig(
-                    **{**HEAD, **EXPERTS}, layer_types=["linear_attention", "full_attention"] * 2,
-                    linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+                    **{**HEAD, **EXPERTS},
+                    layer_types=["linear_attention", "full_attention"] * 2,
+                    linear_num_value_heads=2,
+                    linear_num_key_heads=2,
+                    linear_key_head_dim=8,
+                    linear_value_head_dim=8,
                 )
             ),
             "Qwen3NextForCausalLM .*recurrent",
@@ -155,12 +157,12 @@ def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
     assert output.sequences[:, padded.shape[1] :].tolist() == truths
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def built(family):
     return build(family)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def drafting(family, kind):
     """A random head for a random model."""
     target = built(family)

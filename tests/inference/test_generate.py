@@ -318,7 +318,9 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(("tree", "verifier"), [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")])
+@pytest.mark.parametrize(
+    ("tree", "verifier"), [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")]
+)
 def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, verifier):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier)

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from headstart.heads import DraftHead, DraftState, TargetEnds
 from headstart.heads.checkpoint import build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
-from headstart.inference.grow import HeadDrafter, DynamicTree, StaticTree, drafter_of
+from headstart.inference.grow import DynamicTree, HeadDrafter, StaticTree, drafter_of
 from headstart.inference.rounds import Passage, Round, Start, TargetOutput
 from headstart.inference.verify import point_mass
 
