@@ -33,10 +33,16 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
-    if model.config._attn_implementation not in ("sdpa", "eager"):
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager", "flex_attention"):
         raise ValueError(
-            f"{name} was loaded with attention {model.config._attn_implementation!r}, which takes no mask of our own; "
-            "load it with attn_implementation sdpa or eager"
+            f"{name} was loaded with attention {attention!r}, which takes no mask of our own; load it with "
+            "attn_implementation sdpa or eager, or on a GPU flex_attention"
+        )
+    if attention == "flex_attention" and model.device.type == "cpu":
+        raise ValueError(
+            f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for masks "
+            "that change; load it with attn_implementation sdpa or eager"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     AutoModelForCausalLM,
@@ -53,6 +54,7 @@ class Target:
         """The peft adapter that was merged in."""
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = attention_kinds(model)
+        self.flex = model.config._attn_implementation == "flex_attention"
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
@@ -232,16 +234,29 @@ class Target:
         return TargetOutput(output.logits, self._features(output.hidden_states, layers, tokens_BN))
 
     def _masks(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Any:
-        """The additive 4-D mask, or one for each kind of attention where a model alternates between them."""
+        """The 4-D mask, or one for each kind of attention where a model alternates between them."""
         masks = {}
         for kind in self.attention_kinds:
             seen_BNS = visible_BNS
             if kind == "sliding_attention":
                 window = self.config.sliding_window
                 seen_BNS = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
-            lowest = torch.finfo(self.dtype).min
-            masks[kind] = torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, lowest)[:, None]
+            masks[kind] = self._block_mask(seen_BNS) if self.flex else self._additive_mask(seen_BNS)
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
+
+    def _additive_mask(self, seen_BNS: Tensor) -> Tensor:
+        """What sdpa and eager take."""
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, lowest)[:, None]
+
+    def _block_mask(self, seen_BNS: Tensor) -> BlockMask:
+        """What flex attention takes."""
+
+        def seen(row: Tensor, _: Tensor, node: Tensor, slot: Tensor) -> Tensor:
+            return seen_BNS[row, node, slot]
+
+        batch, nodes, slots = seen_BNS.shape
+        return create_block_mask(seen, batch, None, nodes, slots, device=self.device)
 
     def _indices(self, layers: tuple[int, ...]) -> list[int]:
         """Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1."""

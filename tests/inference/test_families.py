@@ -133,6 +133,18 @@ def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
             Target(build_model())
 
 
+def test_flex_attention_gets_the_same_mask():
+    """Its kernels run on GPUs; here the mask is compared with the additive one."""
+    target = build("gemma3, alternating")
+    seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+    positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
+    additive = target._masks(positions_BN, slots_BS, seen_BNS)
+    target.flex = True
+    for kind, blocks in target._masks(positions_BN, slots_BS, seen_BNS).items():
+        row, node, slot = torch.meshgrid(torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij")
+        assert torch.equal(blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0)
+
+
 def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
     quantization = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)

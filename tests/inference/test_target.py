@@ -119,7 +119,7 @@ def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
             lambda: tiny_mistral(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             "'dynamic' rotary",
         ),
-        (lambda: tiny_mistral(attn_implementation="flex_attention"), "attention 'flex_attention', which takes no mask"),
+        (lambda: tiny_mistral(attn_implementation="flex_attention"), "attention 'flex_attention', whose CPU kernels"),
     ],
 )
 def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason(model, reason):
