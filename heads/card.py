@@ -23,6 +23,12 @@ lm = SpeculativeLM.from_pretrained({quoted}, head="THIS FOLDER OR ITS HUB ID")
 out = lm.generate(input_ids, max_new_tokens=256)
 ```
 
+or with plain transformers, headstart being installed:
+
+```python
+model.generate(input_ids, max_new_tokens=256, custom_generate="THIS FOLDER OR ITS HUB ID", trust_remote_code=True)
+```
+
 ## Measured
 
 {measured}

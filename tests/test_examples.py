@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.heads import TargetInfo
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoint import GENERATE, GENERATE_FILE, build_head
 from headstart.scripts.command import options
 from headstart.train.config import TrainConfig
 from headstart.train.data import read_prompts
@@ -33,6 +33,11 @@ def test_the_example_prompts_cover_the_categories() -> None:
 def test_the_example_prompts_are_read_as_what_the_user_says() -> None:
     rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     assert read_prompts(PROMPTS) == [[{"role": "user", "content": row["turns"][0]}] for row in rows]
+
+
+def test_the_example_head_is_a_decoding_method_as_every_head_is() -> None:
+    written = ROOT / "examples" / "smollm2-135m-eagle3" / GENERATE_FILE
+    assert written.read_text(encoding="utf-8") == GENERATE
 
 
 def test_there_are_configs() -> None:
