@@ -41,8 +41,8 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
         )
     if attention == "flex_attention" and model.device.type == "cpu":
         raise ValueError(
-            f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for masks "
-            "that change; load it with attn_implementation sdpa or eager"
+            f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for "
+            "masks that change; load it with attn_implementation sdpa or eager"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -38,7 +39,10 @@ def _plain(value: Any, inside: bool = False) -> Any:
     """Texts inside of mappings without a type (`--head.loss.ce 0.5`) as what YAML reads in them."""
     if isinstance(value, dict):
         return {name: _plain(child, inside=True) for name, child in value.items()}
-    return yaml.safe_load(value) if inside and isinstance(value, str) else value
+    if not inside or not isinstance(value, str):
+        return value
+    # YAML takes 1e-3 for a text, for want of a dot.
+    return float(value) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else yaml.safe_load(value)
 
 
 def list_options(kind: type, before: str = "") -> Iterator[str]:

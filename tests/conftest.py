@@ -68,7 +68,7 @@ def build_model(
 @pytest.fixture
 def tiny_target() -> Callable[..., Target]:
     """Builds a random target: `tiny_target(vocab_size=..., seed=..., layers=..., dtype=...)`."""
-    return lambda **options: Target(build_model(**options))
+    return lambda **options: Target(build_model(**options).requires_grad_(False))
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,8 @@ def train(config: TrainConfig) -> Path:
 
     def judge() -> None:
         """Measure real acceptance; keep the head if it is the best so far."""
-        found = evaluate(target, head, held_out, config.eval)
+        kept_head = copy.deepcopy(head).to(dtype_of(config.loop.save_dtype))
+        found = evaluate(target, kept_head, held_out, config.eval)
         facts = HeadFacts(
             tree=found.tree,
             training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
@@ -128,7 +129,6 @@ def train(config: TrainConfig) -> Path:
             origin=origin,
             adapted=joint is not None,
         )
-        kept_head = copy.deepcopy(head).to(dtype_of(config.loop.save_dtype))
         run.judged(progress, kept_head, found, facts, joint.peft if joint else None, last=progress.step == steps)
 
     again = config.data.keep_features > 0 and steps > steps_per_epoch  # a conversation is read more than once

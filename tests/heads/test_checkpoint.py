@@ -101,7 +101,8 @@ def test_what_is_saved_loads_bit_for_bit(name: str, dtype: torch.dtype, tree: An
     loaded, loaded_facts = load_head(folder, INFO)
     assert_same(loaded, head)
     assert loaded_facts == facts
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["head"]
 
 
@@ -379,7 +380,7 @@ def no_space(*_: object, **__: object) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("limit", [0, 700, 4000])

@@ -74,7 +74,7 @@ def target() -> Target:
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data = parameter.data + 0.1 * torch.randn_like(parameter)
-    return Target(model, "made-up/target")
+    return Target(model.requires_grad_(False), "made-up/target")
 
 
 def build(name: str, target: Target, dtype: torch.dtype = torch.float32, seed: int = 0) -> Eagle3Head:

@@ -17,6 +17,7 @@ from headstart.heads import HEADS, DraftHead, DraftState, HeadOutput, TargetEnds
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.heads.losses import Anchors, Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target
+from headstart.inference.grow import HeadDrafter
 from headstart.train.data import Batch
 from headstart.train.features import online_features
 
@@ -178,21 +179,23 @@ class Witness(BigramHead):
 
     def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         self.seen: list[list[tuple[Tensor, int]]] = [[] for _ in range(batch_size)]
+        self.rows = list(range(batch_size))
         self.frontiers = 0
         return super().begin(ends, batch_size, capacity, max_depth, nodes)
 
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
+        batch = [self.seen[row] for row in self.rows]
         for seen, features_AF, tokens_A, length in zip(
-            self.seen, features_BAF, next_tokens_BA.tolist(), lengths_B.tolist(), strict=True
+            batch, features_BAF, next_tokens_BA.tolist(), lengths_B.tolist(), strict=True
         ):
             seen.extend(zip(features_AF[:length], tokens_A[:length], strict=True))
-        self.roots = [seen[-1][1] for seen in self.seen]
         return super().observe(state, features_BAF, next_tokens_BA, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftState]:
         assert tokens_BW.shape == parents_BW.shape
         if state.depth == 0:
-            assert tokens_BW.tolist() == [[root] for root in self.roots] and (parents_BW == -1).all()
+            roots = [[self.seen[row][-1][1]] for row in self.rows]
+            assert tokens_BW.tolist() == roots and (parents_BW == -1).all()
         else:
             assert len(set(self.previous_BW[0].tolist())) == self.previous_BW.shape[1]
             best_BW5 = self.lm_head(self.embed(self.previous_BW.gather(1, parents_BW))).topk(5).indices
@@ -207,6 +210,14 @@ def test_a_head_is_shown_what_was_written_and_which_nodes_it_expands(
     tree: list[list[int]], tiny_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Position by position the target's own features with the token that follows, however rows come apart."""
+    select = HeadDrafter.select
+
+    def selected(drafter: HeadDrafter, rows_R: Tensor) -> None:
+        assert isinstance(drafter.head, Witness)
+        drafter.head.rows = [drafter.head.rows[row] for row in rows_R.tolist()]
+        select(drafter, rows_R)
+
+    monkeypatch.setattr(HeadDrafter, "select", selected)
     monkeypatch.setitem(HEADS, "bigram", Witness)
     target = tiny_target(vocab_size=VOCAB)
     torch.manual_seed(0)
