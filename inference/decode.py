@@ -195,14 +195,13 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
-        settings["stopping_criteria"] = stopping_criteria(settings, generation_config, tokenizer)
         output = self.target.model.generate(
             input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
             streamer=streamer,
             custom_generate=self.decoding_method(RandomDraw(generator), streamer),
-            **{**settings, "stop_strings": None},
+            **with_stop_strings(settings, generation_config, tokenizer),
         )
         assert isinstance(output, GenerateOutput)
         return output
@@ -292,17 +291,17 @@ def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
     target.merge_adapter(adapter)
 
 
-def stopping_criteria(
+def with_stop_strings(
     settings: dict[str, Any], config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
-) -> StoppingCriteriaList:
-    """The user's criteria and the stop strings as one: `model.generate` hides the tokenizer from other decoders."""
+) -> dict[str, Any]:
+    """Settings whose stop strings are a criterion: `model.generate` hides the tokenizer from decoders of our own."""
     criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
     strings = settings.get("stop_strings") or getattr(config, "stop_strings", None)
     if strings:
         if tokenizer is None:
             raise ValueError(f"stop_strings {strings!r} need the tokenizer; give generate(..., tokenizer=...)")
         criteria.append(StopStringCriteria(tokenizer, strings))
-    return criteria
+    return {**settings, "stopping_criteria": criteria, "stop_strings": None}
 
 
 def _stops(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..heads import DraftHead
-from .decode import GenerateOutput, SpeculativeLM, stopping_criteria
+from .decode import GenerateOutput, SpeculativeLM, with_stop_strings
 from .sampling import RandomDraw
 from .tree import TreePolicy
 from .written import Streamer
@@ -78,13 +78,12 @@ def generate_from(
         tokenizer: needed for `stop_strings`.
         settings: all other arguments of `model.generate`.
     """
-    settings["stopping_criteria"] = stopping_criteria(settings, generation_config, tokenizer)
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
         generation_config=generation_config,
         streamer=streamer,
         custom_generate=_method(_engine(model, head), None, streamer),
-        **{**settings, "stop_strings": None},
+        **with_stop_strings(settings, generation_config, tokenizer),
     )
 
 

@@ -59,9 +59,7 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
     if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
         chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])).any(-1)
-    chosen_BN = (chosen_BN | (index_N == 0)) & (index_N < tree.sizes_B[:, None])
-    # A node is accepted if it and all its ancestors were chosen: one path at most is.
-    accepted_BN = ~(tree.ancestors_BNN & ~chosen_BN[:, None, :]).any(-1)
+    accepted_BN = _accepted(tree, chosen_BN)  # one path at most
     last_B = (tree.depths_BN * accepted_BN).argmax(-1)  # the first of equals: the root, where nothing was accepted
     return _verdict(tree, last_B, choices_BN.gather(1, last_B[:, None])[:, 0])
 
@@ -145,9 +143,8 @@ def typical(tree: DraftTree, scores_BNV: Tensor, draw: Draw, epsilon: float = EP
     parents_BN = tree.parents_BN.clamp(min=0)
     log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
-    plausible_BN = (log_p_BN.exp() > threshold_BN.gather(1, parents_BN)) | (index_N == 0)
-    plausible_BN = plausible_BN & (index_N < tree.sizes_B[:, None])
-    accepted_BN = ~(tree.ancestors_BNN & ~plausible_BN[:, None, :]).any(-1)
+    plausible_BN = log_p_BN.exp() > threshold_BN.gather(1, parents_BN)
+    accepted_BN = _accepted(tree, plausible_BN)
     depths_BN = torch.where(accepted_BN, tree.depths_BN, -1)
     log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)  # -inf times 0 would be no number
     paths_BN = (tree.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
@@ -221,6 +218,13 @@ _SPOKEN: dict[Origin, str] = {
     "independent": "drawn independently",
     "without_replacement": "drawn without replacement",
 }
+
+
+def _accepted(tree: DraftTree, stands_BN: Tensor) -> Tensor:
+    """The nodes that stand together with all their ancestors; the root always does, and padding never."""
+    index_N = torch.arange(stands_BN.shape[1], device=stands_BN.device)
+    stands_BN = (stands_BN | (index_N == 0)) & (index_N < tree.sizes_B[:, None])
+    return ~(tree.ancestors_BNN & ~stands_BN[:, None, :]).any(-1)
 
 
 def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ..inference import SpeculativeLM, Stats, load_tokenizer
+from ..inference import Stats
 from .commands import GenerateConfig
-from .config import dtype_of
 from .console import console
-from .data import check_tokenizer, prompt_ids, warn_of_other_data
+from .data import prompt_ids
+from .engine import load_engine
 
 
 def answer(config: GenerateConfig) -> None:
@@ -22,18 +22,8 @@ def answer(config: GenerateConfig) -> None:
     Raises:
         ValueError: a target, head, tree or prompt that cannot be used.
     """
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(
-        config.target,
-        config.head,
-        dtype_of(config.dtype),
-        config.tree,
-        config.verifier,
-        lossy=config.lossy,
-    )
+    lm, tokenizer = load_engine(config)
     target = lm.target
-    warn_of_other_data(lm.origin, tokenizer, config.thinking)
     messages = [{"role": "user", "content": config.prompt}]
     input_ids = prompt_ids(tokenizer, messages, config.thinking).to(target.device)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.temperature > 0}

@@ -20,11 +20,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..heads.checkpoint import json_ready
-from ..inference import SpeculativeLM, Stats, Target, load_tokenizer
+from ..inference import SpeculativeLM, Stats, Target
 from .commands import BenchConfig
-from .config import dtype_of
 from .console import StopRequest, console, progress_bar
-from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
+from .data import check_lengths, prompt_ids, read_prompts
+from .engine import load_engine
 from .evaluate import summary
 from .provenance import provenance
 
@@ -60,18 +60,8 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     empty = [path for path, rows in prompts.items() if not rows]
     if empty:
         raise ValueError(f"{empty[0]} holds no prompts")
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    fast = SpeculativeLM.from_pretrained(
-        config.target,
-        config.head,
-        dtype_of(config.dtype),
-        config.tree,
-        config.verifier,
-        lossy=config.lossy,
-    )
+    fast, tokenizer = load_engine(config)
     target = fast.target
-    warn_of_other_data(fast.origin, tokenizer, config.thinking)
     encoded = {
         path: [prompt_ids(tokenizer, messages, config.thinking).to(target.device) for messages in rows]
         for path, rows in prompts.items()
