@@ -15,7 +15,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -93,13 +93,32 @@ class TargetFeatures:
     loss_mask_BT: Tensor
     """True where the token is one that the assistant wrote."""
     ends: TargetEnds
+    positions_BT: Tensor | None = None
+    """Of packed rows: each token's place in its own sequence, from 0. None where every row is one sequence."""
+
+    @property
+    def places_BT(self) -> Tensor:
+        """Each token's position, packed or not."""
+        if self.positions_BT is not None:
+            return self.positions_BT
+        return torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(self.tokens_BT)
+
+    def tokens_after(self, places: int) -> Tensor:
+        """The token so many places further on; past the end, where no draft is judged, the last one."""
+        place_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+        return self.tokens_BT[:, (place_T + places).clamp(max=len(place_T) - 1)]
+
+    @property
+    def sequences_BT(self) -> Tensor | None:
+        """Of packed rows: the number of the sequence that each token is of."""
+        return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
 
 
-@dataclass(frozen=True)
-class HeadOutput:
+class HeadOutput(NamedTuple):
     """The loss of one batch and the counts from which every reported mean is made.
 
-    All are sums over positions, so that batches, accumulation steps and ranks add up before anything is divided.
+    A tuple, in which engines that shard a head (ZeRO-3, FSDP2) find the tensors that its backward starts from. All are
+    sums over positions, so that batches, accumulation steps and ranks add up before anything is divided.
     """
 
     loss: Tensor
@@ -152,6 +171,9 @@ class DraftHead(nn.Module, ABC):
     max_depth: int
     feature_layers: tuple[int, ...]
     """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
+    recompute: bool = False
+    """Whether training computes activations again in the backward pass instead of keeping them; heads that feed on
+    their own outputs, whose activations grow with every step of training-time test, heed it."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo, wide
 from .layers import DecoderLayer, DraftCache, LayerShape, Memory, Rotary, TrainingTimeTest, target_layer_weights
@@ -140,7 +142,7 @@ class EagleHead(DraftHead):
         """See `DraftHead.forward`; `train_steps` depths while training, all of them while evaluating."""
         steps = self.config.train_steps if self.training else self.max_depth
         anchors = Anchors.of(features.loss_mask_BT, steps)
-        states = self.drafts(features, TrainingTimeTest(self.config.num_layers), steps)
+        states = self.drafts(features, TrainingTimeTest(self.config.num_layers, features.sequences_BT), steps)
         hiddens = [state.flatten(0, 1)[anchors.index_N] for state in states]
         weight = features.ends.lm_head.weight
         # The LM head may be narrower than the features; the target's own logits are made in its dtype too.
@@ -163,20 +165,18 @@ class EagleHead(DraftHead):
             apart_ND = F.smooth_l1_loss(wide(hidden_ND[chosen]), wide(true_ND), reduction="none")
             losses.append(share * apart_ND.mean(-1).sum())
             loss = loss + self.config.decay**k * losses[-1]
-        return replace(output, loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
+        return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
-    def drafts(self, features: TargetFeatures, memory: Memory, steps: int) -> list[Tensor]:
+    def drafts(self, features: TargetFeatures, memory: TrainingTimeTest, steps: int) -> list[Tensor]:
         """The predicted features [B, T, D] of every step, the true tokens given: step k at t predicts t + 1 + k."""
-        tokens_BT = features.tokens_BT
-        time = tokens_BT.shape[1]
-        place_T = torch.arange(time, device=tokens_BT.device)
         state_BTD = self._noisy(features.features_BTF)
+        keep = not (self.recompute and torch.is_grad_enabled())
+        run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
         states = []
         for step in range(steps):
-            # Where a step looks past the end, any token serves: no anchor there is judged.
-            next_tokens_BT = tokens_BT[:, (place_T + 1 + step).clamp(max=time - 1)]
-            positions_BT = (place_T + step).expand_as(tokens_BT)
-            state_BTD = self._run(next_tokens_BT, state_BTD, positions_BT, memory, features.ends)
+            next_tokens_BT = features.tokens_after(1 + step)
+            positions_BT = features.places_BT + step
+            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, memory.at(step), features.ends)
             states.append(state_BTD)
         return states
 

@@ -15,10 +15,12 @@ t + 1 + s. EAGLE-3.1 (arXiv:2605.09992) normalises each fused feature (`fc_norm`
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
 from .layers import (
@@ -162,7 +164,7 @@ class Eagle3Head(DraftHead):
             self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps=shape.rms_norm_eps) for _ in range(fused))
         self.fc = nn.Linear(fused * target.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = FusionLayer(shape)
-        # Servers call the first layer layers.0 too, so the others are named from 1 on.
+        # Servers count the first layer as layers.0.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(shape) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
@@ -223,23 +225,21 @@ class Eagle3Head(DraftHead):
         """See `DraftHead.forward`; while training, as many depths as training-time test has steps."""
         steps = (self.training and self.config.train_steps) or self.max_depth
         anchors = Anchors.of(features.loss_mask_BT, steps)
-        states = self.drafts(features, TrainingTimeTest(self.config.num_layers), steps)
+        states = self.drafts(features, TrainingTimeTest(self.config.num_layers, features.sequences_BT), steps)
         hiddens = [self.norm(state.flatten(0, 1)[anchors.index_N]) for state in states]
         heads = [self.lm_head.weight] * steps
         return draft_loss(hiddens, heads, self.vocabulary_V, features, anchors, self.config.objective, ranks)
 
-    def drafts(self, features: TargetFeatures, memory: Memory, steps: int) -> list[Tensor]:
+    def drafts(self, features: TargetFeatures, memory: TrainingTimeTest, steps: int) -> list[Tensor]:
         """The layer's outputs [B, T, D] at every step of training-time test, the true tokens given."""
-        tokens_BT = features.tokens_BT
-        time = tokens_BT.shape[1]
-        place_T = torch.arange(time, device=tokens_BT.device)
         state_BTD = self._fuse(features.features_BTF)
+        keep = not (self.recompute and torch.is_grad_enabled())
+        run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
         states = []
         for step in range(steps):
-            # Where a step looks past the end, any token serves: no anchor there is judged.
-            next_tokens_BT = tokens_BT[:, (place_T + 1 + step).clamp(max=time - 1)]
-            positions_BT = (place_T + step).expand_as(tokens_BT)
-            state_BTD = self._run(self._embed(next_tokens_BT, features.ends), state_BTD, positions_BT, memory)
+            next_tokens_BT = features.tokens_after(1 + step)
+            positions_BT = features.places_BT + step
+            state_BTD = run(self._embed(next_tokens_BT, features.ends), state_BTD, positions_BT, memory.at(step))
             states.append(state_BTD)
             state_BTD = self._fed_back(state_BTD)
         return states

@@ -197,8 +197,8 @@ class HydraHead(DraftHead):
     def drafts(self, features: TargetFeatures, index_N: Tensor) -> list[Tensor]:
         """The draft states [N, D] of every head at anchors of the flattened batch, the true tokens given."""
         tokens_BT = features.tokens_BT
-        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
-        states_BTD = self._prefixed(features.last_BTD, positions_BT, TrainingTimeTest(1))
+        memory = TrainingTimeTest(1, features.sequences_BT).at(0)
+        states_BTD = self._prefixed(features.last_BTD, features.places_BT, memory)
         states_ND = states_BTD.flatten(0, 1)[index_N]
         # Where a path looks past the end of its row, any token serves: no such draft is judged.
         places_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)

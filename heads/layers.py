@@ -15,11 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .base import TargetInfo
+
+SCORES = 2**26
+"""Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
 
 
 @dataclass(frozen=True)
@@ -156,29 +160,64 @@ class TrainingTimeTest:
     reached from t by s drafts: it attends to step 0 up to t, and to its own earlier drafts, one key a step.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
+    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None) -> None:
+        """Begin at step 0.
+
+        Args:
+            num_layers: of the head.
+            sequences_BT: of packed rows: which sequence each token is of; it sees no other.
+        """
+        self.sequences_BT = sequences_BT
+        self._steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
+
+    def at(self, step: int) -> Memory:
+        """The memory of one step, which may be run again when its activations are recomputed."""
+        return _Step(self, step)
+
+
+@dataclass(frozen=True)
+class _Step:
+    test: TrainingTimeTest
+    step: int
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
-        """See `Memory.attend`; called once a layer for each step."""
-        past = self._past[layer]
-        past.append((key_BGTE, value_BGTE))
-        if len(past) == 1:
+        """See `Memory.attend`; chunk by chunk of positions where whole scores would be large."""
+        steps, sequences_BT = self.test._steps[layer], self.test.sequences_BT
+        steps[self.step] = key_BGTE, value_BGTE
+        if self.step == 0 and sequences_BT is None:
             return F.scaled_dot_product_attention(query_BHTE, key_BGTE, value_BGTE, is_causal=True, enable_gqa=True)
-        (first_key, first_value), drafts = past[0], past[1:]
-        batch, heads, time, size = query_BHTE.shape
-        groups = key_BGTE.shape[1]
-        repeat = heads // groups
-        # A group's queries side by side, [B, G, repeat * T, E]: one product with the group's keys.
-        query = (query_BHTE * size**-0.5).reshape(batch, groups, repeat * time, size)
-        hidden = torch.ones(time, time, dtype=torch.bool, device=query.device).triu(1).repeat(repeat, 1)
-        causal = (query @ first_key.mT).masked_fill(hidden, float("-inf"))
-        own = torch.stack([(query * key.repeat(1, 1, repeat, 1)).sum(-1) for key, _ in drafts], dim=-1)
-        weights = torch.cat([causal, own], dim=-1).softmax(-1).to(value_BGTE.dtype)
-        found = weights[..., :time] @ first_value
-        for place, (_, value) in enumerate(drafts, start=time):
-            found = found + weights[..., place, None] * value.repeat(1, 1, repeat, 1)
-        return found.reshape(batch, heads, time, size)
+        keys, values = zip(*(steps[i] for i in range(self.step + 1)), strict=True)
+        batch, heads, time, _ = query_BHTE.shape
+        size = max(1, SCORES // (batch * heads * time))
+        if size >= time:
+            return _attend_drafts(query_BHTE, keys, values, sequences_BT, 0)
+        parts = [
+            # What is recomputed in the backward pass is not kept until then: memory grows with T, not with T squared.
+            checkpoint(_attend_drafts, query, keys, values, sequences_BT, start, use_reentrant=False)
+            for query, start in zip(query_BHTE.split(size, 2), range(0, time, size), strict=True)
+        ]
+        return torch.cat(parts, dim=2)
+
+
+def _attend_drafts(
+    query_BHCE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None, start: int
+) -> Tensor:
+    """What positions `start` to start + C find: in step 0 up to themselves, and in each later step at themselves."""
+    batch, heads, chunk, size = query_BHCE.shape
+    groups, stop = keys[0].shape[1], start + chunk
+    repeat = heads // groups
+    # A group's queries side by side, [B, G, repeat * C, E]: one product with the group's keys.
+    query = (query_BHCE * size**-0.5).reshape(batch, groups, repeat * chunk, size)
+    hidden = torch.ones(chunk, stop, dtype=torch.bool, device=query.device).triu(start + 1)[None]
+    if sequences_BT is not None:
+        hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, :stop])
+    first = (query @ keys[0][:, :, :stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
+    own = [(query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True) for key in keys[1:]]
+    weights = torch.cat([first, *own], dim=-1).softmax(-1).to(values[0].dtype)
+    found = weights[..., :stop] @ values[0][:, :, :stop]
+    for place, value in enumerate(values[1:], start=stop):
+        found = found + weights[..., place, None] * value[:, :, start:stop].repeat(1, 1, repeat, 1)
+    return found.reshape(batch, heads, chunk, size)
 
 
 class DraftCache:

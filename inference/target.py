@@ -193,18 +193,29 @@ class Target:
         return self._forward(tree.tokens_BN, positions_BN, slot_positions_BS, visible_BNS, cache, layers, 0)
 
     @torch.no_grad()
-    def read(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def read(
+        self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `states`, without gradients: what training on a frozen model needs."""
-        return self.states(tokens_BT, layers)
+        return self.states(tokens_BT, layers, positions_BT)
 
-    def states(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def states(
+        self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Features of whole right-padded sequences, without a cache.
+
+        Args:
+            tokens_BT: the rows.
+            layers: whose features are wanted.
+            positions_BT: of packed rows, starting again at 0 with every sequence, which sees no other; None for rows
+                of one sequence.
 
         Returns:
             features_BTF of `layers`, and last_BTD, the states after the final norm.
         """
         output = self.model(
             input_ids=tokens_BT,
+            position_ids=positions_BT,  # transformers makes the mask of packed rows from them
             use_cache=False,
             logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
             output_hidden_states=self._indices((*layers, -1)),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.heads import HEADS, DraftHead, TargetFeatures
+from headstart.heads import HEADS, DraftHead, TargetFeatures, layers
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.grow import drafter_of
@@ -75,6 +75,60 @@ def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead
 
 def features_of(target: Target, head: DraftHead, tokens_BT: Tensor, loss_mask_BT: Tensor) -> TargetFeatures:
     return TargetFeatures(*target.read(tokens_BT, head.feature_layers), tokens_BT, loss_mask_BT, target.ends)
+
+
+# What a step costs in memory does not change what it learns.
+
+
+def gradients(head: DraftHead, features: TargetFeatures) -> tuple[Tensor, list[Tensor]]:
+    output = head.train()(features)
+    head.zero_grad()
+    output.loss.backward()
+    return output.losses_K, [parameter.grad for parameter in head.parameters() if parameter.grad is not None]
+
+
+def assert_same_step(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> None:
+    torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
+    assert len(one[1]) == len(other[1])
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+@every_head
+def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(name, options, tiny_target):
+    """Positions start again with every sequence, and no sequence sees another."""
+    target = tiny_target(vocab_size=7, layers=3)
+    head = random_head(name, options, target)
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(7, (length,), generator=generator) for length in (9, 6, 11, 7)]
+    masks = [torch.arange(len(text)) >= 2 for text in texts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    apart = features_of(target, head, pad(texts, batch_first=True), pad(masks, batch_first=True))
+    rows = [[0, 1], [2, 3]]
+    tokens_BT, mask_BT, positions_BT = (
+        pad([torch.cat([part[i] for i in row]) for row in rows], batch_first=True)
+        for part in (texts, masks, [torch.arange(len(text)) for text in texts])
+    )
+    states = target.read(tokens_BT, head.feature_layers, positions_BT)
+    together = TargetFeatures(*states, tokens_BT, mask_BT, target.ends, positions_BT)
+    assert_same_step(gradients(head, together), gradients(head, apart))
+    blind = TargetFeatures(*states, tokens_BT, mask_BT, target.ends)  # the head alone takes a row for one text
+    if any("attn" in part for part, _ in head.named_modules()):
+        with pytest.raises(AssertionError):
+            assert_same_step(gradients(head, blind), gradients(head, apart))
+
+
+@every_head
+@pytest.mark.parametrize("scores", [2**26, 40])
+def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores, tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=7, layers=3)
+    head = random_head(name, options, target)
+    tokens_BT = torch.randint(7, (2, 13), generator=torch.Generator().manual_seed(5))
+    features = features_of(target, head, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
+    plain = gradients(head, features)
+    monkeypatch.setattr(layers, "SCORES", scores)
+    head.recompute = True
+    assert_same_step(gradients(head, features), plain)
 
 
 # Decoding is training.

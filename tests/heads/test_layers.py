@@ -121,7 +121,7 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
     with torch.no_grad():
         hidden = target.model(tokens_BT, output_hidden_states=True).hidden_states
         rotary = Rotary(target.info, SIZE)(torch.arange(90).expand(2, -1), torch.float64)
-        found_BTD = layer(hidden[block], rotary, TrainingTimeTest(1), 0)
+        found_BTD = layer(hidden[block], rotary, TrainingTimeTest(1).at(0), 0)
     # transformers' norms compute in float32, whatever they are given
     torch.testing.assert_close(found_BTD, hidden[block + 1], rtol=0, atol=5e-6)
 
@@ -176,7 +176,7 @@ def test_a_block_that_is_no_llama_layer_is_refused_with_the_way_out() -> None:
 
 
 def attended(memory: TrainingTimeTest, layer: int, entries: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-    return [memory.attend(layer, *entry) for entry in entries]
+    return [memory.at(step).attend(layer, *entry) for step, entry in enumerate(entries)]
 
 
 @pytest.mark.parametrize("time", [1, 2, 7])
@@ -215,7 +215,7 @@ def test_layers_remember_apart() -> None:
     torch.manual_seed(0)
     entries = [[torch.randn(1, heads, 3, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)] for _ in range(6)]
     both = TrainingTimeTest(2)
-    mixed = [both.attend(i % 2, *entry) for i, entry in enumerate(entries)]
+    mixed = [both.at(i // 2).attend(i % 2, *entry) for i, entry in enumerate(entries)]
     for layer in range(2):
         alone = attended(TrainingTimeTest(1), 0, entries[layer::2])
         for mine, theirs in zip(mixed[layer::2], alone, strict=True):

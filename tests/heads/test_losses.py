@@ -272,8 +272,8 @@ def test_evaluation_sees_the_same_figures_without_a_graph() -> None:
         with context:
             evaluated = problem.solve(MIX, ranks=3)
         assert not evaluated.loss.requires_grad
-        for field in dataclasses.fields(HeadOutput):
-            assert torch.equal(getattr(evaluated, field.name), getattr(trained, field.name).detach())
+        for name in HeadOutput._fields:
+            assert torch.equal(getattr(evaluated, name), getattr(trained, name).detach())
 
 
 # What carries a loss.
@@ -295,8 +295,8 @@ def test_what_lies_outside_the_answers_changes_nothing(name: str, weights: str) 
         leaf.grad = None
     after = dataclasses.replace(problem, features=other).solve({name: 1.0}, weights, ranks=3)
     after.loss.backward()
-    for field in dataclasses.fields(HeadOutput):
-        torch.testing.assert_close(getattr(after, field.name), getattr(before, field.name), **EXACT)
+    for name in HeadOutput._fields:
+        torch.testing.assert_close(getattr(after, name), getattr(before, name), **EXACT)
     for leaf, gradient in zip(problem.leaves(), gradients, strict=True):
         torch.testing.assert_close(leaf.grad, gradient, **EXACT)
     for depth in range(3):

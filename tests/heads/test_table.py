@@ -93,7 +93,7 @@ def trained(name: str, options: dict[str, Any], target: Target, tokens_BT: Tenso
     head = build_head(name, options, target.info).double()
     target.check_layers(head.feature_layers)
     head.initialize(target.ends, torch.bincount(tokens_BT.flatten(), minlength=VOCAB))
-    batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
+    batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), ((tokens_BT.shape[1],),) * len(tokens_BT))
     features = online_features(target, head, batch, torch.float64)
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
     losses = []
