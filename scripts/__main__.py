@@ -1,4 +1,4 @@
-"""headstart COMMAND: data, train, tree, generate, bench, demo."""
+"""headstart COMMAND: data, features, train, tree, generate, bench, demo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from headstart.scripts.command import run
 
 COMMANDS = {
     "data": "make conversations: the model writes prompts, or answers given ones",
+    "features": "write the target's states to disk, for training to read",
     "train": "train a draft head on a frozen model",
     "tree": "find the draft tree that is fastest for a head on this machine",
     "generate": "answer a prompt with a head, streaming",

@@ -29,7 +29,8 @@ def options(kind: type[Options], command: str, description: str, arguments: list
     parser = ArgumentParser(prog=f"headstart {command}", description=description)
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
     parser.add_class_arguments(kind)
-    given = spelled_out(sys.argv[1:] if arguments is None else arguments, set(list_options(kind)))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = spelled_out(arguments, set(options_of_type(kind, list)), set(options_of_type(kind, bool)))
     parsed = parser.instantiate(parser.parse_args(given))
     values = {name: _plain(value) for name, value in vars(parsed).items() if name != "config"}
     return kind(**values)
@@ -45,17 +46,20 @@ def _plain(value: Any, inside: bool = False) -> Any:
     return float(value) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else yaml.safe_load(value)
 
 
-def list_options(kind: type, before: str = "") -> Iterator[str]:
-    """Dotted names of the options that are lists."""
+def options_of_type(kind: type, wanted: type, before: str = "") -> Iterator[str]:
+    """Dotted names of the options that are of a type, such as list."""
     for name, hint in typing.get_type_hints(kind).items():
-        if typing.get_origin(hint) is list:
+        if wanted in (hint, typing.get_origin(hint)):
             yield before + name
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from list_options(hint, f"{before}{name}.")
+            yield from options_of_type(hint, wanted, f"{before}{name}.")
 
 
-def spelled_out(arguments: list[str], lists: set[str]) -> list[str]:
-    """`--max-new-tokens 8` as `--max_new_tokens 8`, and `--prompts a b` as `--prompts '["a", "b"]'`."""
+def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[str]:
+    """As the parser takes them: `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts '["a", "b"]'`.
+
+    And a yes or no that stands alone, `--compare`, as `--compare true`.
+    """
     plain: list[str] = []
     rest = list(arguments)
     while rest:
@@ -69,6 +73,8 @@ def spelled_out(arguments: list[str], lists: set[str]) -> list[str]:
             values = list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
             del rest[: len(values)]
             plain.extend(values if len(values) == 1 and values[0].startswith("[") else [json.dumps(values)])
+        if option.removeprefix("--") in flags and not equals and (not rest or rest[0].startswith("--")):
+            plain.append("true")
     return plain
 
 

@@ -7,6 +7,8 @@ the same memory. What comes out is a head and a peft adapter; decoding is lossle
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -63,22 +65,24 @@ class JointModule(nn.Module):
         target = self._target[0]
         tokens_BT = batch.tokens_BT.to(target.device)
         mask_BT = batch.loss_mask_BT.to(target.device)
+        positions_BT = None if batch.positions_BT is None else batch.positions_BT.to(target.device)
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
-            features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers)
-        output: HeadOutput = self.head(TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.ends))
+            features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers, positions_BT)
+        features = TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.ends, positions_BT)
+        output: HeadOutput = self.head(features)
         loss = output.loss
         if joint:
-            loss = loss + self.keep_base * self._distance(last_BTD, tokens_BT, mask_BT)
+            loss = loss + self.keep_base * self._distance(features)
         else:  # every parameter must have a gradient on every rank
             loss = loss + 0.0 * torch.stack([weight.sum() for weight in self.adapter.values()]).sum()
         return HeadOutput(loss, output.losses_K, output.counts_K, output.hits_KI)
 
-    def _distance(self, last_BTD: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def _distance(self, features: TargetFeatures) -> Tensor:
         """KL from the model without its adapter, summed over answer tokens."""
         target = self._target[0]
         with self.peft.disable_adapter():  # type: ignore[operator]
-            features_BTF, base_BTD = target.read(tokens_BT, ())
-        anchors = Anchors.of_answers(mask_BT)
-        base = TargetFeatures(features_BTF, base_BTD, tokens_BT, mask_BT, target.ends)
-        states_ND = last_BTD.flatten(0, 1)[anchors.index_N]
+            _, base_BTD = target.read(features.tokens_BT, (), features.positions_BT)
+        anchors = Anchors.of_answers(features.loss_mask_BT)
+        base = replace(features, last_BTD=base_BTD)
+        states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
         return draft_loss([states_ND], [target.ends.lm_head.weight], None, base, anchors, KEEP_BASE).loss

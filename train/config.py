@@ -39,9 +39,27 @@ class DataConfig:
     """Use only so many, the first ones; null for all."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
-    keep_features: float = 0.0
-    """GiB of host memory in which the target's states are kept after they were first computed; 0 computes them in
-    every epoch anew."""
+    weights: list[float] | None = None
+    """How often an epoch passes over each source: 2 twice, 0.5 over another half every time; null for once each."""
+    pack: int | None = None
+    """Tokens of a row in which several conversations stand, none of which sees another; null for one a row."""
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Where the target's states come from."""
+
+    mode: Literal["online", "cached", "auto"] = "online"
+    """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
+    epoch computes them, if that saves anything and takes at most `limit`."""
+    folder: str | None = None
+    """Of the cache; null for `features` in the run's folder."""
+    format: Literal["bfloat16", "float32", "int8"] = "bfloat16"
+    """How states are stored; int8 has a scale for each token and layer."""
+    limit: float = 20.0
+    """GiB on disk that auto takes at most."""
+    repair: bool = False
+    """Remove shards that are corrupt, so that their states are computed again."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,8 @@ class OptimConfig:
     """Share of the steps over which the learning rate rises."""
     clip: float = 1.0
     """Gradient norm above which gradients are scaled down."""
+    ema: float = 0.0
+    """Decay per step of a running mean of the weights, which is then what is measured and saved; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +91,11 @@ class LoopConfig:
     max_steps: int | None = None
     """Stop after so many optimizer steps; null for all of `epochs`."""
     batch_size: int = 8
-    """Conversations per forward on each process."""
-    accumulation: int = 1
-    """Forwards per optimizer step."""
+    """Rows per optimizer step, over all processes and forwards; a row is a conversation, unless data.pack."""
+    micro_batch: int | None = None
+    """Rows per forward on each process; null for its whole share of a step."""
+    recompute: bool = False
+    """Compute activations of the training-time test again in the backward pass instead of keeping them."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the head's arithmetic; its weights and the optimizer stay float32."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -88,6 +110,9 @@ class LoopConfig:
     """Steps between two checkpoints to resume from; 0 for only the last."""
     keep: int = 2
     """How many of these checkpoints are kept."""
+    patience: int = 0
+    """Stop after so many evaluations in a row in which real acceptance was below the best although the held-out loss
+    sank; 0 never stops early."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Where accelerate sends the numbers."""
 
@@ -160,6 +185,8 @@ class TrainConfig:
     """Revision of the target's Hub id."""
     data: DataConfig = field(default_factory=DataConfig)
     """Conversations."""
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    """The target's states."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer and schedule."""
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -182,15 +209,26 @@ class TrainConfig:
                 raise ValueError(f"option {name!r} is required and was not given")
         if "type" not in self.head:
             raise ValueError("option 'head.type' is required: a word of the HEADS table, such as medusa")
-        if self.data.keep_features < 0:
-            raise ValueError(f"data.keep_features must be at least 0 GiB, not {self.data.keep_features}")
+        weights = self.data.weights
+        if weights is not None and (len(weights) != len(self.data.sources) or min(weights) <= 0):
+            raise ValueError(
+                f"data.weights needs a number above 0 for each of the {len(self.data.sources)} data.sources, not "
+                f"{weights}"
+            )
+        if self.data.pack is not None and self.data.pack < self.data.max_length:
+            raise ValueError(
+                f"data.pack must hold the longest conversation, data.max_length {self.data.max_length}, not "
+                f"{self.data.pack}"
+            )
         if not 0 < self.data.held_out < 1:
             raise ValueError(f"data.held_out is a share between 0 and 1, not {self.data.held_out}")
         minima = {
             "data.max_length": (self.data.max_length, 3),
             "loop.batch_size": (self.loop.batch_size, 1),
-            "loop.accumulation": (self.loop.accumulation, 1),
+            "loop.micro_batch": (1 if self.loop.micro_batch is None else self.loop.micro_batch, 1),
+            "features.limit": (self.features.limit, 0),
             "loop.keep": (self.loop.keep, 1),
+            "loop.patience": (self.loop.patience, 0),
             "loop.log_every": (self.loop.log_every, 1),
             "loop.eval_every": (self.loop.eval_every, 0),
             "loop.save_every": (self.loop.save_every, 0),
@@ -208,12 +246,14 @@ class TrainConfig:
         for name, rate in above_0.items():
             if rate <= 0:
                 raise ValueError(f"{name} must be above 0, not {rate}")
+        if not 0 <= self.optim.ema < 1:
+            raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {self.optim.ema}")
         if not 0 <= self.optim.warmup <= 1:
             raise ValueError(f"optim.warmup is a share between 0 and 1, not {self.optim.warmup}")
-        if self.adapter.rank > 0 and (self.optim.name == "muon" or self.data.keep_features > 0):
+        if self.adapter.rank > 0 and (self.optim.name == "muon" or self.features.mode != "online"):
             raise ValueError(
-                "an adapter changes the target's states, so it needs data.keep_features 0, and optim.name adamw, not "
-                f"{self.data.keep_features} and {self.optim.name}"
+                "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "
+                f"{self.features.mode} and {self.optim.name}"
             )
         if self.loop.precision == "float32" and self.target_dtype != "float32":
             raise ValueError(

@@ -19,7 +19,7 @@ from datasets import load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from jinja2 import TemplateError
 from torch import Tensor
-from torch.utils.data import BatchSampler
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..heads.checkpoint import differences
@@ -38,17 +38,35 @@ class Example:
     loss_mask: list[bool]
     """True where the assistant wrote the token."""
     conversation: int = -1
-    """Its place in the data, for messages."""
+    """Its place in the data, counted from 0 over all sources."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences. B batch, T time."""
+    """Right-padded rows of one or, packed, several sequences. B batch, T time."""
 
     tokens_BT: Tensor
     loss_mask_BT: Tensor
+    lengths: tuple[tuple[int, ...], ...]
+    """Of the sequences in each row."""
     conversations: tuple[int, ...] = ()
     """Which they are, by their place in the data."""
+
+    def places(self) -> Iterator[tuple[int, slice]]:
+        """The row and the place in it of every sequence."""
+        for row, lengths in enumerate(self.lengths):
+            for stop, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+                yield row, slice(stop - length, stop)
+
+    @property
+    def positions_BT(self) -> Tensor | None:
+        """Each token's place in its own sequence; None where every row is one."""
+        if all(len(row) <= 1 for row in self.lengths):
+            return None
+        positions_BT = torch.arange(self.tokens_BT.shape[1]).repeat(len(self.lengths), 1)
+        for row, place in self.places():
+            positions_BT[row, place.start :] -= int(positions_BT[row, place.start])
+        return positions_BT
 
 
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
@@ -65,11 +83,26 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
         return [check_conversation(row, where) for where, row in itertools.islice(_jsonl_rows(Path(source)), limit)]
     name, _, split = source.partition(":")
     try:
-        rows = load_dataset(name, split=split or "train")
+        # Streamed, no more is downloaded than is read.
+        rows = load_dataset(name, split=split or "train", streaming=limit is not None)
     except (DatasetNotFoundError, OSError, ValueError) as error:
         raise ValueError(f"no conversations at {source!r}: neither a file nor a Hub data set: {error}") from error
-    chosen = rows if limit is None else rows.select(range(min(limit, len(rows))))
-    return [check_conversation(dict(row), f"{source}, row {i}") for i, row in enumerate(chosen)]
+    return [check_conversation(dict(row), f"{source}, row {i}") for i, row in enumerate(itertools.islice(rows, limit))]
+
+
+def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
+    """The first `limit` conversations of all sources together, and the number of the source of each.
+
+    Raises:
+        ValueError: see `read_conversations`.
+    """
+    rows: list[dict[str, Any]] = []
+    numbers: list[int] = []
+    for number, source in enumerate(sources):
+        found = read_conversations(source, None if limit is None else limit - len(rows))
+        rows += found
+        numbers += [number] * len(found)
+    return rows, numbers
 
 
 def check_conversation(row: Any, where: str) -> dict[str, Any]:
@@ -226,48 +259,30 @@ def count_answer_tokens(examples: list[Example], vocab_size: int) -> Tensor:
 
 
 def collate(examples: list[Example]) -> Batch:
-    """Pad on the right; padding is no answer, and a causal model's earlier tokens never see it."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    return Batch(
-        pad([torch.tensor(example.tokens) for example in examples], batch_first=True),
-        pad([torch.tensor(example.loss_mask) for example in examples], batch_first=True),
-        tuple(example.conversation for example in examples),
-    )
+    """One sequence in each row; see `collate_rows`."""
+    return collate_rows([[example] for example in examples])
 
 
-class LengthGroupedBatches(BatchSampler):
-    """Shuffled batches of similar lengths, the same for the same seed and epoch.
+def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
+    """Pad on the right; padding is no answer, and a causal model's earlier tokens never see it.
 
-    The examples are shuffled, sorted by length within windows of `WINDOW` batches, cut into batches, and the batches
-    shuffled: little padding, and every epoch another order.
+    Args:
+        rows: the sequences that stand in each row; no rows at all give one of nothing but padding.
+        least: tokens that a row has at least.
     """
-
-    WINDOW = 32
-
-    def __init__(self, lengths: list[int], batch_size: int, seed: int) -> None:
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.drop_last = False
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return -(-len(self.lengths) // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        span = self.WINDOW * self.batch_size
-        windows = [sorted(order[i : i + span], key=lambda j: self.lengths[j]) for i in range(0, len(order), span)]
-        batches = [
-            window[i : i + self.batch_size] for window in windows for i in range(0, len(window), self.batch_size)
-        ]
-        for i in torch.randperm(len(batches), generator=generator).tolist():
-            yield batches[i]
+    tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
+    for row in rows:
+        tokens.append(torch.tensor([token for example in row for token in example.tokens]))
+        # A sequence's first token cannot be guessed from the one before it in its row.
+        own = [[False, *example.loss_mask[1:]] if number else example.loss_mask for number, example in enumerate(row)]
+        masks.append(torch.tensor(list(itertools.chain.from_iterable(own))))
+    kept = slice(1 if rows else 0, None)  # the row of padding is only there to be as long as `least`
+    return Batch(
+        pad_sequence(tokens, batch_first=True)[kept],
+        pad_sequence(masks, batch_first=True)[kept],
+        tuple(tuple(len(example.tokens) for example in row) for row in rows) or ((),),
+        tuple(example.conversation for row in rows for example in row),
+    )
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[list[dict[str, str]]]:

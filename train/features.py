@@ -1,14 +1,35 @@
-"""What a head trains on: the frozen target's states, computed on the way and, if asked, kept in memory."""
+"""What a head trains on: the frozen target's states, computed on the way or read from a cache."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
 import torch
+from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..heads import DraftHead, TargetFeatures
 from ..inference import Target
-from .data import Batch
+from .config import TrainConfig
+from .console import Stopped, StopRequest, progress_bar
+from .data import Batch, Example, collate
+from .feature_cache import FeatureCache, bytes_per_token, corrupt_shards, key_of
+
+BATCH_TOKENS = 8192
+"""Tokens of a batch, padding included, when states are computed before training."""
+
+
+class FeatureSource(Protocol):
+    """What gives a batch's features."""
+
+    def __call__(self, batch: Batch) -> TargetFeatures:
+        """The features of a batch."""
+
+    def settle(self, accelerator: Accelerator) -> None:
+        """Called on every process, where a run may go on from: what was computed so far is on disk afterwards."""
 
 
 def online_features(
@@ -22,46 +43,140 @@ def online_features(
         batch: right-padded conversations.
         dtype: of the features, as the head's weights.
     """
-    features_BTF, last_BTD = target.read(batch.tokens_BT.to(target.device), head.feature_layers)
+    features_BTF, last_BTD = target.read(
+        batch.tokens_BT.to(target.device), head.feature_layers, _on(target, batch.positions_BT)
+    )
     return _together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
 
-class KeptFeatures:
-    """The target's states of every conversation that was read before, up to a limit, in host memory.
+@dataclass(frozen=True)
+class OnlineFeatures:
+    """Computed in every epoch anew."""
 
-    Conversations are read one by one, so that their states do not depend on the batch that they first came in: a run
-    that was interrupted and reads them again in another batch trains on the same numbers.
+    target: Target
+    head: DraftHead
+
+    def __call__(self, batch: Batch) -> TargetFeatures:
+        """See `online_features`."""
+        return online_features(self.target, self.head, batch)
+
+    def settle(self, accelerator: Accelerator) -> None:
+        """Nothing is kept."""
+
+
+def kept_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers whose states a cache holds for a head that reads `layers`: the last one is always among them."""
+    return tuple(dict.fromkeys((*layers, -1)))
+
+
+class CachedFeatures:
+    """As `online_features`, of states that a cache holds; what it does not hold is computed and added.
+
+    A batch is computed as a whole, and what is trained on is what the cache gives back, also right after it was
+    computed: so a run that was interrupted trains on the same numbers.
     """
 
-    def __init__(self, target: Target, head: DraftHead, gib: float) -> None:
-        self.target, self.layers = target, head.feature_layers
-        self.room = int(gib * 2**30)
-        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
-        """By a conversation's tokens: its features and its last states, the same tensor where they are the same."""
+    def __init__(self, target: Target, head: DraftHead, cache: FeatureCache) -> None:
+        self.target, self.cache, self.layers = target, cache, kept_layers(head.feature_layers)
+        self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
+        self._last = self.layers.index(-1)
 
-    def of(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
-        """As `online_features`."""
-        lengths = (batch.loss_mask_BT.cumsum(1).argmax(1) + 1).tolist()
-        pairs = [self._row(row[:length]) for row, length in zip(batch.tokens_BT, lengths, strict=True)]
-        features_BTF, last_BTD = (pad_sequence(list(rows), batch_first=True) for rows in zip(*pairs, strict=True))
-        longest = max(lengths)
-        cut = Batch(batch.tokens_BT[:, :longest], batch.loss_mask_BT[:, :longest])
-        device = self.target.device
-        return _together(self.target, cut, features_BTF.to(device, dtype), last_BTD.to(device, dtype))
+    def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+        """The features of a batch."""
+        keys = self.fill(batch)
+        shape = (*batch.tokens_BT.shape, len(self.layers), self.target.info.hidden_size)
+        states_BTLD = torch.zeros(shape, dtype=dtype)
+        for key, (row, place) in zip(keys, batch.places(), strict=True):
+            states_BTLD[row, place] = self.cache.read(key).to(dtype)
+        states_BTLD = states_BTLD.to(self.target.device)
+        features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
+        return _together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
-    def _row(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Features and last states of one conversation, up to its last answer token."""
-        key = tokens_T.cpu().numpy().tobytes()
-        if key in self._kept:
-            return self._kept[key]
-        features_BTF, last_BTD = self.target.read(tokens_T[None].to(self.target.device), self.layers)
-        last_TD = last_BTD[0].cpu()
-        pair = (last_TD if self.layers == (-1,) else features_BTF[0].cpu()), last_TD
-        size = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in pair}.values())
-        if size <= self.room:
-            self.room -= size
-            self._kept[key] = pair
-        return pair
+    def write(self, accelerator: Accelerator, examples: list[Example]) -> None:
+        """Compute all that is missing, every process its part of the batches; Ctrl-C and SIGTERM lose nothing.
+
+        Raises:
+            Stopped: once what was computed has been written.
+        """
+        batches = list(by_length(examples, BATCH_TOKENS))
+        total = sum(len(example.tokens) for batch in batches for example in batch)
+        with StopRequest() as stop, progress_bar() as bar:
+            task = bar.add_task("tokens", total=total, note="")
+            for number, batch in enumerate(batches):
+                if number % accelerator.num_processes == accelerator.process_index and not stop.wanted:
+                    self.fill(collate(batch))
+                bar.advance(task, sum(len(example.tokens) for example in batch))
+        self.settle(accelerator)
+        if stop.wanted:
+            raise Stopped("stopped; the same command goes on from there")
+
+    def settle(self, accelerator: Accelerator) -> None:
+        """Write what is new, and take in what other processes wrote."""
+        self.cache.flush()
+        accelerator.wait_for_everyone()
+        self.cache.refresh()
+
+    def fill(self, batch: Batch) -> list[bytes]:
+        """Compute a batch of which the cache misses something; the keys of its sequences."""
+        keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
+        if any(key not in self.cache for key in keys):
+            tokens_BT = batch.tokens_BT.to(self.target.device)
+            states_BTF, _ = self.target.read(tokens_BT, self.layers, _on(self.target, batch.positions_BT))
+            states_BTLD = states_BTF.unflatten(-1, (len(self.layers), -1))
+            for key, (row, place) in zip(keys, batch.places(), strict=True):
+                self.cache.add(key, states_BTLD[row, place])
+        return keys
+
+
+def feature_source(
+    accelerator: Accelerator,
+    target: Target,
+    head: DraftHead,
+    origin: dict[str, Any],
+    examples: list[Example],
+    config: TrainConfig,
+    epochs: float,
+) -> FeatureSource:
+    """What `features.mode` asks for; `auto` keeps states if they are read again and take no more than its limit."""
+    options = config.features
+    gib = cache_bytes(target, head, examples, options.format) / 2**30
+    if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
+        return OnlineFeatures(target, head)
+    cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config))
+    accelerator.print(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
+    if options.mode == "cached":
+        cached.write(accelerator, examples)
+    return cached
+
+
+def open_cache(
+    accelerator: Accelerator, target: Target, head: DraftHead, origin: dict[str, Any], config: TrainConfig
+) -> FeatureCache:
+    """The run's cache, begun by the first process.
+
+    Raises:
+        ValueError: what is there belongs to another target, head or tokenizer.
+    """
+    model = {name: origin[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
+    manifest = {
+        **model,
+        "layers": list(kept_layers(head.feature_layers)),
+        "hidden_size": target.info.hidden_size,
+        "format": config.features.format,
+    }
+    folder = Path(config.features.folder or Path(config.output) / "features")
+    with accelerator.main_process_first():
+        if config.features.repair and accelerator.is_main_process:
+            for path in corrupt_shards(folder):
+                accelerator.print(f"{path} is corrupt and was removed")
+                path.unlink()
+        return FeatureCache(folder, manifest)
+
+
+def cache_bytes(target: Target, head: DraftHead, examples: list[Example], word: str) -> int:
+    """What the states of these sequences take on disk."""
+    token = bytes_per_token(len(kept_layers(head.feature_layers)), target.info.hidden_size, word)
+    return token * sum(len(example.tokens) for example in examples)
 
 
 def _together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
@@ -71,4 +186,18 @@ def _together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tens
         tokens_BT=batch.tokens_BT.to(target.device),
         loss_mask_BT=batch.loss_mask_BT.to(target.device),
         ends=target.ends,
+        positions_BT=_on(target, batch.positions_BT),
     )
+
+
+def by_length(examples: list[Example], tokens: int) -> Iterator[list[Example]]:
+    """Batches of similar lengths, the longest first, of at most so many tokens with their padding."""
+    rest = sorted(examples, key=lambda example: -len(example.tokens))
+    while rest:
+        size = max(1, tokens // len(rest[0].tokens))
+        yield rest[:size]
+        rest = rest[size:]
+
+
+def _on(target: Target, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(target.device)

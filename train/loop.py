@@ -9,46 +9,37 @@ have had without the interruption.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
+import hashlib
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import set_seed
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoint import HeadFacts, build_head, copy_weights, head_config
-from ..inference import Target, load_tokenizer
-from .config import LoopConfig, TrainConfig, dtype_of
+from ..heads.checkpoint import HeadFacts, build_head
+from .batches import Order, Share
+from .config import TrainConfig, dtype_of
 from .console import Stopped, StopRequest, progress_bar
-from .data import (
-    Batch,
-    Example,
-    LengthGroupedBatches,
-    check_tokenizer,
-    collate,
-    count_answer_tokens,
-    data_origin,
-    encode,
-    read_conversations,
-    split_held_out,
-)
-from .evaluate import eval_prompts, evaluate
-from .features import KeptFeatures, online_features
+from .data import Batch, Example, collate_rows
+from .evaluate import Evaluation, evaluate
+from .features import FeatureSource, feature_source
 from .optim import build_optimizer
+from .parallel import autocast, engine_got, exchanged, gradient_scale, prepare, shard, start, whole_state
 from .provenance import provenance
-from .run import Report, Run, due, flat
+from .report import Report, count_flops, due
+from .run import Progress, Run
+from .setup import Setup, head_options, set_up
 
-PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+SAMPLE = 4
+"""Sequences on which a step's arithmetic is counted."""
 
 
 def train(config: TrainConfig) -> Path:
@@ -58,200 +49,246 @@ def train(config: TrainConfig) -> Path:
         ValueError: anything wrong with the options, the data, or the run that is to be continued.
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
     """
-    accelerator = Accelerator(
-        mixed_precision=PRECISION[config.loop.precision],
-        log_with=None if config.loop.tracker == "none" else config.loop.tracker,
-        project_dir=config.output,
-    )
+    accelerator, share = start(config)
     set_seed(config.loop.seed)
     run = Run(Path(config.output), accelerator)
     run.claim(config)
     if run.last.exists():
         accelerator.print(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         return run.folder
-    kind = config.head["type"]
-    options = {name: value for name, value in config.head.items() if name != "type"}
-    head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
-    limit = config.data.max_conversations
-    conversations = [row for source in config.data.sources for row in read_conversations(source, limit)][:limit]
-    target = Target.from_pretrained(
-        config.target, dtype_of(config.target_dtype), accelerator.device, config.target_revision
+    setup = set_up(config, accelerator.device)
+    head, training = setup.head, setup.training
+    check_same_everywhere(accelerator, training)
+    size = sum(parameter.numel() for parameter in head.parameters())
+    lengths = [len(example.tokens) for example in training]
+    order = Order(
+        lengths, config.loop.batch_size, config.loop.seed, config.data.pack, setup.sources, config.data.weights
     )
-    head = build_head(kind, options, target.info)
-    target.check_layers(head.feature_layers)
-    tokenizer = load_tokenizer(config.target, config.target_revision)
-    check_tokenizer(tokenizer, config.target)
-    origin = {**target.origin, **data_origin(tokenizer, config.data.thinking)}
-    training, held_out = split_examples(conversations, config, target, tokenizer)
-    eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
-    counts_V = count_answer_tokens(training, target.info.vocab_size)
-    if config.init_from is None:
-        head.initialize(target.ends, counts_V)
-    else:
-        warm_start(head, config.init_from, origin)
-    coverage = float(counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum())
-    joint, slower = None, {}
-    if config.adapter.rank > 0:
-        from .adapter import JointModule  # brings peft along, whose import takes a second
-
-        joint = JointModule(target, head, config.adapter)
-        slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
-
-    batches = LengthGroupedBatches(
-        [len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed
+    steps = config.loop.max_steps or order.count(config.loop.epochs)
+    flops = count_flops(
+        setup.target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
     )
-    loader = accelerator.prepare(
-        DataLoader(cast(Dataset[Example], training), batch_sampler=batches, collate_fn=collate)
-    )
-    steps_per_epoch = math.ceil(len(loader) / config.loop.accumulation)
-    steps = config.loop.max_steps or math.ceil(config.loop.epochs * steps_per_epoch)
-    trained = (joint or head).to(accelerator.device)
-    optimizer, schedule = build_optimizer(trained, config.optim, steps, slower)
-    module, optimizer = accelerator.prepare(trained, optimizer)
-    joint_from = round(config.adapter.heads_first * steps)
-    accelerator.register_for_checkpointing(schedule)
-    accelerator.init_trackers("headstart", config=flat(dataclasses.asdict(config)))
-    progress = run.resume()
+    engine = build_engine(accelerator, share, run, setup, config, steps)
+    run.tracker.start(dataclasses.asdict(config), run.id)
+    torch.manual_seed(config.loop.seed + share.process)  # what heads draw while training differs between processes
+    progress = run.resume(engine_got(engine.module))
+    if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
+        steps = progress.step
     accelerator.print(
-        f"{type(head).__name__}: {sum(parameter.numel() for parameter in head.parameters()):,} parameters; "
-        f"its {head.draft_vocab_size:,} tokens cover {coverage:.2%} of the answers; "
-        f"{len(training)} sequences to train on, {len(held_out)} held out; step {progress.step} of {steps}"
+        f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover {setup.coverage:.2%} "
+        f"of the answers; {len(training)} sequences to train on, {len(setup.held_out)} held out; {progress.engine}; "
+        f"step {progress.step} of {steps}"
     )
+    epochs = steps / len(order.epoch(0))
+    features = feature_source(accelerator, setup.target, head, setup.origin, training, config, epochs)
+    report = Report(run, config.loop.log_every, steps, progress, flops)
+    joint_from = round(config.adapter.heads_first * steps)
 
-    def judge() -> None:
-        """Measure real acceptance; keep the head if it is the best so far."""
-        kept_head = copy.deepcopy(head).to(dtype_of(config.loop.save_dtype))
-        found = evaluate(target, kept_head, held_out, config.eval)
-        facts = HeadFacts(
-            tree=found.tree,
-            training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-            measured={"coverage": coverage, **found.measured(config.eval)},
-            origin=origin,
-            adapted=joint is not None,
-        )
-        run.judged(progress, kept_head, found, facts, joint.peft if joint else None, last=progress.step == steps)
+    def save() -> None:
+        features.settle(accelerator)  # a run that goes on from here finds the states that it has trained on
+        run.save(progress, config.loop.keep)
 
-    again = config.data.keep_features > 0 and steps > steps_per_epoch  # a conversation is read more than once
-    kept = KeptFeatures(target, head, config.data.keep_features) if again else None
-    report = Report(run, config.loop.log_every, steps, progress)
     with StopRequest() as stop, progress_bar() as bar:
         task = bar.add_task("training", total=steps, completed=progress.step, note="")
-        for group in batches_from(progress.step, loader, batches, config.loop, steps_per_epoch):
+        last_epoch = None
+        for epoch, rows in order.from_step(progress.step):
             if progress.step == steps:
                 break
-            report.start_step()
+            if epoch != last_epoch:
+                features.settle(accelerator)
+            last_epoch = epoch
+            group = [
+                # As long as the deepest draft, so that every depth gives every process a gradient.
+                collate_rows([[training[i] for i in row] for row in part], head.max_depth + 2)
+                for part in share.of_step(rows)
+            ]
             own = [sum(int(batch.loss_mask_BT.sum()) for batch in group), int(stop.wanted)]
             # sync: once a step, for the mean over all ranks, and so that all of them stop at the same step
             answer_tokens, stopping = accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum").tolist()
             if stopping:
                 break
-            outputs = []
-            for batch in group:
-                # `prepare` autocasts the module, and it alone
-                if joint:
-                    output = module(batch, progress.step >= joint_from)
-                else:
-                    output = module(kept.of(batch) if kept else online_features(target, head, batch))
-                # DDP averages gradients over processes; the loss is a mean over all answer tokens of the step.
-                accelerator.backward(output.loss * accelerator.num_processes / answer_tokens)
-                outputs.append(output)
-            norm = accelerator.clip_grad_norm_(module.parameters(), config.optim.clip)
-            check_finite(accelerator, outputs, norm, group, progress.step + 1, run)
-            lr = float(schedule.get_last_lr()[0])
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            lr = float(engine.schedule.get_last_lr()[0])
+            report.start_step()
+            outputs, norm = one_step(engine, group, features, answer_tokens, report, progress.step >= joint_from)
             progress.step += 1
             progress.answer_tokens += answer_tokens
-            report.end_step(outputs, float(norm), lr)
+            report.end_step(outputs, norm, lr)
             bar.update(task, completed=progress.step, note=report.note)
             if due(progress.step, config.loop.eval_every) and progress.step < steps:
-                judge()
+                found = judge(engine, setup, config, progress)
+                if stops_early(progress, found, config.loop.patience):
+                    steps = progress.step
             if due(progress.step, config.loop.save_every) and progress.step < steps:
-                run.save(progress, config.loop.keep)
-    run.save(progress, config.loop.keep)
+                save()
+    save()
     if progress.step == steps:
-        judge()
+        judge(engine, setup, config, progress, last=True)
+        if accelerator.is_main_process:
+            from .final_report import write_report  # brings matplotlib along
+
+            accelerator.print(f"the report: {write_report(run.folder)}")
     accelerator.end_training()
     if progress.step < steps:
         raise Stopped(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
     return run.folder
 
 
-def split_examples(
-    conversations: list[dict[str, Any]],
-    config: TrainConfig,
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[Example], list[Example]]:
-    """Render and tokenize the conversations; some to train on, some held out.
+@dataclass(frozen=True)
+class Engine:
+    """What makes steps: the module as an engine drives it, and all that belongs to it."""
 
-    Raises:
-        ValueError: data that cannot be used; named.
-    """
-    eos = target.end_tokens | {tokenizer.eos_token_id}
-    length = min(config.data.max_length, target.max_positions)
-    encoded = []
-    for number, row in enumerate(conversations):
-        try:
-            examples = encode(row, tokenizer, eos, length, config.data.thinking)
-            encoded.append([dataclasses.replace(example, conversation=number) for example in examples])
-        except ValueError as error:
-            raise ValueError(f"conversation {number}: {error}") from error
-    training, held_out = split_held_out(
-        [examples for examples in encoded if examples], config.data.held_out, config.loop.seed
+    accelerator: Accelerator
+    share: Share
+    run: Run
+    head: DraftHead
+    module: nn.Module
+    """The head as the engine drives it, with the adapter if there is one."""
+    adapted: nn.Module | None
+    """The target with its adapter, if there is one; the module then reads the target itself."""
+    averaged: AveragedModel | None
+    """The running mean of the head's weights, if one is kept."""
+    optimizer: Optimizer
+    schedule: LRScheduler
+    precision: str
+    clip: float
+
+
+def build_engine(
+    accelerator: Accelerator, share: Share, run: Run, setup: Setup, config: TrainConfig, steps: int
+) -> Engine:
+    """Hand head and optimizer to the engine that the launch file chose."""
+    trained: nn.Module = setup.head
+    adapted, slower = None, {}
+    if config.adapter.rank > 0:
+        from .adapter import JointModule  # brings peft along, whose import takes a second
+
+        trained = joint = JointModule(setup.target, setup.head, config.adapter)
+        adapted = joint.peft
+        slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
+    trained = trained.to(accelerator.device)
+    shard(accelerator, trained)
+    optimizer, schedule = build_optimizer(trained, config.optim, steps, slower)
+    module, optimizer = prepare(accelerator, trained, optimizer)
+    accelerator.register_for_checkpointing(schedule)
+    averaged = None
+    if config.optim.ema > 0:
+        averaged = AveragedModel(setup.head, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))
+        accelerator.register_for_checkpointing(averaged)
+    return Engine(
+        accelerator,
+        share,
+        run,
+        setup.head,
+        module,
+        adapted,
+        averaged,
+        optimizer,
+        schedule,
+        config.loop.precision,
+        config.optim.clip,
     )
-    return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))
 
 
-def warm_start(head: DraftHead, source: str, origin: dict[str, Any]) -> None:
-    """Take the weights and the draft vocabulary of another head.
+def one_step(
+    engine: Engine, group: list[Batch], features: FeatureSource, answer_tokens: int, report: Report, adapt: bool
+) -> tuple[list[HeadOutput], float]:
+    """Forwards, backwards, and the optimizer's step; the outputs and the gradient norm.
 
     Raises:
-        ValueError: it does not fit, or its vocabulary belongs to another tokenizer.
+        ValueError: a loss or a gradient that is no number.
     """
-    facts = copy_weights(head, source)
-    trained = facts.origin.get("tokenizer")
-    if trained not in (None, origin["tokenizer"]):
-        raise ValueError(
-            f"init_from {source!r} was trained with tokenizer {trained}, not {origin['tokenizer']}: its draft "
-            "vocabulary means other tokens; choose a head of the same tokenizer, or null"
-        )
+    accelerator, module, step = engine.accelerator, engine.module, report.progress.step + 1
+    scale = gradient_scale(accelerator, engine.share) / max(answer_tokens, 1)  # the loss is a mean over these tokens
+    outputs: list[HeadOutput] = []
+    for place, batch in enumerate(group, start=1):
+        with exchanged(accelerator, module, last=place == len(group)):
+            with report.waiting():
+                given = (batch, adapt) if engine.adapted else (features(batch),)
+            with autocast(accelerator, engine.precision):
+                output = module(*given)
+            outputs.append(output)
+            if place == len(group):  # before an engine may step by itself
+                check_loss(accelerator, outputs, group, step, engine.run)
+            accelerator.backward(output.loss * scale)
+    norm = float(accelerator.clip_grad_norm_(module.parameters(), engine.clip))
+    check_norm(accelerator, norm, group, step, engine.run)
+    engine.optimizer.step()
+    if engine.averaged:
+        engine.averaged.update_parameters(engine.head)
+    engine.schedule.step()
+    engine.optimizer.zero_grad()
+    return outputs, norm
 
 
-def check_finite(
-    accelerator: Accelerator, outputs: list[HeadOutput], norm: Tensor, group: list[Batch], step: int, run: Run
-) -> None:
+def judge(engine: Engine, setup: Setup, config: TrainConfig, progress: Progress, last: bool = False) -> Evaluation:
+    """Measure real acceptance; keep the head if it is the best so far, or the last."""
+    copy = build_head(*head_options(config), setup.target.info)
+    copy.load_state_dict(whole_state(engine.averaged.module if engine.averaged else engine.head))
+    copy = copy.to(engine.accelerator.device, dtype_of(config.loop.save_dtype))
+    found = evaluate(setup.target, copy, setup.held_out, config.eval)
+    facts = HeadFacts(
+        tree=found.tree,
+        training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
+        measured={"coverage": setup.coverage, **found.measured(config.eval)},
+        origin=setup.origin,
+        adapted=engine.adapted is not None,
+    )
+    engine.run.judged(progress, copy, found, facts, engine.adapted, last)
+    return found
+
+
+def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
+    """Whether real acceptance fell in `patience` evaluations in a row while the held-out loss still sank."""
+    loss = sum(found.loss_K)
+    sank, progress.held_out_loss = loss < progress.held_out_loss, loss
+    progress.falling = progress.falling + 1 if sank and progress.best_step < progress.step else 0
+    return 0 < patience <= progress.falling
+
+
+def check_loss(accelerator: Accelerator, outputs: list[HeadOutput], group: list[Batch], step: int, run: Run) -> None:
     """Stop before a step that would spoil the weights.
 
     Raises:
         ValueError: naming the step, this process's conversations, and where the run can be continued from.
     """
     loss = accelerator.reduce(torch.stack([output.loss.detach() for output in outputs]).sum(), "sum")
+    if not torch.isfinite(loss):
+        raise ValueError(f"step {step}: the loss is {float(loss)}; {_where_it_stands(group, run)}")
+
+
+def check_norm(accelerator: Accelerator, norm: float, group: list[Batch], step: int, run: Run) -> None:
+    """As `check_loss`, of the gradient.
+
+    Raises:
+        ValueError: see `check_loss`.
+    """
     # In float16 the gradient scaler meets infinite gradients by itself, with a smaller scale.
-    if torch.isfinite(loss) and (torch.isfinite(norm) or accelerator.mixed_precision == "fp16"):
-        return
+    if not math.isfinite(norm) and accelerator.mixed_precision != "fp16":
+        raise ValueError(f"step {step}: the gradient norm is {norm}; {_where_it_stands(group, run)}")
+
+
+def _where_it_stands(group: list[Batch], run: Run) -> str:
     numbers = sorted(number for batch in group for number in batch.conversations)
-    raise ValueError(
-        f"step {step}: the loss is {float(loss)}, the gradient norm {float(norm)}; training stops. Its batch held the "
-        f"conversations {numbers} (counted from 0 over all sources). The newest checkpoint is "
-        f"{run.newest or 'not yet written'}; a lower optim.lr or a larger optim.warmup often helps"
+    return (
+        f"training stops. Its batch held the conversations {numbers} (counted from 0 over all sources). The newest "
+        f"checkpoint is {run.newest or 'not yet written'}; a lower optim.lr or a larger optim.warmup often helps"
     )
 
 
-def batches_from(
-    step: int,
-    loader: DataLoader[Batch],
-    batches: LengthGroupedBatches,
-    config: LoopConfig,
-    steps_per_epoch: int,
-) -> Iterator[list[Batch]]:
-    """Groups of `accumulation` batches, epoch after epoch, from where step number `step` left off."""
-    for epoch in itertools.count(step // steps_per_epoch):
-        # accelerate sets the epoch of what it can reach anew at each start, counting from 0 in a resumed run
-        cast(DataLoaderShard, loader).set_epoch(epoch)
-        batches.set_epoch(epoch)
-        done = step % steps_per_epoch if epoch == step // steps_per_epoch else 0
-        rest = itertools.islice(iter(loader), done * config.accumulation, None)
-        while group := list(itertools.islice(rest, config.accumulation)):
-            yield group
+def check_same_everywhere(accelerator: Accelerator, examples: list[Example]) -> None:
+    """Refuse processes that read different data: their shares would not make up steps.
+
+    Raises:
+        ValueError: naming a process whose data differs from the first one's.
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    for example in examples:
+        digest.update(torch.tensor([*example.tokens, -1, *example.loss_mask]).numpy().tobytes())
+    own = torch.tensor([len(examples), int.from_bytes(digest.digest(), "big")], device=accelerator.device)
+    everyone = accelerator.gather(own).view(-1, 2).tolist()
+    for process, (count, found) in enumerate(everyone):
+        if [count, found] != everyone[0]:
+            raise ValueError(
+                f"process {process} reads other data than process 0: {count} and {everyone[0][0]} sequences to train "
+                "on; give every process the same data.sources, tokenizer and options"
+            )

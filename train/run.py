@@ -9,23 +9,24 @@ best/, last/       head checkpoints: by acceptance length, and after the last st
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from ..heads import DraftHead, HeadOutput
+from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, finish_replacing, json_ready, save_head
 from .config import TrainConfig
-from .console import console, duration
+from .console import console
 from .evaluate import Evaluation, summary
+from .report import Tracker, flat
 
 FREE_TO_CHANGE = (
     "loop.log_every",
@@ -34,6 +35,7 @@ FREE_TO_CHANGE = (
     "loop.keep",
     "loop.tracker",
     "loop.save_dtype",
+    "features.repair",
     "output",
 )
 """Options that may differ when a run is continued: they do not change its weights."""
@@ -53,6 +55,14 @@ class Progress:
     """The step that gave the best head so far."""
     best_length: float = 0.0
     """Its acceptance length."""
+    falling: int = 0
+    """Evaluations in a row in which acceptance was below the best while the held-out loss sank."""
+    held_out_loss: float = math.inf
+    """At the last evaluation, all depths together."""
+    processes: int = 1
+    """How many processes wrote the checkpoint."""
+    engine: str = "one process"
+    """The engine that wrote it."""
 
 
 class Run:
@@ -61,6 +71,7 @@ class Run:
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder = folder
         self.accelerator = accelerator
+        self.tracker = Tracker(accelerator)
         self.best, self.last = folder / "best", folder / "last"
         self.checkpoints = folder / "checkpoints"
 
@@ -87,12 +98,39 @@ class Run:
             partial.replace(path)
         self.accelerator.wait_for_everyone()
 
-    def resume(self) -> Progress:
-        """Load the newest checkpoint, if there is one. Half-written ones carry another name and are passed over."""
-        progress, whole = Progress(), self._whole()
+    @property
+    def id(self) -> str:
+        """By which a tracker knows the run again when it goes on: the folder."""
+        place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()
+        return f"{self.folder.name}-{place[:8]}"
+
+    def resume(self, engine: str) -> Progress:
+        """Load the newest whole checkpoint, if there is one, and name those that are half-written.
+
+        Raises:
+            ValueError: it was written by an engine, or a number of processes, that this run cannot take over.
+        """
+        processes = self.accelerator.num_processes
+        progress, whole = Progress(processes=processes, engine=engine), self._whole()
+        for partial in sorted(self.checkpoints.glob("*.partial")):
+            self.accelerator.print(f"{partial} is half-written and passed over")
         if whole:
+            found = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
+            same = (found.engine, found.processes) == (engine, processes)
+            movable = {found.engine, engine} <= {"one process", "DDP"} or found.engine == engine == "FSDP2"
+            if not same and not movable:
+                raise ValueError(
+                    f"{whole[-1]} was written by {found.engine} on {found.processes} processes, which {engine} on "
+                    f"{processes} cannot go on from; launch it as before, or begin a new run with init_from {self.best}"
+                )
+            if not same:
+                self.accelerator.print(
+                    f"{whole[-1]} was written by {found.engine} on {found.processes} processes: the data goes on at "
+                    f"the same place, but sums in another order and draws of other processes make the weights of "
+                    f"{engine} on {processes} differ in their last digits"
+                )
             self.accelerator.load_state(str(whole[-1]))
-            progress = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
+            progress = dataclasses.replace(found, processes=processes, engine=engine)
         if self.accelerator.is_main_process and (self.folder / "log.jsonl").exists():
             lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= progress.step]
@@ -130,6 +168,7 @@ class Run:
         ) as error:  # torch and safetensors have their own for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
+        self.accelerator.wait_for_everyone()  # every process writes a part
         if self.accelerator.is_main_process:
             (partial / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
             partial.rename(final)
@@ -145,7 +184,7 @@ class Run:
         better = found.acceptance_length > progress.best_length or not self.best.exists()
         if better:
             progress.best_step, progress.best_length = progress.step, found.acceptance_length
-        self.accelerator.log(flat({"eval": rows}), step=progress.step)
+        self.tracker.log({"eval": rows}, progress.step)
         if not self.accelerator.is_main_process:
             return
         self.log({"step": progress.step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree})
@@ -163,82 +202,3 @@ class Run:
         """Append a line to log.jsonl."""
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_ready(row)) + "\n")
-
-
-class Report:
-    """Losses and rates, every `every` steps: on screen, in log.jsonl and to the tracker."""
-
-    def __init__(self, run: Run, every: int, steps: int, progress: Progress) -> None:
-        self.run, self.every, self.steps, self.progress = run, every, steps, progress
-        self.note = ""
-        self._outputs: list[HeadOutput] = []
-        self._step_started = time.perf_counter()
-        self._since = dataclasses.replace(progress)
-
-    def start_step(self) -> None:
-        """Only steps are timed: evaluations and checkpoints do not slow the reported rate down."""
-        self._step_started = time.perf_counter()
-
-    def end_step(self, outputs: list[HeadOutput], norm: float, lr: float) -> None:
-        """Take a step's outputs; write a line if it is time."""
-        progress = self.progress
-        progress.seconds += time.perf_counter() - self._step_started
-        self._outputs.extend(outputs)
-        if not due(progress.step, self.every):
-            return
-        losses_K, counts_K, hits_K = self._totals()
-        seconds, steps = progress.seconds - self._since.seconds, progress.step - self._since.step
-        row = {
-            "step": progress.step,
-            "loss": (losses_K / counts_K).tolist(),
-            "accuracy": (hits_K / counts_K).tolist(),
-            "gradient_norm": norm,
-            "lr": lr,
-            "answer_tokens_per_second": (progress.answer_tokens - self._since.answer_tokens) / seconds,
-        }
-        self._outputs, self._since = [], dataclasses.replace(progress)
-        self.note = f"loss {row['loss'][0]:.3f}"
-        self.run.accelerator.log(flat(row), step=progress.step)
-        if self.run.accelerator.is_main_process:
-            self.run.log(row)
-            console.print(
-                f"step {progress.step}/{self.steps}  loss {_figures(row['loss'])}  "
-                f"accuracy {_figures(row['accuracy'])}  "
-                f"{row['answer_tokens_per_second']:.0f} answer tokens/s  "
-                f"{duration(seconds / steps * (self.steps - progress.step))} left"
-            )
-
-    def _totals(self) -> torch.Tensor:
-        """Loss, count and hits per depth, summed over the reported steps and over processes."""
-        depths = max(len(output.counts_K) for output in self._outputs)
-        totals = torch.zeros(3, depths, dtype=torch.float64, device=self.run.accelerator.device)
-        for output in self._outputs:
-            totals[:, : len(output.counts_K)] += torch.stack(
-                [output.losses_K.double(), output.counts_K.double(), output.hits_KI[:, 0].double()]
-            )
-        totals = self.run.accelerator.reduce(totals, "sum").cpu()
-        totals[1].clamp_(min=1)
-        return totals
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens now."""
-    return every > 0 and step % every == 0
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested options or numbers as one level of dotted names."""
-    if isinstance(value, dict):
-        children: Any = value.items()
-    elif isinstance(value, list) and any(isinstance(item, float) for item in value):
-        children = enumerate(value)
-    else:
-        return {name: value if isinstance(value, (int, float, str, bool)) else str(value)}
-    rows: dict[str, Any] = {}
-    for key, child in children:
-        rows |= flat(child, f"{name}.{key}" if name else str(key))
-    return rows
-
-
-def _figures(values: list[float]) -> str:
-    return " ".join(f"{value:.2f}" for value in values)

@@ -21,12 +21,13 @@ from headstart.heads.checkpoint import HeadFacts, head_config, save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
 from headstart.scripts.command import options
-from headstart.train import answer, benchmark, calibrate, demo, loop, selfmade
+from headstart.train import answer, benchmark, calibrate, demo, loop, precompute, selfmade
 from headstart.train.commands import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig, TreeConfig
 from headstart.train.config import AdapterConfig, TrainConfig
 
 COMMANDS = {
     "data": (SelfMadeConfig, selfmade, "make_conversations"),
+    "features": (TrainConfig, precompute, "precompute"),
     "train": (TrainConfig, loop, "train"),
     "tree": (TreeConfig, calibrate, "calibrate"),
     "generate": (GenerateConfig, answer, "answer"),
@@ -35,6 +36,7 @@ COMMANDS = {
 }
 REQUIRED = {
     "data": ["--target", "t", "--output", "o"],
+    "features": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
     "train": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
     "tree": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "generate": ["--target", "t", "--prompt", "p"],
@@ -228,7 +230,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["unknown command 'trian'", "data, train, tree, generate, bench, demo"]),
+        (["trian"], ["unknown command 'trian'", "data, features, train, tree, generate, bench, demo"]),
         (["train"], ["'target' is required"]),
         (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
         (["demo", "--prompts", "/nowhere.jsonl"], ["no file at '/nowhere.jsonl'"]),

@@ -24,7 +24,8 @@ from headstart.train.config import AdapterConfig
 from headstart.train.console import Stopped
 from headstart.train.data import collate, read_conversations
 from headstart.train.evaluate import prompt_of
-from headstart.train.loop import split_examples, train
+from headstart.train.loop import train
+from headstart.train.setup import split_examples
 
 STEPS, JOINT_FROM = 12, 6
 MODULES = ["q_proj", "o_proj", "down_proj"]

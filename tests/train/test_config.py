@@ -8,9 +8,18 @@ import re
 import pytest
 
 from headstart.train.commands import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig, TreeConfig
-from headstart.train.config import AdapterConfig, DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig, dtype_of
+from headstart.train.config import (
+    AdapterConfig,
+    DataConfig,
+    EvalConfig,
+    FeaturesConfig,
+    LoopConfig,
+    OptimConfig,
+    TrainConfig,
+    dtype_of,
+)
 
-GROUPS = {"data": DataConfig, "optim": OptimConfig, "loop": LoopConfig, "eval": EvalConfig}
+GROUPS = {"data": DataConfig, "optim": OptimConfig, "loop": LoopConfig, "features": FeaturesConfig, "eval": EvalConfig}
 VALID = {
     TrainConfig: {"target": "t", "output": "o", "data.sources": ["d"]},
     SelfMadeConfig: {"target": "t", "output": "o"},
@@ -25,14 +34,16 @@ REFUSED = [
     (TrainConfig, "data.sources", []),
     (TrainConfig, "data.held_out", 0.0),
     (TrainConfig, "data.held_out", 1.0),
-    (TrainConfig, "data.keep_features", -0.5),
+    (TrainConfig, "features.limit", -0.5),
+    (TrainConfig, "data.weights", [1.0, 2.0]),
+    (TrainConfig, "data.pack", 100),
     (TrainConfig, "data.max_length", 2),
     (TrainConfig, "data.max_conversations", -1),
     (TrainConfig, "loop.max_steps", 0),
     (TrainConfig, "loop.max_steps", -1),
     (TrainConfig, "loop.epochs", 0.0),
     (TrainConfig, "loop.batch_size", 0),
-    (TrainConfig, "loop.accumulation", 0),
+    (TrainConfig, "loop.micro_batch", 0),
     (TrainConfig, "loop.keep", 0),
     (TrainConfig, "loop.log_every", 0),
     (TrainConfig, "loop.eval_every", -1),
@@ -127,7 +138,7 @@ def test_an_adapter_that_cannot_work_is_refused(change, words):
 
 def test_an_adapter_needs_fresh_states_and_adamw():
     build(TrainConfig, adapter=AdapterConfig(rank=4))
-    for name, value in (("data.keep_features", 0.5), ("optim.name", "muon")):
+    for name, value in (("features.mode", "cached"), ("optim.name", "muon")):
         with pytest.raises(ValueError, match=rf"adapter.*{re.escape(name)}.*{value}"):
             build(TrainConfig, adapter=AdapterConfig(rank=4), **{name: value})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.data import (
     Example,
-    LengthGroupedBatches,
     check_tokenizer,
     collate,
     count_answer_tokens,
@@ -23,7 +21,7 @@ from headstart.train.data import (
     read_prompts,
     split_held_out,
 )
-from headstart.train.loop import split_examples
+from headstart.train.setup import split_examples
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -295,40 +293,3 @@ def test_collating_pads_on_the_right_and_padding_is_no_answer():
     assert batch.tokens_BT[1, 0] == 8
     assert batch.loss_mask_BT.tolist() == [[False, True, True], [True, False, False]]
     assert batch.loss_mask_BT.dtype == torch.bool
-
-
-LENGTHS = random.Random(0).choices(range(5, 500), k=1003)
-
-
-def order(seed=0, epoch=0, batch_size=8, lengths=LENGTHS):
-    batches = LengthGroupedBatches(lengths, batch_size, seed)
-    batches.set_epoch(epoch)
-    found = list(batches)
-    assert len(found) == len(batches)
-    return found
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 256, 257, 1003])
-def test_every_index_comes_exactly_once_an_epoch(count):
-    for epoch in range(2):
-        batches = order(epoch=epoch, lengths=LENGTHS[:count])
-        assert sorted(itertools.chain.from_iterable(batches)) == list(range(count))
-        assert all(0 < len(batch) <= 8 for batch in batches)
-
-
-def test_the_order_is_fixed_by_seed_and_epoch():
-    assert order(seed=1, epoch=2) == order(seed=1, epoch=2)
-    assert order(seed=1, epoch=2) != order(seed=1, epoch=3)
-    assert order(seed=1, epoch=2) != order(seed=2, epoch=2)
-
-
-def test_epochs_batch_other_examples_together_and_short_batches_do_not_come_first():
-    assert {frozenset(batch) for batch in order(epoch=0)} != {frozenset(batch) for batch in order(epoch=1)}
-    means = [sum(LENGTHS[i] for i in batch) / len(batch) for batch in order()]
-    assert means != sorted(means)
-
-
-def test_batches_hold_examples_of_similar_length():
-    padding = sum(max(LENGTHS[i] for i in batch) * len(batch) for batch in order()) - sum(LENGTHS)
-    shuffled = sum(max(LENGTHS[i : i + 8]) * 8 for i in range(0, 1000, 8)) - sum(LENGTHS)
-    assert padding < 0.15 * shuffled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,9 +13,10 @@ from safetensors.torch import load_file
 from headstart.heads import MedusaHead
 from headstart.heads.checkpoint import load_head
 from headstart.inference import Target, load_tokenizer
-from headstart.train import loop
+from headstart.train import features, loop
 from headstart.train.data import encode, read_conversations
-from headstart.train.loop import split_examples, train
+from headstart.train.loop import train
+from headstart.train.setup import split_examples
 
 STEP = 9
 
@@ -30,13 +30,13 @@ def options(short, changed):
 def seen(monkeypatch):
     """The batches and the heads of every forward."""
     batches = []
-    original = loop.online_features
+    original = features.online_features
 
     def record(target, head, batch, *rest):
         batches.append((batch, head))
         return original(target, head, batch, *rest)
 
-    monkeypatch.setattr(loop, "online_features", record)
+    monkeypatch.setattr(features, "online_features", record)
     return batches
 
 
@@ -46,11 +46,11 @@ def poison(patch, how, step=STEP, every=1):
 
     def poisoned(self, features, ranks=1):
         output = forward(self, features, ranks)
-        if not self.training:  # evaluation
+        if not torch.is_grad_enabled():  # evaluation, and what is counted before the first step
             return output
         calls.append(0)
         late = len(calls) > (step - 1) * every
-        return dataclasses.replace(output, loss=how(output.loss)) if late else output
+        return output._replace(loss=how(output.loss)) if late else output
 
     patch.setattr(MedusaHead, "forward", poisoned)
 
@@ -66,7 +66,7 @@ def without_slope(loss):
         (lambda loss: loss * float("nan"), "the loss is nan"),
         (lambda loss: loss * float("inf"), "the loss is inf"),
         (lambda loss: -loss * float("inf"), "the loss is -inf"),
-        (without_slope, r"the loss is \d.*the gradient norm nan"),
+        (without_slope, "the gradient norm is nan"),
     ],
     ids=["nan", "inf", "-inf", "gradient"],
 )
@@ -104,7 +104,7 @@ def test_all_batches_of_an_accumulated_step_are_named(options, seen, changed):
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, lambda loss: loss * float("nan"), step=2, every=2)
         with pytest.raises(ValueError, match="step 2: ") as error:
-            train(changed(options, loop={"accumulation": 2}))
+            train(changed(options, loop={"batch_size": 8, "micro_batch": 4}))
     numbers = sorted(number for batch, _ in seen[2:4] for number in batch.conversations)
     assert len(seen) == 4 and f"conversations {numbers} " in str(error.value)
     assert "The newest checkpoint is not yet written" in str(error.value)

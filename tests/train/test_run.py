@@ -38,7 +38,7 @@ def test_a_log_without_a_checkpoint_starts_anew(tmp_path):
     run = Run(tmp_path / "run", Accelerator())
     run.folder.mkdir()
     run.log({"step": 10})
-    assert run.resume().step == 0
+    assert run.resume("one process").step == 0
     assert (run.folder / "log.jsonl").read_text() == ""
 
 

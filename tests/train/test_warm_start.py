@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.inference import Target
-from headstart.train import loop
-from headstart.train.loop import train, warm_start
+from headstart.train import features, loop
+from headstart.train.loop import train
+from headstart.train.setup import warm_start
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,13 @@ def warm(short, changed, earlier):
 def first_seen(monkeypatch):
     """The head's weights before each step, as runs in this process go."""
     seen = []
-    original = loop.online_features
+    original = features.online_features
 
     def record(target, head, *rest):
         seen.append({name: tensor.clone() for name, tensor in head.state_dict().items()})
         return original(target, head, *rest)
 
-    monkeypatch.setattr(loop, "online_features", record)
+    monkeypatch.setattr(features, "online_features", record)
     return seen
 
 

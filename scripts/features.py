@@ -1,0 +1,24 @@
+"""Write the target's states to disk, for training to read: `headstart features --config configs/smollm2-eagle3.yaml`.
+
+The options are those of the training run. Started again, the command goes on; under `accelerate launch` the processes
+share the work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from headstart.scripts.command import options, run
+from headstart.train.config import TrainConfig
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse and write."""
+    config = options(TrainConfig, "features", __doc__, arguments)
+    from headstart.train.precompute import precompute
+
+    precompute(config)
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

@@ -1,0 +1,200 @@
+"""What a run says of itself, and what it does when nobody can be told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from headstart.heads.checkpoint import build_head
+from headstart.inference import Stats
+from headstart.inference.stats import RoundRecord
+from headstart.train import final_report, loop
+from headstart.train.console import Stopped
+from headstart.train.data import Example
+from headstart.train.loop import train
+from headstart.train.report import count_flops, flat
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def last(folder):
+    return load_file(Path(folder) / "last" / "model.safetensors")
+
+
+def test_a_line_of_the_log_tells_what_was_learned_and_what_it_cost(short):
+    rows = [row for row in log_of(train(short)) if "loss" in row]
+    for row in rows:
+        first, second = row["accuracy"]
+        assert row["estimated_acceptance_length"] == pytest.approx(1 + first + first * second)
+        costs = row["costs"]
+        assert costs["answer_tokens_per_second_per_device"] == row["answer_tokens_per_second"]  # one process
+        assert 0 < costs["share_waiting_for_features"] < 1
+        assert 0.05 < costs["peak_memory_gib"] < 64
+    assert rows[-1]["costs"]["teraflops_per_device"] > 0
+
+
+@pytest.mark.parametrize(("cached", "adapted"), [(False, False), (True, False), (False, True)])
+def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cached, adapted):
+    """Two operations a weight and token forward, four backward; attention and the judging LM head come on top."""
+    target = tiny_target(vocab_size=24)
+    head = build_head("medusa", {"num_heads": 2}, target.info).double()
+    examples = [Example([1, 2, 3, 4, 5, 6], [False] * 2 + [True] * 4)] * 3
+    blocks = sum(p.numel() for block in target.ends.blocks for p in block.parameters() if p.ndim == 2)
+    heads = sum(p.numel() for p in head.parameters() if p.ndim == 2)
+    judged = 3 * (2 + 3) / 2  # anchors of a sequence that has 3 drafts at the first depth and 2 at the second
+    times = 0 if cached else 3 if adapted else 1
+    least = 2 * blocks * 18 * times + 6 * heads * judged
+    before = torch.random.get_rng_state()
+    found = 12 * count_flops(target, head, examples, cached, adapted)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    lm_head = 2 * target.ends.lm_head.weight.numel() * 12 * 3
+    assert least <= found < 1.3 * least + lm_head + 18 * 6 * 2 * 32 * 2 * 2 * times * 2
+
+
+def test_the_report_shows_every_evaluation_and_every_option(run_options, tmp_path):
+    folder = train(run_options(tmp_path / "run", 22))
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert text.startswith("# medusa for ")
+    found = [row for row in log_of(folder) if "eval" in row]
+    assert [row["step"] for row in found] == [20, 22]
+    for row in found:
+        length = row["eval"]["static"]["acceptance_length"]
+        assert f"| {row['step']} | " in text and f"{length:.3f}" in text
+    assert "batch_size: 4" in text
+    for name in ("loss", "accuracy", "acceptance", "rate"):
+        assert f"(plots/{name}.png)" in text
+        assert (folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    curves = final_report.by_depth([{"step": 1, "loss": [3.0, 4.0]}, {"step": 2, "loss": [2.0]}], "loss")
+    assert curves == {"depth 0": [(1, 3.0), (2, 2.0)], "depth 1": [(1, 4.0)]}
+
+
+@pytest.mark.parametrize("where", ["init_trackers", "log"])
+def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(short, changed, monkeypatch, capsys, where):
+    plain = last(train(short))
+
+    def lost(*given, **more):
+        raise ConnectionError("no route to the tracker")
+
+    monkeypatch.setattr(Accelerator, where, lost)
+    tracked = changed(short, output=short.output + "-tracked", loop={"tracker": "tensorboard"})
+    kept = last(train(tracked))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
+    said = capsys.readouterr().out
+    assert said.count("the tracker cannot be reached and is left out, training goes on: no route to the tracker") == 1
+
+
+def test_a_run_keeps_its_name_for_the_tracker_when_it_goes_on(short, changed, monkeypatch, stop_after):
+    names = []
+    monkeypatch.setattr(
+        Accelerator, "init_trackers", lambda self, project, config, init_kwargs: names.append(init_kwargs["wandb"])
+    )
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Stopped):
+            train(short)
+    train(short)
+    train(changed(short, output=short.output + "-other"))
+    assert names[0] == names[1] != names[2]
+    assert names[0]["resume"] == "allow" and names[0]["id"].startswith("run-")
+
+
+def test_what_is_not_set_is_not_sent():
+    assert flat({"a": {"b": 1.5, "c": None}, "d": [0.5, None]}) == {"a.b": 1.5, "d.0": 0.5}
+
+
+# A running mean of the weights.
+
+
+def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
+    seen, original = [], loop.one_step
+
+    def one_step(engine, *rest):
+        found = original(engine, *rest)
+        seen.append({name: tensor.clone() for name, tensor in engine.head.state_dict().items()})
+        return found
+
+    monkeypatch.setattr(loop, "one_step", one_step)
+    averaged = last(train(changed(short, optim={"ema": 0.8})))
+    mean = seen[0]
+    for weights in seen[1:]:
+        mean = {name: 0.8 * tensor + 0.2 * weights[name] for name, tensor in mean.items()}
+    for name, tensor in averaged.items():
+        torch.testing.assert_close(tensor, mean[name], msg=name)
+        assert tensor.dtype != torch.float32 or not torch.equal(tensor, seen[-1][name])
+
+
+def test_stopped_and_started_again_the_mean_goes_on(short, changed, monkeypatch, stop_after):
+    short = changed(short, optim={"ema": 0.8})
+    whole = last(train(dataclasses.replace(short, output=short.output + "-whole")))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(Stopped):
+            train(short)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in last(train(short)).items())
+
+
+# Stopping early.
+
+
+def judged_as(monkeypatch, lengths, losses):
+    """Evaluations find these acceptance lengths and held-out losses, one after the other."""
+    original, number = loop.evaluate, []
+
+    def evaluate(*given):
+        found = original(*given)
+        number.append(0)
+        length, loss = lengths[len(number) - 1], losses[len(number) - 1]
+        trees = {name: Stats([[RoundRecord(length - 1, length)] * 2], 3) for name in found.trees}
+        return dataclasses.replace(found, trees=trees, loss_K=[loss])
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+
+
+def evaluations(folder):
+    return [row["step"] for row in log_of(folder) if "eval" in row]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "losses", "patience", "steps"),
+    [
+        ([3, 2, 2, 2, 2], [5, 4, 3, 2, 1], 2, [3, 6, 9, 9]),  # the objective is not what it should be
+        ([3, 2, 2, 2, 2], [5, 4, 3, 2, 1], 0, [3, 6, 9, 12]),
+        ([3, 2, 2, 2, 2], [5, 6, 7, 8, 9], 2, [3, 6, 9, 12]),  # both worse: more data, not another objective
+        ([3, 2, 4, 2, 2], [5, 4, 3, 2, 1], 2, [3, 6, 9, 12]),  # it recovered
+    ],
+)
+def test_a_run_stops_when_acceptance_falls_while_the_loss_sinks(
+    short, changed, monkeypatch, lengths, losses, patience, steps
+):
+    judged_as(monkeypatch, lengths, losses)
+    folder = train(changed(short, loop={"eval_every": 3, "patience": patience}))
+    assert evaluations(folder) == steps
+    assert (folder / "last").is_dir()
+
+
+def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_on(short, changed, monkeypatch):
+    config = changed(short, loop={"eval_every": 3, "patience": 1})
+    judged_as(monkeypatch, [3, 2, 2], [5, 4, 3])
+    original = loop.judge
+
+    def killed(*given, **more):
+        if "last" in more:
+            raise KeyboardInterrupt
+        return original(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "judge", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    folder = train(config)
+    assert max(row["step"] for row in log_of(folder)) == 6
+    head = build_head("medusa", {"num_heads": 2}, loop.set_up(config, torch.device("cpu")).target.info)
+    head.load_state_dict(last(folder))

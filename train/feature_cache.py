@@ -1,0 +1,214 @@
+"""The target's states on disk: written once, read at random through a memory map.
+
+manifest.json     what the states are of: target, layers, tokenizer, format; anything else is refused
+*.safetensors     shards, each written whole or not at all, named by what it holds
+
+A shard holds sequences one behind the other, all their tokens together N:
+
+    keys       [n, 2] int64     hash of each sequence's tokens
+    ends       [n] int64        where each ends
+    checksums  [n] int64        CRC-32 of each sequence's bytes in `states` and `scales`
+    states     [N, L, D]        the layers' states: bfloat16, float32, or int8
+    scales     [N, L] float32   with int8: what the D numbers are multiplied by
+
+Logits are not stored: the LM head makes them from the last layer's states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARD_BYTES = 2**28
+"""A shard is written as soon as it is this large."""
+FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+"""How a state is stored, by word."""
+Key = bytes
+
+
+@dataclass(frozen=True)
+class _Place:
+    shard: Path
+    start: int
+    stop: int
+    checksum: int
+
+
+class FeatureCache:
+    """One folder of states."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
+        """Open the folder, or begin it.
+
+        Args:
+            folder: of the manifest and the shards.
+            manifest: what the states are of, with its `format`.
+            shard_bytes: see `SHARD_BYTES`.
+
+        Raises:
+            ValueError: states of something else, with both named, or a shard that cannot be read.
+        """
+        self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
+        self._places: dict[Key, _Place] = {}
+        self._open: dict[Path, Any] = {}
+        self._checked: set[Key] = set()
+        self._new: dict[Key, tuple[Tensor, Tensor | None]] = {}
+        self._new_bytes = 0
+        path = folder / "manifest.json"
+        if path.exists():
+            there = json.loads(path.read_text(encoding="utf-8"))
+            for name in sorted(there.keys() | manifest.keys()):
+                if there.get(name) != manifest.get(name):
+                    raise ValueError(
+                        f"{folder} holds states with {name} = {there.get(name)!r}, not {manifest.get(name)!r}; choose "
+                        "another folder, or remove this one"
+                    )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            partial.replace(path)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in the shards that others wrote."""
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path in self._open:
+                continue
+            file = opened(path)
+            ends = file.get_tensor("ends").tolist()
+            keys, checksums = file.get_tensor("keys").numpy(), file.get_tensor("checksums").tolist()
+            for key, start, stop, checksum in zip(keys, [0, *ends[:-1]], ends, checksums, strict=True):
+                self._places.setdefault(key.tobytes(), _Place(path, start, stop, checksum))
+            self._open[path] = file
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places or key in self._new
+
+    def add(self, key: Key, states_TLD: Tensor) -> None:
+        """Take a sequence's states; they are on disk after the next `flush`, or once there is a shard's worth."""
+        if key in self:
+            return
+        states, scales = encoded(states_TLD.cpu(), self.format)
+        self._new[key] = states, scales
+        self._new_bytes += states.nbytes + (0 if scales is None else scales.nbytes)
+        if self._new_bytes >= self.shard_bytes:
+            self.flush()
+
+    def read(self, key: Key) -> Tensor:
+        """A sequence's states_TLD, in bfloat16 or float32.
+
+        Raises:
+            ValueError: the bytes are not those that were written; the shard is named.
+        """
+        if key in self._new:
+            return decoded(*self._new[key])
+        place = self._places[key]
+        file, rows = self._open[place.shard], slice(place.start, place.stop)
+        states = file.get_slice("states")[rows]
+        scales = file.get_slice("scales")[rows] if self.format == "int8" else None
+        if key not in self._checked:
+            if _checksum(states, scales) != place.checksum:
+                raise ValueError(f"{place.shard} is corrupt; `--features.repair` has it made anew")
+            self._checked.add(key)
+        return decoded(states, scales)
+
+    def flush(self) -> None:
+        """Write what is not yet on disk.
+
+        Raises:
+            OSError: it cannot be written; nothing half-written is left.
+        """
+        if not self._new:
+            return
+        keys, pairs = list(self._new), list(self._new.values())
+        tensors = {
+            "keys": torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 2),
+            "ends": torch.tensor([len(states) for states, _ in pairs]).cumsum(0),
+            "checksums": torch.tensor([_checksum(*pair) for pair in pairs]),
+            "states": torch.cat([states for states, _ in pairs]),
+        }
+        scales = [own for _, own in pairs if own is not None]
+        if scales:
+            tensors["scales"] = torch.cat(scales)
+        path = self.folder / f"{hashlib.blake2b(b''.join(keys), digest_size=12).hexdigest()}.safetensors"
+        partial = path.with_suffix(".partial")
+        try:
+            save_file(tensors, partial)
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"{path} cannot be written: {error}") from error
+        self._new.clear()
+        self._new_bytes = 0
+        self.refresh()
+
+
+def corrupt_shards(folder: Path) -> list[Path]:
+    """The shards of which some sequence is not what was written."""
+    return [path for path in sorted(folder.glob("*.safetensors")) if not _intact(path)]
+
+
+def _intact(path: Path) -> bool:
+    try:
+        file = opened(path)
+    except ValueError:
+        return False
+    states, scales = file.get_tensor("states"), file.get_tensor("scales") if "scales" in file.keys() else None  # noqa: SIM118
+    ends = file.get_tensor("ends").tolist()
+    found = [
+        _checksum(states[start:stop], None if scales is None else scales[start:stop])
+        for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    return bool(found == file.get_tensor("checksums").tolist())
+
+
+def opened(path: Path) -> Any:
+    """A shard's file.
+
+    Raises:
+        ValueError: it is no shard, or was cut off.
+    """
+    try:
+        file = safe_open(path, "pt")
+        assert {"keys", "ends", "checksums", "states"} <= set(file.keys())
+        return file
+    except (SafetensorError, OSError, AssertionError) as error:
+        raise ValueError(f"{path} is corrupt ({error}); `--features.repair` has it made anew") from error
+
+
+def key_of(tokens_T: Tensor) -> Key:
+    """By what a sequence's states are found: a hash of its tokens."""
+    return hashlib.blake2b(tokens_T.to(torch.int32).cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+def encoded(states_TLD: Tensor, word: str) -> tuple[Tensor, Tensor | None]:
+    """States as they are stored, and the scales of int8: the largest number of each token and layer becomes 127."""
+    if word != "int8":
+        return states_TLD.to(FORMATS[word]), None
+    scales_TL = (states_TLD.float().abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (states_TLD.float() / scales_TL[..., None]).round().to(torch.int8), scales_TL
+
+
+def decoded(states_TLD: Tensor, scales_TL: Tensor | None) -> Tensor:
+    """What `encoded` was given, as well as it was kept."""
+    return states_TLD if scales_TL is None else states_TLD.float() * scales_TL[..., None]
+
+
+def bytes_per_token(layers: int, hidden_size: int, word: str) -> int:
+    """What a token's states take on disk."""
+    return layers * (hidden_size * FORMATS[word].itemsize + (4 if word == "int8" else 0))
+
+
+def _checksum(states_TLD: Tensor, scales_TL: Tensor | None) -> int:
+    found = zlib.crc32(states_TLD.contiguous().view(torch.uint8).numpy().data)
+    return found if scales_TL is None else zlib.crc32(scales_TL.contiguous().numpy().data, found)

@@ -1,0 +1,30 @@
+"""The target's states, written before a training run that reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .config import TrainConfig
+from .feature_cache import bytes_per_token
+from .features import CachedFeatures, cache_bytes, kept_layers, open_cache
+from .parallel import start
+from .setup import set_up
+
+
+def precompute(config: TrainConfig) -> Path:
+    """Write all that is missing; return the cache's folder.
+
+    Raises:
+        ValueError: anything wrong with the options, the data, or the cache that is there.
+        Stopped: Ctrl-C or SIGTERM, once what was computed has been written.
+    """
+    accelerator, _ = start(config)
+    setup = set_up(config, accelerator.device)
+    layers, word = kept_layers(setup.head.feature_layers), config.features.format
+    each = bytes_per_token(len(layers), setup.target.info.hidden_size, word)
+    total = cache_bytes(setup.target, setup.head, setup.training, word)
+    accelerator.print(f"{each:,} bytes a token for the layers {', '.join(map(str, layers))}: {total / 2**30:.2f} GiB")
+    cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)
+    CachedFeatures(setup.target, setup.head, cache).write(accelerator, setup.training)
+    accelerator.print(f"{cache.folder} holds the states of {len(setup.training):,} sequences")
+    return cache.folder

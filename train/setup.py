@@ -1,0 +1,116 @@
+"""What a config names, loaded and checked before any long work: the target, the head, the sequences to train on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..heads import DraftHead
+from ..heads.checkpoint import build_head, copy_weights, head_config
+from ..inference import Target, load_tokenizer
+from .config import TrainConfig, dtype_of
+from .data import (
+    Example,
+    check_tokenizer,
+    count_answer_tokens,
+    data_origin,
+    encode,
+    read_sources,
+    split_held_out,
+)
+from .evaluate import eval_prompts
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that training needs besides an engine."""
+
+    target: Target
+    head: DraftHead
+    origin: dict[str, Any]
+    """What the head will remember of target and tokenizer."""
+    training: list[Example]
+    held_out: list[Example]
+    sources: list[int]
+    """For each sequence to train on, which of the sources it is from."""
+    coverage: float
+    """The share of the answers' tokens that are in the draft vocabulary."""
+
+
+def set_up(config: TrainConfig, device: torch.device) -> Setup:
+    """Load and check.
+
+    Raises:
+        ValueError: anything wrong with the options or the data.
+    """
+    kind, options = head_options(config)
+    head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
+    conversations, sources = read_sources(config.data.sources, config.data.max_conversations)
+    target = Target.from_pretrained(config.target, dtype_of(config.target_dtype), device, config.target_revision)
+    head = build_head(kind, options, target.info)
+    head.recompute = config.loop.recompute
+    target.check_layers(head.feature_layers)
+    tokenizer = load_tokenizer(config.target, config.target_revision)
+    check_tokenizer(tokenizer, config.target)
+    origin = {**target.origin, **data_origin(tokenizer, config.data.thinking)}
+    training, held_out = split_examples(conversations, config, target, tokenizer)
+    eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
+    counts_V = count_answer_tokens(training, target.info.vocab_size)
+    if config.init_from is None:
+        head.initialize(target.ends, counts_V)
+    else:
+        warm_start(head, config.init_from, origin)
+    covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
+    own = [sources[example.conversation] for example in training]
+    return Setup(target, head, origin, training, held_out, own, float(covered))
+
+
+def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """The head's word and its own options."""
+    return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
+
+
+def split_examples(
+    conversations: list[dict[str, Any]],
+    config: TrainConfig,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Example], list[Example]]:
+    """Render and tokenize the conversations; some to train on, some held out.
+
+    Raises:
+        ValueError: data that cannot be used; named.
+    """
+    eos = target.end_tokens | {tokenizer.eos_token_id}
+    length = min(config.data.max_length, target.max_positions)
+    encoded = []
+    for number, row in enumerate(conversations):
+        try:
+            examples = encode(row, tokenizer, eos, length, config.data.thinking)
+            encoded.append([dataclasses.replace(example, conversation=number) for example in examples])
+        except ValueError as error:
+            raise ValueError(f"conversation {number}: {error}") from error
+    training, held_out = split_held_out(
+        [examples for examples in encoded if examples], config.data.held_out, config.loop.seed
+    )
+    return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))
+
+
+def warm_start(head: DraftHead, source: str, origin: dict[str, Any]) -> None:
+    """Take the weights and the draft vocabulary of another head.
+
+    Raises:
+        ValueError: it does not fit, or its vocabulary belongs to another tokenizer.
+    """
+    facts = copy_weights(head, source)
+    trained = facts.origin.get("tokenizer")
+    if trained not in (None, origin["tokenizer"]):
+        raise ValueError(
+            f"init_from {source!r} was trained with tokenizer {trained}, not {origin['tokenizer']}: its draft "
+            "vocabulary means other tokens; choose a head of the same tokenizer, or null"
+        )
