@@ -138,6 +138,9 @@ class RowCache(Protocol):
     def select(self, rows_R: Tensor) -> RowCache:
         """The same with these rows only."""
 
+    def replace(self, rows_R: Tensor, other: RowCache) -> None:
+        """Put the rows of another one, as large, in the places of these."""
+
 
 @dataclass(frozen=True)
 class DraftState:
@@ -159,6 +162,17 @@ class DraftState:
             elif isinstance(value, RowCache):
                 chosen[name] = value.select(rows_R)
         return dataclasses.replace(self, **chosen)
+
+    def replace(self, rows_R: Tensor, other: Self) -> Self:
+        """The state with another one's rows in the places of these, both right after an `observe`."""
+        changed: dict[str, Any] = {}
+        for name in (field.name for field in dataclasses.fields(self)):
+            value, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(value, Tensor):
+                changed[name] = value.index_copy(0, rows_R, theirs)
+            elif isinstance(value, RowCache):
+                value.replace(rows_R, theirs)
+        return dataclasses.replace(self, **changed)
 
 
 class DraftHead(nn.Module, ABC):

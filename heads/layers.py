@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from .base import TargetInfo
+from .base import RowCache, TargetInfo
 
 SCORES = 2**26
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
@@ -243,6 +243,13 @@ class DraftCache:
         if self.keys is not None and self.values is not None:
             chosen.keys, chosen.values = self.keys[:, rows_R], self.values[:, rows_R]
         return chosen
+
+    def replace(self, rows_R: Tensor, other: RowCache) -> None:
+        """Put the rows of a cache of the same size in the places of these."""
+        assert isinstance(other, DraftCache) and other.capacity == self.capacity
+        if self.keys is not None and self.values is not None:
+            assert other.keys is not None and other.values is not None
+            self.keys[:, rows_R], self.values[:, rows_R] = other.keys, other.values
 
     def commit(self, lengths_B: Tensor, new_tokens: int) -> None:
         """Direct the next entries behind each row's `lengths_B` committed tokens; they see these and each other."""

@@ -45,12 +45,7 @@ class TreeCache(Cache):
             new_tokens: tokens of every row in the next forward.
             longest: length of the longest row; the host knows it, so the device need not be asked.
         """
-        if longest + new_tokens > self.capacity:
-            grown = bucketed(longest + new_tokens) - self.capacity
-            self.capacity += grown
-            if self.keys is not None and self.values is not None:
-                self.keys = F.pad(self.keys, (0, 0, 0, grown))
-                self.values = F.pad(self.values, (0, 0, 0, grown))
+        self._grow(bucketed(longest + new_tokens))
         self.slots_BN = self.lengths_B[:, None] + torch.arange(new_tokens, device=self.lengths_B.device)
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
@@ -79,6 +74,15 @@ class TreeCache(Cache):
         self.keys, self.values = self.keys[:, rows_R], self.values[:, rows_R]
         self.lengths_B = self.lengths_B[rows_R]
 
+    def replace(self, rows_R: Tensor, other: TreeCache) -> None:
+        """Put the rows of another cache in the places of these."""
+        self._grow(other.capacity)
+        assert self.keys is not None and self.values is not None
+        assert other.keys is not None and other.values is not None
+        self.keys[:, rows_R, :, : other.capacity] = other.keys
+        self.values[:, rows_R, :, : other.capacity] = other.values
+        self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new entries and return the whole capacity; called by the model's attention."""
         if self.keys is None or self.values is None:
@@ -89,6 +93,15 @@ class TreeCache(Cache):
         layer_keys.scatter_(2, index.expand_as(keys), keys)
         layer_values.scatter_(2, index.expand_as(values), values)
         return layer_keys, layer_values
+
+    def _grow(self, capacity: int) -> None:
+        grown = capacity - self.capacity
+        if grown <= 0:
+            return
+        self.capacity = capacity
+        if self.keys is not None and self.values is not None:
+            self.keys = F.pad(self.keys, (0, 0, 0, grown))
+            self.values = F.pad(self.values, (0, 0, 0, grown))
 
     def _allocate(self, states: Tensor) -> Tensor:
         batch, heads, _, size = states.shape

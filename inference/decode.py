@@ -31,7 +31,7 @@ from transformers.utils.generic import ModelOutput
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
 from .grow import RootOnly, drafter_of
-from .loop import speculate
+from .loop import Rules, speculate
 from .planning import batch_budget, default_tree
 from .rounds import Drafter
 from .sampling import Draw, RandomDraw, Scorer
@@ -162,6 +162,7 @@ class SpeculativeLM:
         generator: torch.Generator | None = None,
         streamer: Streamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        slots: int | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Write on, for each row of a batch.
@@ -173,6 +174,8 @@ class SpeculativeLM:
             generator: of the random draws; None for torch's global one.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
             tokenizer: needed for `stop_strings`.
+            slots: rows that are decoded at the same time; the next one begins where one has ended (continuous
+                batching). None for all at once.
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
                 stopping_criteria ... as for `model.generate`. Processors and criteria of your own are asked one row at
                 a time, with the row's unpadded tokens.
@@ -186,6 +189,8 @@ class SpeculativeLM:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
             )
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots must be at least 1, not {slots}")
         unknown = sorted(set(settings) - SETTINGS)
         if unknown:
             raise ValueError(
@@ -200,13 +205,15 @@ class SpeculativeLM:
             attention_mask=attention_mask,
             generation_config=generation_config,
             streamer=streamer,
-            custom_generate=self.decoding_method(RandomDraw(generator), streamer),
+            custom_generate=self.decoding_method(RandomDraw(generator), streamer, slots),
             **with_stop_strings(settings, generation_config, tokenizer),
         )
         assert isinstance(output, GenerateOutput)
         return output
 
-    def decoding_method(self, draw: Draw, streamer: Streamer | None = None) -> Callable[..., GenerateOutput]:
+    def decoding_method(
+        self, draw: Draw, streamer: Streamer | None = None, slots: int | None = None
+    ) -> Callable[..., GenerateOutput]:
         """What `model.generate` takes as `custom_generate`, for this target's model."""
 
         def decode(
@@ -226,7 +233,9 @@ class SpeculativeLM:
                 )
             if inputs.get("inputs_embeds") is not None:
                 raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
-            return self._decode(input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer)
+            return self._decode(
+                input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer, slots
+            )
 
         return decode
 
@@ -239,6 +248,7 @@ class SpeculativeLM:
         config: GenerationConfig,
         draw: Draw,
         streamer: Streamer | None,
+        slots: int | None,
     ) -> GenerateOutput:
         """Check what `model.generate` prepared, run the loop, and put the rows together again."""
         if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -264,9 +274,10 @@ class SpeculativeLM:
             )
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
-        out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits)
+        out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots)
         rule = self.sampling_rule if config.do_sample else greedy
-        stats = speculate(self.target, self.drafter, rule, score, draw, out, bool(config.do_sample))
+        rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
+        stats = speculate(rules, self.drafter, out)
         if streamer is not None:
             streamer.end()
         padding = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)

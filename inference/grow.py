@@ -39,6 +39,9 @@ class RootOnly:
     def select(self, rows_R: Tensor) -> None:
         """Nothing to forget."""
 
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Nothing to take over."""
+
 
 class HeadDrafter:
     """A head whose state follows the text; a subclass says what tree is grown from it."""
@@ -85,6 +88,11 @@ class HeadDrafter:
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""
         self._state = self.state.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Take over the rows of another one of this head."""
+        assert isinstance(other, HeadDrafter)
+        self._state = self.state.replace(rows_R, other.state)
 
 
 class StaticTree(HeadDrafter):

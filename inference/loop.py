@@ -7,6 +7,9 @@ verdict = the path that the acceptance rule lets stand, and one token more from 
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -24,52 +27,78 @@ PREFILL_TOKENS = 1024
 """Tokens of each prompt that are read at once: what a long prompt needs beyond its cache does not grow with it."""
 
 
-@torch.inference_mode()
-def speculate(
-    target: Target, drafter: Drafter, verify: Verifier, score: Scorer, draw: Draw, out: Written, sampling: bool
-) -> Stats:
-    """Write on until every row has ended; what was written is in `out`.
+@dataclass(frozen=True)
+class Rules:
+    """What stays the same from the first token to the last."""
 
-    Args:
-        target: the frozen model.
-        drafter: what guesses.
-        verify: the acceptance rule.
-        score: logits to scores, with all processors.
-        draw: of drafts and verdicts.
-        out: the prompts, when to stop, and what was written.
-        sampling: False for greedy decoding.
-    """
+    target: Target
+    verify: Verifier
+    """The acceptance rule."""
+    score: Scorer
+    """Logits to scores, with all processors."""
+    draw: Draw
+    """Of drafts and verdicts."""
+    sampling: bool
+    """False for greedy decoding."""
+
+
+@torch.inference_mode()
+def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
+    """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop."""
     stats = Stats(rows=[[] for _ in out.rows])
     with stats.clock("prefill"):
-        cache = target.new_cache(len(out.rows))
-        capacity = out.longest + out.new_tokens + drafter.max_nodes
-        drafter.begin(Start(len(out.rows), capacity, draw, score.draft_probs if sampling else None))
-        roots_B = _prefill(target, drafter, verify, score, draw, out, cache)
-        roots_B = _drop_ended(out, cache, drafter, roots_B)
+        cache, roots_B = _begin(rules, drafter, out)
+        roots_B = _turn_over(rules, drafter, out, cache, roots_B)
     while out.active:
         with stats.clock("draft"):
             tree = drafter.propose(roots_B)
         with stats.clock("target"):
-            output = target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
+            output = rules.target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
         with stats.clock("verify"):
-            scores_BNV = score(output.logits_BNV, tree, out)
-            finished = Round(tree, output, verify(tree, scores_BNV, draw))
+            scores_BNV = rules.score(output.logits_BNV, tree, out)
+            finished = Round(tree, output, rules.verify(tree, scores_BNV, rules.draw))
             out.add(finished, scores_BNV, stats)
         with stats.clock("rest"):
             cache.keep(finished.verdict.path_BA, finished.verdict.lengths_B)
         with stats.clock("draft"):
             drafter.observe(finished)
-            roots_B = _drop_ended(out, cache, drafter, finished.verdict.next_tokens_B)
+        with stats.clock("prefill"):
+            roots_B = _turn_over(rules, drafter, out, cache, finished.verdict.next_tokens_B)
         stats.max_depth = max(stats.max_depth, tree.max_depth)
     return stats
 
 
-def _prefill(
-    target: Target, drafter: Drafter, verify: Verifier, score: Scorer, draw: Draw, out: Written, cache: TreeCache
-) -> Tensor:
-    """Read the prompts, chunk by chunk; return the token that the target chooses after each."""
-    tokens_BT = pad_sequence(out.prompts, batch_first=True).to(target.device)
-    lengths, layers = [len(prompt) for prompt in out.prompts], drafter.feature_layers
+def _turn_over(rules: Rules, drafter: Drafter, out: Written, cache: TreeCache, roots_B: Tensor) -> Tensor:
+    """Rows that have ended leave the batch: waiting ones take their places, or it shrinks; return all rows' roots."""
+    while (places := out.ended_places()) and out.waiting:
+        held = out.active
+        out.active = [out.waiting.popleft() for _ in range(min(len(places), len(out.waiting)))]
+        fresh = copy.copy(drafter)
+        fresh_cache, fresh_roots = _begin(rules, fresh, out)
+        into_R = torch.tensor(places[: len(out.active)], device=roots_B.device)
+        cache.replace(into_R, fresh_cache)
+        drafter.replace(into_R, fresh)
+        roots_B = roots_B.index_copy(0, into_R, fresh_roots)
+        for place, row in zip(places, out.active, strict=False):
+            held[place] = row
+        out.active = held
+    rows = out.drop_ended()
+    if not rows:
+        return roots_B
+    rows_R = torch.tensor(rows, device=roots_B.device)
+    cache.select(rows_R)
+    drafter.select(rows_R)
+    return roots_B[rows_R]
+
+
+def _begin(rules: Rules, drafter: Drafter, out: Written) -> tuple[TreeCache, Tensor]:
+    """Read the active rows' prompts, chunk by chunk; return the cache, and the token that the target chooses next."""
+    target, prompts = rules.target, [out.prompts[row] for row in out.active]
+    capacity = max(map(len, out.prompts)) + out.new_tokens + drafter.max_nodes
+    drafter.begin(Start(len(prompts), capacity, rules.draw, rules.score.draft_probs if rules.sampling else None))
+    cache = target.new_cache(len(prompts))
+    tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
+    lengths, layers = [len(prompt) for prompt in prompts], drafter.feature_layers
     lengths_B = torch.tensor(lengths, device=target.device)
     logits: dict[int, Tensor] = {}
     features: dict[int, Tensor] = {}
@@ -92,19 +121,8 @@ def _prefill(
     rows = range(len(lengths))
     logits_B1V = torch.stack([logits[row] for row in rows])[:, None]
     features_B1F = torch.stack([features[row] for row in rows])[:, None]
-    scores_B1V = score(logits_B1V, tree, out)
-    roots_B = verify(tree, scores_B1V, draw).next_tokens_B
+    scores_B1V = rules.score(logits_B1V, tree, out)
+    roots_B = rules.verify(tree, scores_B1V, rules.draw).next_tokens_B
     out.first(roots_B, scores_B1V, logits_B1V)
     drafter.read(Passage(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
-    return roots_B
-
-
-def _drop_ended(out: Written, cache: TreeCache, drafter: Drafter, roots_B: Tensor) -> Tensor:
-    """Take the rows that have ended out of the batch, so that they cost nothing more; return the others' roots."""
-    rows = out.drop_ended()
-    if rows is None or not rows:
-        return roots_B
-    rows_R = torch.tensor(rows, device=roots_B.device)
-    cache.select(rows_R)
-    drafter.select(rows_R)
-    return roots_B[rows_R]
+    return cache, roots_B

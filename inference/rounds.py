@@ -112,3 +112,6 @@ class Drafter(Protocol):
 
     def select(self, rows_R: Tensor) -> None:
         """Forget all rows but these: the others have ended."""
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Put another one's rows, whose prompts it has read, in the places of these, which have ended."""

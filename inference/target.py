@@ -64,7 +64,7 @@ class Target:
         cls,
         source: str | Path | PreTrainedModel,
         dtype: torch.dtype | str = "auto",
-        device: str | torch.device | None = None,
+        device: str | torch.device | dict[str, Any] | None = None,
         revision: str | None = None,
     ) -> Target:
         """Load a target.
@@ -73,7 +73,7 @@ class Target:
             source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
                 model that is loaded already.
             dtype: of the weights; "auto" takes the checkpoint's own (float32 for GGUF).
-            device: where to; None for the first GPU, or the CPU.
+            device: where to, or accelerate's map of modules to devices; None for the first GPU, or the CPU.
             revision: of a Hub id.
 
         Raises:
@@ -83,16 +83,18 @@ class Target:
             refuse_loading_options(dtype, device, revision)
             return cls(source)
         folder, gguf = locate(source)
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        spread = {"device_map": where} if isinstance(where, dict) else {}
         chosen = torch.float32 if gguf and dtype == "auto" else dtype
         packing = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=gguf, dtype=chosen, revision=revision, **packing
+                folder, gguf_file=gguf, dtype=chosen, revision=revision, **packing, **spread
             )
         except OSError as error:
             raise ValueError(f"no target model at {str(source)!r}: {error}") from error
-        frozen = cast(torch.nn.Module, model).to(where).eval().requires_grad_(False)
+        placed = cast(torch.nn.Module, model) if isinstance(where, dict) else cast(torch.nn.Module, model).to(where)
+        frozen = placed.eval().requires_grad_(False)
         return cls(cast(PreTrainedModel, frozen), str(source))
 
     def merge_adapter(self, folder: str | Path) -> None:
@@ -220,7 +222,8 @@ class Target:
             logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
             output_hidden_states=self._indices((*layers, -1)),
         )
-        return self._features(output.hidden_states, layers, tokens_BT), output.hidden_states[self.info.num_layers]
+        last_BTD = output.hidden_states[self.info.num_layers].to(self.device)
+        return self._features(output.hidden_states, layers, tokens_BT), last_BTD
 
     def _forward(
         self,
@@ -279,7 +282,7 @@ class Target:
     def _features(self, hidden_states: Any, layers: tuple[int, ...], tokens_BN: Tensor) -> Tensor:
         if not layers:
             return torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
-        return torch.cat([hidden_states[self._index(layer)] for layer in layers], dim=-1)
+        return torch.cat([hidden_states[self._index(layer)].to(self.device) for layer in layers], dim=-1)
 
 
 def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:

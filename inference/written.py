@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ class Written:
         streamer: Streamer | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        slots: int | None = None,
     ) -> None:
         """Begin.
 
@@ -46,12 +48,15 @@ class Written:
             streamer: gets the tokens as they are accepted; one row only.
             keep_scores: whether the processed scores of every written token are kept.
             keep_logits: whether its raw logits are.
+            slots: rows that are decoded at once, the others waiting until one ends; None for all.
         """
         self.prompts = prompts
         self.new_tokens, self.eos, self.criteria, self.streamer = new_tokens, eos, criteria, streamer
         self.rows: list[list[int]] = [[] for _ in prompts]
-        self.active = list(range(len(prompts)))
+        self.active = list(range(len(prompts)))[:slots]
         """The rows of the batch that is being decoded, by their number in the call."""
+        self.waiting = deque(range(len(self.active), len(prompts)))
+        """The rows that have not begun."""
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
@@ -72,11 +77,11 @@ class Written:
         """Take the tokens that follow the prompts."""
         finite_B = scores_B1V[:, 0].amax(-1).isfinite()
         tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
-        for row, token, fine in zip(self.active, tokens, finite, strict=True):
+        for place, (row, token, fine) in enumerate(zip(self.active, tokens, finite, strict=True)):
             if not fine:
-                self._refuse(row, 0, logits_B1V[row, 0])
+                self._refuse(row, 0, logits_B1V[place, 0])
             self._append(row, [token])
-            self._keep(row, 1, scores_B1V[row], logits_B1V[row])
+            self._keep(row, 1, scores_B1V[place], logits_B1V[place])
 
     def add(self, finished: Round, scores_BNV: Tensor, stats: Stats) -> None:
         """Take what a round emitted.
@@ -98,6 +103,10 @@ class Written:
             count = self._append(row, tokens[:length])
             self._keep(row, count, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
             stats.rows[row].append(RoundRecord(accepted=length - 1, returned=count))
+
+    def ended_places(self) -> list[int]:
+        """The places in the batch of rows that have ended."""
+        return [place for place, row in enumerate(self.active) if row in self._ended]
 
     def drop_ended(self) -> list[int] | None:
         """Take the rows that have ended out of `active`; the places of the others in the batch, None for all."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.inference import DraftTree, Stats, Target, TreeShape
-from headstart.inference.loop import speculate
+from headstart.inference.loop import Rules, speculate
 from headstart.inference.rounds import Passage, Round, Start
 from headstart.inference.sampling import RandomDraw, Scorer
 from headstart.inference.written import Written
@@ -125,6 +125,9 @@ class Oracle:
     def read(self, passage: Passage) -> None:
         """The last passage ends with the target's own choice."""
         self.written = [[root] for root in passage.next_tokens_BT[:, -1].tolist()]
+
+    def replace(self, rows_R: Tensor, other: Any) -> None:
+        raise AssertionError("an oracle knows its texts by their place in the first batch")
 
     def select(self, rows_R: Tensor) -> None:
         self.rows = [self.rows[row] for row in rows_R.tolist()]
@@ -244,11 +247,19 @@ def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_childre
 
 
 def write(
-    target: Target, drafter: Any, rule: Any, prompts: list[Tensor], processors: Any, draw: Any, new_tokens: int
+    target: Target,
+    drafter: Any,
+    rule: Any,
+    prompts: list[Tensor],
+    processors: Any,
+    draw: Any,
+    new_tokens: int,
+    slots: int | None = None,
 ) -> tuple[list[list[int]], Stats]:
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
-    out = Written(prompts, new_tokens, frozenset())
-    stats = speculate(target, drafter, rule, Scorer(processors, [0] * len(prompts)), draw, out, sampling=True)
+    out = Written(prompts, new_tokens, frozenset(), slots=slots)
+    rules = Rules(target, rule, Scorer(processors, [0] * len(prompts)), draw, sampling=True)
+    stats = speculate(rules, drafter, out)
     return out.rows, stats
 
 

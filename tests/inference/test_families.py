@@ -202,6 +202,7 @@ CASES = st.fixed_dictionaries(
         "shape": st.integers(0, 999),
         "wrong": st.sampled_from([0.0, 0.2, 0.6]),
         "chunk": st.sampled_from([1, 3, 1024]),
+        "slots": st.sampled_from([None, None, 1, 2]),
     }
 )
 SETTINGS = st.fixed_dictionaries(
@@ -240,12 +241,14 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
     if case["source"] == "oracle":
         shape = tools.random_shape(case["shape"])
         lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, case["wrong"], case["shape"]))
+        slots = None  # an oracle knows its texts by their place in the first batch
     else:
+        slots = case["slots"]
         lm = SpeculativeLM.from_pretrained(target, drafting(case["family"], case["source"]), tree=case["tree"])
     padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
-    output = lm.generate(padded, attention_mask=mask, **settings)
+    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings)
     written = output.sequences[:, padded.shape[1] :].tolist()
     width = max(map(len, truths))
     end = settings.get("eos_token_id")

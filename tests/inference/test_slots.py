@@ -1,0 +1,102 @@
+"""Continuous batching: a waiting prompt begins where a row has ended, and nobody's text changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from headstart.heads.checkpoint import build_head
+from headstart.inference import SpeculativeLM
+
+VOCAB = 20
+HEADS = {
+    "plain": None,
+    "medusa": {"num_heads": 3},
+    "hydra++": {"num_heads": 3},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 3, "feature_layers": [0, -1]},
+}
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def head_of(name, target):
+    if HEADS[name] is None:
+        return None
+    torch.manual_seed(2)
+    head = build_head(name, HEADS[name], target.info).to(target.dtype)
+    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def prompts(count, vocab=VOCAB):
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (2 + 5 * i % 11,), generator=random) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("slots", [1, 2, 4, 20])
+@pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3"])
+def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree):
+    rows = prompts(11)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
+    settings |= {"pad_token_id": 0}
+    alone = [
+        target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)[0, len(row) :].tolist()
+        for row in rows
+    ]
+    assert len({len(row) for row in alone}) > 3  # they end at different times
+    widths, original = [], target.forward_tree
+    monkeypatch.setattr(
+        target, "forward_tree", lambda tree, *rest: widths.append(len(tree.tokens_BN)) or original(tree, *rest)
+    )
+    lm = SpeculativeLM.from_pretrained(target, head_of(name, target), tree=tree if HEADS[name] else "auto")
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings)
+    for found, expected in zip(output.sequences[:, padded.shape[1] :].tolist(), alone, strict=True):
+        assert found[: len(expected)] == expected and not any(found[len(expected) :])
+    assert max(widths) <= slots
+    if slots < len(rows):  # places do not stay empty while a prompt waits
+        assert widths.count(slots) > len(widths) / 3
+    returned = [1 + sum(record.returned for record in row) for row in output.stats.rows]
+    assert returned == [len(row) for row in alone]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools, drawn):
+    """Every branch of two texts, the second of which begins where the first has ended."""
+    target = tiny_target(vocab_size=3)
+    head = head_of("medusa", target)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2" if drawn else "chain:2")
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    rows = prompts(2, vocab=3)
+
+    def run(draw):
+        texts, _ = tools.write(target, lm.drafter, lm.sampling_rule, rows, processors, draw, 2, slots=1)
+        return tuple(texts[0] + texts[1])
+
+    found = tools.every_branch(run)
+
+    def probability(prompt, tokens):
+        ids = torch.cat([prompt, torch.tensor(tokens)])[None]
+        with torch.no_grad():
+            scores = (target.model(ids).logits / 0.7).softmax(-1)
+        return float(torch.stack([scores[0, len(prompt) - 1 + i, token] for i, token in enumerate(tokens)]).prod())
+
+    assert len(found) == 81 and sum(found.values()) == pytest.approx(1)
+    for tokens, weight in found.items():
+        expected = probability(rows[0], tokens[:2]) * probability(rows[1], tokens[2:])
+        assert weight == pytest.approx(expected, abs=1e-9)
+
+
+def test_no_slot_is_refused(target):
+    with pytest.raises(ValueError, match="slots must be at least 1, not 0"):
+        SpeculativeLM(target).generate(torch.ones(1, 2, dtype=torch.int64), slots=0, max_new_tokens=3)
