@@ -16,10 +16,15 @@ class SelfMadeConfig:
     """JSONL file to write; started again with the same options, the command goes on where it stopped."""
     prompts: str | None = None
     """JSONL file of prompts to answer; null lets the model write the prompts too."""
+    server: str | None = None
+    """URL of a server that speaks OpenAI's interface and serves `target` (vLLM, SGLang: http://HOST:8000/v1), which
+    then answers the prompts; null for the model in this process."""
+    head: str | None = None
+    """A draft head's checkpoint folder or Hub id, with which the model here writes sooner."""
     conversations: int = 1000
     """How many to make; at most one for each given prompt."""
     batch_size: int = 16
-    """Conversations made at the same time."""
+    """Conversations made at the same time; the next one begins where one has ended."""
     target_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the model's weights."""
     temperature: float = 0.8
@@ -49,6 +54,11 @@ class SelfMadeConfig:
         for name in ("conversations", "batch_size", "answer_tokens", "prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.server is not None and (self.prompts is None or self.head is not None):
+            raise ValueError(
+                f"server {self.server!r} answers given prompts in its own way: it needs prompts and takes no head, "
+                f"not {self.prompts!r} and {self.head!r}"
+            )
         if self.temperature < 0 or self.prompt_temperature <= 0:
             raise ValueError(
                 "temperature must be at least 0 and prompt_temperature above 0, not "

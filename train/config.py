@@ -177,6 +177,9 @@ class TrainConfig:
     """`type`, a word of the HEADS table, and that head's own options."""
     target_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the frozen model's weights."""
+    target_placement: Literal["whole", "shard", "spread"] = "whole"
+    """whole on every process; shard: each of its blocks cut over the processes; spread: for one process, its blocks on
+    one device after the other."""
     init_from: str | None = None
     """A head's checkpoint whose weights training starts from, at step 0; null for a new head."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)

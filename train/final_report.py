@@ -52,10 +52,7 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
     lines += ["| step | held-out loss by depth | " + " | ".join(trees) + " |", "|---|---|" + "---|" * len(trees)]
     for row in evaluations:
         losses = " ".join(map(_figure, row["held_out_loss"]))
-        lengths = [
-            f"{found['acceptance_length']:.3f} ({found['interval'][0]:.2f}-{found['interval'][1]:.2f})"
-            for found in row["eval"].values()
-        ]
+        lengths = [_length(found) for found in row["eval"].values()]
         lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
     lines += ["![loss](plots/loss.png)", "", "![accuracy](plots/accuracy.png)", "", "![rate](plots/rate.png)", ""]

@@ -56,7 +56,7 @@ def train(config: TrainConfig) -> Path:
     if run.last.exists():
         accelerator.print(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         return run.folder
-    setup = set_up(config, accelerator.device)
+    setup = set_up(config, accelerator)
     head, training = setup.head, setup.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())

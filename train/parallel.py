@@ -30,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..heads import DraftHead
 from .batches import Share
 from .config import TrainConfig, dtype_of
 
@@ -185,7 +184,7 @@ def gradient_scale(accelerator: Accelerator, share: Share) -> int:
     return share.processes * (share.forwards if deepspeed else 1)
 
 
-def whole_state(head: DraftHead) -> dict[str, Tensor]:
+def whole_state(head: nn.Module) -> dict[str, Tensor]:
     """A copy of the head's whole weights, on every process."""
     with _gathered(head.parameters()):
         state = {

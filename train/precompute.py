@@ -19,7 +19,7 @@ def precompute(config: TrainConfig) -> Path:
         Stopped: Ctrl-C or SIGTERM, once what was computed has been written.
     """
     accelerator, _ = start(config)
-    setup = set_up(config, accelerator.device)
+    setup = set_up(config, accelerator)
     layers, word = kept_layers(setup.head.feature_layers), config.features.format
     each = bytes_per_token(len(layers), setup.target.info.hidden_size, word)
     total = cache_bytes(setup.target, setup.head, setup.training, word)

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts, rend
 Messages = list[dict[str, str]]
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts say nothing."""
+WAVES = 8
+"""Between two writes each place of the batch is taken by so many conversations, one after the other."""
 EMPTY_BATCHES = 20
 """So many batches in a row without a usable text, and the model is given up on."""
 
@@ -53,6 +56,10 @@ def make_conversations(config: SelfMadeConfig) -> Path:
         ValueError: options that do not match the file that is there, unusable prompts or tokenizer.
         Stopped: Ctrl-C or SIGTERM, once the batch has been written.
     """
+    if config.server is not None:
+        from .served import ask_server  # needs the package openai, which nothing else does
+
+        return ask_server(config)
     path = Path(config.output)
     progress, seen = _claim(path, config)
     prompts = read_prompts(config.prompts) if config.prompts else None
@@ -61,12 +68,12 @@ def make_conversations(config: SelfMadeConfig) -> Path:
         return path
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(config.target, dtype=dtype_of(config.target_dtype))
+    lm = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.target_dtype))
     if prompts is not None:
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[: config.conversations]]
         check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     empty = 0
-    started, tokens_before = time.perf_counter(), progress.tokens
+    started, before = time.perf_counter(), dataclasses.replace(progress)
     total = config.conversations if prompts is None else min(config.conversations, len(prompts))
     with StopRequest() as stop, progress_bar() as bar:
         task = bar.add_task("conversations", total=total, note="")
@@ -88,13 +95,13 @@ def make_conversations(config: SelfMadeConfig) -> Path:
             progress.conversations += len(rows)
             progress.tokens += sum(row["tokens"] for row in rows)
             _write_state(path, config, progress, seen)
-            rate = (progress.tokens - tokens_before) / (time.perf_counter() - started)
-            done = progress.conversations if prompts is None else progress.batches * config.batch_size
-            bar.update(task, completed=min(done, total), note=f"{rate:.0f} answer tokens/s")
+            seconds = time.perf_counter() - started
+            rate = (progress.tokens - before.tokens) / seconds
+            done = min(_done(progress, config, prompts), total)
+            bar.update(task, completed=done, note=f"{rate:.0f} answer tokens/s")
             if not console.is_terminal:
-                per_batch = (time.perf_counter() - started) * config.batch_size / max(done, 1)
-                left = per_batch * (total - done) / config.batch_size
-                console.print(f"{done}/{total}  {rate:.0f} answer tokens/s  {duration(max(left, 0))} left")
+                left = seconds / max(done - _done(before, config, prompts), 1) * (total - done)
+                console.print(f"{done}/{total}  {rate:.0f} answer tokens/s  {duration(left)} left")
     written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
     if not _finished(progress, config, prompts):
         raise Stopped(f"stopped; {written}; the same command goes on from there")
@@ -115,7 +122,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     return text[: text.index(marker)]
 
 
-def distinct_share(tokens: list[int], n: int = 4) -> float:
+def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
     """Share of a text's n-grams that are distinct; 1 for texts shorter than 8 n-grams, which say nothing."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
@@ -133,13 +140,20 @@ def _make_batch(
     if prompts is None:
         asked = _write_prompts(lm, tokenizer, config, generator, seen)
     else:
-        asked = prompts[batch * config.batch_size : (batch + 1) * config.batch_size]
+        asked = prompts[batch * _at_once(config) : (batch + 1) * _at_once(config)]
     if not asked:
         return []
     texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in asked]
     sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
     answers = _continue(
-        lm, tokenizer, texts, config.answer_tokens, generator, do_sample=config.temperature > 0, **sampling
+        lm,
+        tokenizer,
+        texts,
+        config.batch_size,
+        config.answer_tokens,
+        generator,
+        do_sample=config.temperature > 0,
+        **sampling,
     )
     rows = []
     for messages, (answer, finished) in zip(asked, answers, strict=True):
@@ -170,7 +184,8 @@ def _write_prompts(
     drawn = _continue(
         lm,
         tokenizer,
-        [prefix] * config.batch_size,
+        [prefix] * _at_once(config),
+        config.batch_size,
         config.prompt_tokens,
         generator,
         do_sample=True,
@@ -193,6 +208,7 @@ def _continue(
     lm: SpeculativeLM,
     tokenizer: PreTrainedTokenizerBase,
     texts: list[str],
+    slots: int,
     new_tokens: int,
     generator: torch.Generator,
     **sampling: Any,
@@ -205,6 +221,7 @@ def _continue(
         attention_mask=encoded["attention_mask"].to(device),
         max_new_tokens=new_tokens,
         generator=generator,
+        slots=slots,
         pad_token_id=tokenizer.pad_token_id,
         **sampling,
     )
@@ -254,10 +271,20 @@ def _state_path(path: Path) -> Path:
     return path.with_name(path.name + ".state.json")
 
 
+def _done(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> int:
+    """Of what was asked for: conversations, or given prompts."""
+    return progress.conversations if prompts is None else progress.batches * _at_once(config)
+
+
 def _finished(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> bool:
     if progress.conversations >= config.conversations:
         return True
-    return prompts is not None and progress.batches * config.batch_size >= len(prompts)
+    return prompts is not None and _done(progress, config, prompts) >= len(prompts)
+
+
+def _at_once(config: SelfMadeConfig) -> int:
+    """Prompts between two writes to the file: several for each place of the batch, but of few only a quarter."""
+    return max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:

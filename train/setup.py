@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..heads import DraftHead
 from ..heads.checkpoint import build_head, copy_weights, head_config
 from ..inference import Target, load_tokenizer
-from .config import TrainConfig, dtype_of
+from .big_target import load_target
+from .config import TrainConfig
 from .data import (
     Example,
     check_tokenizer,
@@ -42,7 +44,7 @@ class Setup:
     """The share of the answers' tokens that are in the draft vocabulary."""
 
 
-def set_up(config: TrainConfig, device: torch.device) -> Setup:
+def set_up(config: TrainConfig, accelerator: Accelerator) -> Setup:
     """Load and check.
 
     Raises:
@@ -51,7 +53,7 @@ def set_up(config: TrainConfig, device: torch.device) -> Setup:
     kind, options = head_options(config)
     head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
     conversations, sources = read_sources(config.data.sources, config.data.max_conversations)
-    target = Target.from_pretrained(config.target, dtype_of(config.target_dtype), device, config.target_revision)
+    target = load_target(config, accelerator)
     head = build_head(kind, options, target.info)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)

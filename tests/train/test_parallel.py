@@ -18,8 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 
+from headstart.heads.checkpoint import load_head
 from headstart.train.batches import Share
+from headstart.train.big_target import load_target
 from headstart.train.config import AdapterConfig, OptimConfig
 from headstart.train.data import Example
 from headstart.train.loop import check_same_everywhere, train
@@ -239,3 +242,37 @@ def test_processes_that_read_different_data_are_refused():
         check_same_everywhere(processes, change)
     check_same_everywhere(processes, [examples[0], Example([4, 5], [False, False])])
     assert len({tuple(own.tolist()) for own in seen}) == 5  # tokens, masks and order all count
+
+
+# Targets that do not fit on one device.
+
+
+def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head(options, alone, tmp_path):
+    config = dataclasses.replace(options, output=str(tmp_path / "cut"), target_placement="shard")
+    process = launch(config, "configs/accelerate/ddp.yaml")
+    said = finished(process)
+    assert process.returncode == 0, said
+    assert_same_curve(config.output, alone)
+    ours, theirs = (
+        json.loads((Path(folder) / "log.jsonl").read_text().splitlines()[-1]) for folder in (config.output, alone)
+    )
+    assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
+    assert load_head(Path(config.output) / "last")[1].origin == load_head(alone / "last")[1].origin
+
+
+def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
+    config = dataclasses.replace(options, target_placement="spread")
+    whole, spread = (load_target(each, Accelerator()) for each in (options, config))
+    tokens_BT = torch.randint(258, (2, 9))
+    for ours, theirs in zip(spread.read(tokens_BT, (0, -1)), whole.read(tokens_BT, (0, -1))):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
+    options = dataclasses.replace(options, output=str(tmp_path / "run"))
+    config = dataclasses.replace(options, target_placement="shard")
+    with pytest.raises(ValueError, match="'shard' does not fit a run of 1 processes; choose 'spread', or 'whole'"):
+        train(config)
+    adapted = dataclasses.replace(options, target_placement="spread", adapter=AdapterConfig(rank=4))
+    with pytest.raises(ValueError, match="an adapter needs target_placement 'whole', not 'spread'"):
+        train(dataclasses.replace(adapted, head={"type": "medusa", "num_heads": 2}))

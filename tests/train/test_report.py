@@ -196,5 +196,5 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
             train(config)
     folder = train(config)
     assert max(row["step"] for row in log_of(folder)) == 6
-    head = build_head("medusa", {"num_heads": 2}, loop.set_up(config, torch.device("cpu")).target.info)
+    head = build_head("medusa", {"num_heads": 2}, loop.set_up(config, Accelerator()).target.info)
     head.load_state_dict(last(folder))

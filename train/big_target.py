@@ -1,0 +1,86 @@
+"""Targets that do not fit on one device: cut over the processes, or spread over the devices of one.
+
+`shard` cuts every decoder block over the processes (torch's fully_shard, whatever engine trains the head): a block is
+gathered when it runs, and forgotten after it. `spread` lays whole blocks on one device after the other. Embedding,
+final norm and LM head stay whole on every process, for heads read their weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
+from accelerate.utils import broadcast_object_list, get_balanced_memory
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..inference import Target
+from ..inference.target import locate
+from .config import TrainConfig, dtype_of
+
+
+def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
+    """The config's target, placed as `target_placement` says.
+
+    Raises:
+        ValueError: nothing to load, or a placement that this launch cannot give.
+    """
+    dtype, placement = dtype_of(config.target_dtype), config.target_placement
+    if placement == "whole":
+        return Target.from_pretrained(config.target, dtype, accelerator.device, config.target_revision)
+    if (placement == "shard") != (accelerator.num_processes > 1):
+        other = "spread" if placement == "shard" else "shard"
+        raise ValueError(
+            f"target_placement {placement!r} does not fit a run of {accelerator.num_processes} processes; choose "
+            f"{other!r}, or 'whole' if the target fits on one device"
+        )
+    if config.adapter.rank > 0:
+        raise ValueError(
+            f"an adapter needs target_placement 'whole', not {placement!r}: it changes the target's blocks"
+        )
+    return _sharded(config, dtype, accelerator) if placement == "shard" else _spread(config, dtype)
+
+
+def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) -> Target:
+    """Only the first process reads the weights; the others get their parts from it."""
+    weights: dict[str, Any] = {}
+    origin: list[Any] = [None]
+    if accelerator.is_main_process:
+        whole = Target.from_pretrained(config.target, dtype, "cpu", config.target_revision)
+        model, weights, origin = whole.model, whole.model.state_dict(), [whole.origin]
+    else:
+        model = _empty(config, dtype)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for block in Target(model).ends.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    model.to_empty(device=accelerator.device)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    target = Target(model.eval().requires_grad_(False), str(config.target))
+    target.origin = broadcast_object_list(origin)[0]
+    return target
+
+
+def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
+    """Whole blocks on one device after the other; what does not fit on any stays in the host's memory."""
+    model = _empty(config, dtype)
+    keep = model._no_split_modules
+    places = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep)
+    first = next(iter(places.values()))
+    ends = {id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings(), Target(model).ends.norm)}
+    places |= {name: first for name, part in model.named_modules() if id(part) in ends}
+    return Target.from_pretrained(config.target, dtype, places, config.target_revision)
+
+
+def _empty(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, its buffers computed."""
+    folder, gguf = locate(config.target)
+    options = {"gguf_file": gguf} if gguf else {}
+    shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
+    with init_empty_weights(include_buffers=False):
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype))
