@@ -1,9 +1,11 @@
 """Peak memory of one EAGLE-3 training step, ours against the same step written naively.
 
     python benchmarks/memory.py
+    python benchmarks/memory.py --vocabulary 8192 --lengths 512 1024 2048 4096 8192
 
 Float32, D = 576, a draft vocabulary of all 128,256 tokens, 7 training-time-test steps, 1,024 tokens, random weights.
-What is counted is the peak of all tensors alive at once, minus parameters, gradients and optimizer state.
+With `--lengths`, ours alone at each of these lengths, with activations kept and with activations recomputed. What is
+counted is the peak of all tensors alive at once, minus parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -29,12 +31,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence; instead of the comparison")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.lengths:
+        by_length(args.vocabulary, args.lengths)
+        return
     head, features = random_step(args.vocabulary, args.tokens)
     ours, naive = (peak(head, lambda step=step: step(head, features)) for step in (our_loss, naive_loss))
     print(f"{hardware()}, torch {torch.__version__}, V {args.vocabulary:,}, {args.tokens:,} tokens, {STEPS} steps")
     print(f"ours {ours / 2**20:,.0f} MiB, naive {naive / 2**20:,.0f} MiB, ratio {ours / naive:.3f}")
+
+
+def by_length(vocabulary: int, lengths: list[int]) -> None:
+    """Print how the peak grows."""
+    print(f"{hardware()}, torch {torch.__version__}, V {vocabulary:,}, {STEPS} steps\n")
+    print("| tokens | MiB | KiB a token | recomputed, MiB | KiB a token |\n|---|---|---|---|---|")
+    for tokens in lengths:
+        row = []
+        for recompute in (False, True):
+            head, features = random_step(vocabulary, tokens)
+            head.recompute = recompute
+            found = peak(head, lambda head=head, features=features: our_loss(head, features))
+            row += [f"{found / 2**20:,.0f}", f"{found / 2**10 / tokens:,.0f}"]
+        print(f"| {tokens:,} | " + " | ".join(row) + " |", flush=True)
 
 
 def random_step(vocabulary: int, tokens: int) -> tuple[Eagle3Head, TargetFeatures]:

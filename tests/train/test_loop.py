@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import build_head, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.train import features, loop
+from headstart.train.config import FeaturesConfig
 from headstart.train.console import Stopped
 from headstart.train.data import collate, count_answer_tokens, read_conversations
 from headstart.train.evaluate import prompt_of
@@ -274,6 +275,36 @@ def test_killed_at_a_random_moment_and_started_again_a_run_ends_with_the_same_we
     assert not (folder / "last").exists()
     assert f"of {STEPS}" in finish(arguments)
     assert same_outcome(folder, undisturbed), f"killed after {moment} lines of the log"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["online", "auto", "cached"])
+def test_killed_twenty_times_a_run_ends_with_the_same_weights(run_options, tmp_path, mode, changed):
+    """At any moment from the first shard of states to the last evaluation; some while a file is half there."""
+    random.seed(mode)
+    folder = tmp_path / "run"
+    config = changed(run_options(folder, 220), loop={"save_every": 3, "eval_every": 60})
+    config = dataclasses.replace(config, features=FeaturesConfig(mode=mode, format="float32"))
+    whole = train(dataclasses.replace(config, output=str(tmp_path / "undisturbed")))
+    arguments, kills, while_writing = command(config, tmp_path), 0, 0
+    while kills < 20:
+        already, more = steps_logged(folder), random.randint(0, 11)
+        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
+            if kills % 5 == 4:
+                wait_for(process, lambda: list(folder.rglob("*.partial")), "half-written file")
+            elif kills < 2:
+                wait_for(process, folder.exists, "folder")
+                time.sleep(random.random())
+            else:
+                wait_for(process, lambda seen=already + more: steps_logged(folder) >= seen, "step")
+                time.sleep(random.random() * 0.05)
+            process.kill()
+        kills += 1
+        while_writing += bool(list(folder.rglob("*.partial")))
+    assert while_writing > 0 and not (folder / "last").exists()
+    finish(arguments)
+    assert weights(folder) == weights(whole)
+    assert (folder / "best" / "model.safetensors").read_bytes() == (whole / "best" / "model.safetensors").read_bytes()
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(
