@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from .base import RowCache, TargetInfo
 
-SCORES = 2**26
+SCORES = 2**22
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
 
 

@@ -25,9 +25,12 @@ def head_help() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Parse and train."""
     config = options(TrainConfig, "train", f"{__doc__}\n{head_help()}", arguments)
-    from headstart.train.loop import (
-        train,
-    )
+    if config.plan is not None:
+        from headstart.train.plan import show_plan
+
+        show_plan(config, sys.argv[1:] if arguments is None else arguments)
+        return
+    from headstart.train.loop import train
 
     train(config)
 

@@ -51,7 +51,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
         whole = Target.from_pretrained(config.target, dtype, "cpu", config.target_revision)
         model, weights, origin = whole.model, whole.model.state_dict(), [whole.origin]
     else:
-        model = _empty(config, dtype)
+        model = empty_model(config, dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for block in Target(model).ends.blocks:
         fully_shard(block, reshard_after_forward=True)
@@ -68,7 +68,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
 
 def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
     """Whole blocks on one device after the other; what does not fit on any stays in the host's memory."""
-    model = _empty(config, dtype)
+    model = empty_model(config, dtype)
     keep = model._no_split_modules
     places = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep)
     first = next(iter(places.values()))
@@ -77,10 +77,12 @@ def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
     return Target.from_pretrained(config.target, dtype, places, config.target_revision)
 
 
-def _empty(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights, its buffers computed."""
     folder, gguf = locate(config.target)
     options = {"gguf_file": gguf} if gguf else {}
     shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
     with init_empty_weights(include_buffers=False):
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype))
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype))
+    model.tie_weights()  # every parameter was made anew, shared ones twice
+    return model

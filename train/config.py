@@ -186,6 +186,9 @@ class TrainConfig:
     """LoRA on the target, trained jointly with the head (Medusa-2)."""
     target_revision: str | None = None
     """Revision of the target's Hub id."""
+    plan: str | None = None
+    """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, zero3:8, fsdp2:8 (with
+    the number of processes)."""
     data: DataConfig = field(default_factory=DataConfig)
     """Conversations."""
     features: FeaturesConfig = field(default_factory=FeaturesConfig)

@@ -139,7 +139,7 @@ def feature_source(
 ) -> FeatureSource:
     """What `features.mode` asks for; `auto` keeps states if they are read again and take no more than its limit."""
     options = config.features
-    gib = cache_bytes(target, head, examples, options.format) / 2**30
+    gib = cache_bytes(target, head, config) * sum(len(example.tokens) for example in examples) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config))
@@ -173,10 +173,9 @@ def open_cache(
         return FeatureCache(folder, manifest)
 
 
-def cache_bytes(target: Target, head: DraftHead, examples: list[Example], word: str) -> int:
-    """What the states of these sequences take on disk."""
-    token = bytes_per_token(len(kept_layers(head.feature_layers)), target.info.hidden_size, word)
-    return token * sum(len(example.tokens) for example in examples)
+def cache_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
+    """What a token's states take on disk."""
+    return bytes_per_token(len(kept_layers(head.feature_layers)), target.info.hidden_size, config.features.format)
 
 
 def _together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:

@@ -65,12 +65,10 @@ def build_optimizer(
         steps: optimizer steps of the whole run.
         slower: by a parameter's id, what its learning rate is divided by (AdamW only).
     """
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parameters = [parameter for _, parameter in named]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer: Optimizer
     if config.name == "muon":
-        # Embeddings and LM heads are tables of tokens, not maps between states: AdamW suits them.
-        inner = [p for name, p in named if p.ndim == 2 and "lm_head" not in name and "embed" not in name]
+        inner = matrices_of(module)
         others = [p for p in parameters if all(p is not matrix for matrix in inner)]
         optimizer = MuonAdamW(inner, others, config)
     else:
@@ -81,6 +79,15 @@ def build_optimizer(
         optimizer = AdamW(groups, betas=config.betas, weight_decay=config.weight_decay, fused=_fused(parameters))
     warmup = round(config.warmup * steps)
     return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+
+
+def matrices_of(module: nn.Module) -> list[nn.Parameter]:
+    """What Muon trains: embeddings and LM heads are tables of tokens, not maps between states, and left to AdamW."""
+    return [
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and "lm_head" not in name and "embed" not in name
+    ]
 
 
 def _fused(parameters: list[nn.Parameter]) -> bool:

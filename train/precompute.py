@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from .config import TrainConfig
-from .feature_cache import bytes_per_token
 from .features import CachedFeatures, cache_bytes, kept_layers, open_cache
 from .parallel import start
 from .setup import set_up
@@ -20,10 +19,10 @@ def precompute(config: TrainConfig) -> Path:
     """
     accelerator, _ = start(config)
     setup = set_up(config, accelerator)
-    layers, word = kept_layers(setup.head.feature_layers), config.features.format
-    each = bytes_per_token(len(layers), setup.target.info.hidden_size, word)
-    total = cache_bytes(setup.target, setup.head, setup.training, word)
-    accelerator.print(f"{each:,} bytes a token for the layers {', '.join(map(str, layers))}: {total / 2**30:.2f} GiB")
+    each = cache_bytes(setup.target, setup.head, config)
+    total = each * sum(len(example.tokens) for example in setup.training)
+    layers = ", ".join(map(str, kept_layers(setup.head.feature_layers)))
+    accelerator.print(f"{each:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
     cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)
     CachedFeatures(setup.target, setup.head, cache).write(accelerator, setup.training)
     accelerator.print(f"{cache.folder} holds the states of {len(setup.training):,} sequences")

@@ -36,6 +36,7 @@ FREE_TO_CHANGE = (
     "loop.tracker",
     "loop.save_dtype",
     "features.repair",
+    "plan",
     "output",
 )
 """Options that may differ when a run is continued: they do not change its weights."""

@@ -1,0 +1,200 @@
+"""What a training run needs, told before anything is loaded: `headstart train --config ... --plan`.
+
+Parameters are counted on models without weights. Activations are counted on a head of the same kind that is a
+fraction as wide, which keeps tensors for its backward in the same proportion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..heads import TargetEnds, TargetFeatures, TargetInfo
+from ..heads.checkpoint import build_head
+from ..heads.layers import SCORES
+from ..heads.losses import CHUNK_ELEMENTS
+from ..inference import Target
+from .batches import Share
+from .big_target import empty_model
+from .config import TrainConfig, dtype_of
+from .console import console
+from .features import cache_bytes
+from .optim import matrices_of
+from .parallel import check_engine
+from .setup import head_options
+
+SCALE = 16
+"""The head on which activations are counted is so many times narrower."""
+SAMPLE = 32
+"""Tokens of the shorter one of its two batches."""
+CHUNK_COPIES = 5
+"""Tensors of a loss chunk's size that are alive at once: logits, their log-softmax, its gradient, the target's two."""
+FLOAT = 4
+"""Bytes of a float32: weights, gradients and optimizer states of a head."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on each process by what they hold, and the counts behind them."""
+
+    engine: str
+    processes: int
+    target_parameters: int
+    head_parameters: int
+    memory: dict[str, int]
+    cache_bytes: int
+    """Of a token's states, if they are kept on disk."""
+
+    @property
+    def total(self) -> int:
+        """Of each process."""
+        return sum(self.memory.values())
+
+
+ENGINES = {"one": "one process", "ddp": "DDP", **{f"zero{i}": f"ZeRO-{i}" for i in (1, 2, 3)}, "fsdp2": "FSDP2"}
+"""Launch files of configs/accelerate, and the engines that they give."""
+
+
+def plan_run(config: TrainConfig) -> Plan:
+    """Count for the launch that `config.plan` names.
+
+    Raises:
+        ValueError: an unknown launch, or options that cannot be.
+    """
+    word, _, number = str(config.plan).partition(":")
+    if (
+        word not in ENGINES
+        or not (number or "1").isdigit()
+        or int(number or 1) < 1
+        or (word == "one") != (number in ("", "1"))
+    ):
+        raise ValueError(
+            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, zero3, fsdp2 with their number of "
+            "processes, such as zero2:8"
+        )
+    engine, processes = ENGINES[word], int(number or 1)
+    check_engine(engine, config)
+    share = Share.of(config.loop.batch_size, config.loop.micro_batch, 0, processes)
+    rows = config.loop.batch_size // (processes * share.forwards)
+    length = config.data.pack or config.data.max_length
+    dtype = dtype_of(config.target_dtype)
+    model = empty_model(config, dtype)
+    target = Target(model, config.target)
+    kind, options = head_options(config)
+    with init_empty_weights():
+        head = build_head(kind, options, target.info)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in target.ends.blocks]
+    size = sum(parameter.numel() for parameter in head.parameters())
+    on_device = whole
+    if config.target_placement == "shard":
+        on_device = whole - sum(blocks) + sum(blocks) // processes + max(blocks)  # one block is gathered at a time
+    stage = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "FSDP2" else 0
+    muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
+    states = 2 * (size - muon) + muon
+
+    def cut(count: int, least_stage: int) -> int:
+        return FLOAT * count // (processes if stage >= least_stage else 1)
+
+    tokens, info = rows * length, target.info
+    width = (len(head.feature_layers) + 1) * info.hidden_size
+    memory = {
+        "target": on_device * dtype.itemsize,
+        "target's forward": tokens * (2 * info.intermediate_size + 6 * info.hidden_size) * dtype.itemsize,
+        "features": tokens * width * (dtype.itemsize + FLOAT),
+        "head": cut(size, 3) + (FLOAT * size if stage == 3 else 0),
+        "gradients": cut(size, 2),
+        "optimizer": cut(states, 1) + (FLOAT * size if config.optim.ema else 0),
+        "activations": activations(config, info, rows, length),
+        "loss": CHUNK_COPIES * FLOAT * min(CHUNK_ELEMENTS, tokens * info.vocab_size),
+    }
+    return Plan(engine, processes, whole, size, memory, cache_bytes(target, head, config))
+
+
+def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
+    """Bytes that the head keeps for its backward.
+
+    On two short batches of a narrow head they are a x tokens + b x tokens squared; a grows with the width, and b, the
+    scores of the training-time test's attention, with the square up to where it works in chunks.
+    """
+    short, long = (kept(config, info, time) for time in (SAMPLE, 2 * SAMPLE))
+    linear, square = (4 * short - long) / (2 * SAMPLE), (long - 2 * short) / (2 * SAMPLE**2)
+    scores = min(square * rows * length**2, 3 * FLOAT * SCORES * (head_options(config)[1].get("depth", 1)))
+    return round(linear * SCALE * rows * length + max(scores, 0))
+
+
+def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
+    """Bytes that a head a `scale`-th as wide keeps of one row of `time` tokens."""
+    kind, options = head_options(config)
+    widths = ("hidden_size", "intermediate_size", "head_dim")
+    narrow = dataclasses.replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
+    options |= {name: options[name] // scale for name in widths if options.get(name)}
+    options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
+    head = build_head(kind, options, narrow)
+    head.recompute = config.loop.recompute
+    ends = TargetEnds(
+        nn.Embedding(8, narrow.hidden_size).requires_grad_(False),
+        nn.Linear(narrow.hidden_size, 8, bias=False).requires_grad_(False),
+        nn.Identity(),
+        (),
+    )
+    features = TargetFeatures(
+        features_BTF=torch.zeros(1, time, len(head.feature_layers) * narrow.hidden_size),
+        last_BTD=torch.zeros(1, time, narrow.hidden_size),
+        tokens_BT=torch.zeros(1, time, dtype=torch.int64),
+        loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
+        ends=ends,
+    )
+    own = {parameter.untyped_storage().data_ptr() for parameter in (*head.parameters(), *ends.lm_head.parameters())}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
+        output = head(features)
+    found = sum(sizes.values())
+    del output
+    return found
+
+
+def show_plan(config: TrainConfig, arguments: list[str]) -> None:
+    """Print the plan, and how to begin.
+
+    Args:
+        config: the run, with `plan`.
+        arguments: of the command line.
+
+    Raises:
+        ValueError: see `plan_run`.
+    """
+    plan = plan_run(config)
+    console.print(
+        f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}: {plan.head_parameters:,}; "
+        f"{plan.engine}, {plan.processes} {'process' if plan.processes == 1 else 'processes'}, target "
+        f"{config.target_placement}"
+    )
+    table = Table("on each process", "GiB")
+    for name, size in plan.memory.items():
+        table.add_row(name, f"{size / 2**30:.2f}")
+    table.add_row("together", f"{plan.total / 2**30:.2f}", style="bold")
+    console.print(table)
+    if config.features.mode != "online":
+        console.print(f"states on disk: {plan.cache_bytes:,} bytes a token")
+    place = next(i for i, word in enumerate(arguments) if word.partition("=")[0] == "--plan")
+    given = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
+    word = str(config.plan).partition(":")[0]
+    launch = f"accelerate launch --config_file configs/accelerate/{word}.yaml --num_processes {plan.processes}"
+    begin = "headstart train" if plan.processes == 1 else f"{launch} scripts/train.py"
+    console.print(f"to begin: {begin} {given}", markup=False)
