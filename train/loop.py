@@ -57,7 +57,7 @@ def train(config: TrainConfig) -> Path:
         accelerator.print(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         return run.folder
     setup = set_up(config, accelerator)
-    head, training = setup.head, setup.training
+    head, training = setup.head.to(accelerator.device), setup.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
     lengths = [len(example.tokens) for example in training]

@@ -16,9 +16,8 @@ from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..heads import TargetEnds, TargetFeatures, TargetInfo
+from ..heads import TargetEnds, TargetFeatures, TargetInfo, layers
 from ..heads.checkpoint import build_head
-from ..heads.layers import SCORES
 from ..heads.losses import CHUNK_ELEMENTS
 from ..inference import Target
 from .batches import Share
@@ -33,9 +32,10 @@ from .setup import head_options
 SCALE = 16
 """The head on which activations are counted is so many times narrower."""
 SAMPLE = 32
-"""Tokens of the shorter one of its two batches."""
+"""Tokens of the shortest one of its three rows."""
 CHUNK_COPIES = 5
-"""Tensors of a loss chunk's size that are alive at once: logits, their log-softmax, its gradient, the target's two."""
+"""Tensors of a chunk's size that are alive at once, of attention scores or of draft logits: such as themselves, their
+softmax, its gradient, and what they are compared with."""
 FLOAT = 4
 """Bytes of a float32: weights, gradients and optimizer states of a head."""
 
@@ -105,32 +105,41 @@ def plan_run(config: TrainConfig) -> Plan:
 
     tokens, info = rows * length, target.info
     width = (len(head.feature_layers) + 1) * info.hidden_size
+    in_16_bits = 0 if config.loop.precision == "float32" else 2 * size  # what autocast keeps for the backward
     memory = {
         "target": on_device * dtype.itemsize,
-        "target's forward": tokens * (2 * info.intermediate_size + 6 * info.hidden_size) * dtype.itemsize,
         "features": tokens * width * (dtype.itemsize + FLOAT),
         "head": cut(size, 3) + (FLOAT * size if stage == 3 else 0),
         "gradients": cut(size, 2),
         "optimizer": cut(states, 1) + (FLOAT * size if config.optim.ema else 0),
-        "activations": activations(config, info, rows, length),
-        "loss": CHUNK_COPIES * FLOAT * min(CHUNK_ELEMENTS, tokens * info.vocab_size),
+        "activations": activations(config, info, rows, length) + in_16_bits,
+        "loss": loss_chunk(tokens, info.vocab_size, head.draft_vocab_size, dtype.itemsize),
     }
     return Plan(engine, processes, whole, size, memory, cache_bytes(target, head, config))
+
+
+def loss_chunk(tokens: int, vocab_size: int, draft_vocab_size: int, itemsize: int) -> int:
+    """Bytes of the loss's chunk: the target's logits in its dtype, and the draft's with their copies in float32."""
+    positions = min(tokens, max(64, CHUNK_ELEMENTS // vocab_size))
+    return positions * (vocab_size * itemsize + CHUNK_COPIES * FLOAT * draft_vocab_size)
 
 
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
     """Bytes that the head keeps for its backward.
 
-    On two short batches of a narrow head they are a x tokens + b x tokens squared; a grows with the width, and b, the
-    scores of the training-time test's attention, with the square up to where it works in chunks.
+    On short rows of a narrow head they are c + a x tokens + b x tokens squared: c, weights in 16 bits, is counted by
+    the caller; a grows with the width; b, the scores of the training-time test's attention, is there while these are
+    small enough not to be made in chunks.
     """
-    short, long = (kept(config, info, time) for time in (SAMPLE, 2 * SAMPLE))
-    linear, square = (4 * short - long) / (2 * SAMPLE), (long - 2 * short) / (2 * SAMPLE**2)
-    scores = min(square * rows * length**2, 3 * FLOAT * SCORES * (head_options(config)[1].get("depth", 1)))
-    return round(linear * SCALE * rows * length + max(scores, 0))
+    chunked = info.num_attention_heads * rows * length**2 > layers.SCORES
+    short, middle, long = (kept(config, info, i * SAMPLE, chunked=chunked) for i in (1, 2, 4))
+    square = (long - 3 * middle + 2 * short) / (6 * SAMPLE**2)
+    linear = (middle - short) / SAMPLE - 3 * SAMPLE * square
+    scores = CHUNK_COPIES * FLOAT * layers.SCORES if chunked else square * rows * length**2
+    return round(linear * SCALE * rows * length + scores)
 
 
-def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
+def kept(config: TrainConfig, info: TargetInfo, time: int, chunked: bool, scale: int = SCALE) -> int:
     """Bytes that a head a `scale`-th as wide keeps of one row of `time` tokens."""
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
@@ -162,8 +171,13 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
         return tensor
 
     hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
-        output = head(features)
+    limit = layers.SCORES
+    layers.SCORES = 1 if chunked else limit
+    try:
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
+            output = head(features)
+    finally:
+        layers.SCORES = limit
     found = sum(sizes.values())
     del output
     return found

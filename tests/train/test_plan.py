@@ -81,7 +81,7 @@ def test_activations_grow_with_the_rows_and_shrink_when_they_are_recomputed(conf
 
     one, two = kept(), kept(batch_size=32, micro_batch=2)
     assert 1.5 * one < two < 2.1 * one
-    assert kept(recompute=True) < one / 3
+    assert kept(recompute=True) < one / 2
 
 
 def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
@@ -94,7 +94,7 @@ def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
         "smollm2", 576, 8, 30, 1536, 9, 3, 64, "silu", 1e-5, 8192, {"rope_type": "default", "rope_theta": 1e5}
     )
     estimate = plan.activations(recipe, info, rows=1, length=200)
-    real = plan.kept(recipe, info, 200, scale=1)
+    real = plan.kept(recipe, info, 200, chunked=False, scale=1)
     assert estimate == pytest.approx(real, rel=0.1)
 
 
