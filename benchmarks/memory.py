@@ -105,7 +105,7 @@ def naive_loss(head: Eagle3Head, features: TargetFeatures) -> Tensor:
 
 
 def peak(head: Eagle3Head, loss: Callable[[], Tensor]) -> int:
-    """Bytes of tensors alive at once in the second of two steps, beyond those that were there before it."""
+    """The peak of an optimizer's step; see `peak_of`."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-5)
 
     def step() -> None:
@@ -113,6 +113,11 @@ def peak(head: Eagle3Head, loss: Callable[[], Tensor]) -> int:
         value.backward()
         optimizer.step()
 
+    return peak_of(step, optimizer)
+
+
+def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of tensors alive at once in the second of two steps, beyond those that were there before it."""
     step()  # now gradients and optimizer state exist
     optimizer.zero_grad(set_to_none=False)
     if torch.cuda.is_available():

@@ -12,7 +12,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from torch.profiler import ProfilerActivity, profile
+from memory import peak_of
 
 from headstart.heads.checkpoint import build_head
 from headstart.scripts.command import options
@@ -71,15 +71,7 @@ def measured(config: TrainConfig) -> tuple[dict[str, int], int]:
         (output.loss / tokens_BT.numel()).backward()
         optimizer.step()
 
-    step()  # now gradients and optimizer state exist
-    optimizer.zero_grad(set_to_none=False)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        step()
-    changes = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = most = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
+    most = peak_of(step, optimizer)
     parts = getattr(optimizer, "parts", {"": optimizer}).values()
     states = [value for part in parts for state in part.state.values() for value in state.values()]
     return {
