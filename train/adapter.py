@@ -18,6 +18,7 @@ from ..heads.losses import Anchors, Objective, draft_loss
 from ..inference import Target
 from .config import AdapterConfig
 from .data import Batch
+from .features import together
 
 KEEP_BASE = Objective({"kl": 1.0}, "decay", 1.0)
 
@@ -64,11 +65,10 @@ class JointModule(nn.Module):
         """
         target = self._target[0]
         tokens_BT = batch.tokens_BT.to(target.device)
-        mask_BT = batch.loss_mask_BT.to(target.device)
         positions_BT = None if batch.positions_BT is None else batch.positions_BT.to(target.device)
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers, positions_BT)
-        features = TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.ends, positions_BT)
+        features = together(target, batch, features_BTF, last_BTD)
         output: HeadOutput = self.head(features)
         loss = output.loss
         if joint:

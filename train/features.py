@@ -46,7 +46,7 @@ def online_features(
     features_BTF, last_BTD = target.read(
         batch.tokens_BT.to(target.device), head.feature_layers, _on(target, batch.positions_BT)
     )
-    return _together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
+    return together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CachedFeatures:
             states_BTLD[row, place] = self.cache.read(key).to(dtype)
         states_BTLD = states_BTLD.to(self.target.device)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
-        return _together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
+        return together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
     def write(self, accelerator: Accelerator, examples: list[Example]) -> None:
         """Compute all that is missing, every process its part of the batches; Ctrl-C and SIGTERM lose nothing.
@@ -178,7 +178,8 @@ def cache_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
     return bytes_per_token(len(kept_layers(head.feature_layers)), target.info.hidden_size, config.features.format)
 
 
-def _together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
+def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
+    """A batch with its states, on the target's device."""
     return TargetFeatures(
         features_BTF=features_BTF,
         last_BTD=last_BTD,
