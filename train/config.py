@@ -64,7 +64,7 @@ class FeaturesConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """An optimizer with linear warm-up and cosine decay."""
+    """An optimizer and its schedule: a linear warm-up, then a decay."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon for the matrices inside the head and AdamW for the rest."""
@@ -76,6 +76,8 @@ class OptimConfig:
     """Decoupled weight decay per step, times the learning rate."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
+    schedule: Literal["cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"] = "cosine"
+    """How it falls after that; transformers' own words."""
     clip: float = 1.0
     """Gradient norm above which gradients are scaled down."""
     ema: float = 0.0

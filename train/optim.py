@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_cosine_schedule_with_warmup
+from transformers import get_scheduler
 
 from .config import OptimConfig
 
@@ -57,7 +57,7 @@ class MuonAdamW(Optimizer):
 def build_optimizer(
     module: nn.Module, config: OptimConfig, steps: int, slower: dict[int, float]
 ) -> tuple[Optimizer, LRScheduler]:
-    """The optimizer, and linear warm-up followed by a cosine to 0.
+    """The optimizer, and its schedule.
 
     Args:
         module: its parameters that require gradients are trained.
@@ -78,7 +78,8 @@ def build_optimizer(
         ]
         optimizer = AdamW(groups, betas=config.betas, weight_decay=config.weight_decay, fused=_fused(parameters))
     warmup = round(config.warmup * steps)
-    return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+    schedule: LRScheduler = get_scheduler(config.schedule, optimizer, warmup, steps)
+    return optimizer, schedule
 
 
 def matrices_of(module: nn.Module) -> list[nn.Parameter]:

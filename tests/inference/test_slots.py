@@ -75,7 +75,7 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     """Every branch of two texts, the second of which begins where the first has ended."""
     target = tiny_target(vocab_size=3)
     head = head_of("medusa", target)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2" if drawn else "chain:2")
+    lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:1" if drawn else "chain:1")
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     rows = prompts(2, vocab=3)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +93,28 @@ def stop_after() -> Callable[[pytest.MonkeyPatch, int], None]:
         monkeypatch.setattr(loop.Report, "end_step", end_step)
 
     return patch
+
+
+@pytest.fixture(scope="session")
+def steps_logged() -> Callable[[str | Path], int]:
+    """Counts the steps that the run in a folder has logged."""
+
+    def count(folder: str | Path) -> int:
+        path = Path(folder) / "log.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    return count
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[[subprocess.Popen[Any], Callable[[], object], str], None]:
+    """Waits until `seen()` is true while a command runs: `wait_for(process, seen, what)`."""
+
+    def wait(process: subprocess.Popen[Any], seen: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 120
+        while not seen():
+            assert process.poll() is None, f"the run ended before {what}: {process.communicate()[0]}"
+            assert time.monotonic() < deadline, f"no {what} in two minutes"
+            time.sleep(0.0005)
+
+    return wait

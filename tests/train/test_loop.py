@@ -244,27 +244,15 @@ def command(config, tmp_path):
     return [sys.executable, "-m", "headstart.scripts", "train", "--config", str(path)]
 
 
-def wait_for(process, seen, what):
-    """Until `seen()` is true while the command runs."""
-    deadline = time.monotonic() + 120
-    while not seen():
-        assert process.poll() is None, f"the run ended before {what}"
-        assert time.monotonic() < deadline, f"no {what} in two minutes"
-        time.sleep(0.0005)
-
-
-def steps_logged(folder):
-    path = folder / "log.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def finish(arguments):
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_killed_at_a_random_moment_and_started_again_a_run_ends_with_the_same_weights(options, undisturbed, tmp_path):
+def test_killed_at_a_random_moment_and_started_again_a_run_ends_with_the_same_weights(
+    options, undisturbed, wait_for, steps_logged, tmp_path
+):
     folder, moment = Path(options.output), random.randint(8, 40)
     arguments = command(options, tmp_path)
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
@@ -279,7 +267,9 @@ def test_killed_at_a_random_moment_and_started_again_a_run_ends_with_the_same_we
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["online", "auto", "cached"])
-def test_killed_twenty_times_a_run_ends_with_the_same_weights(run_options, tmp_path, mode, changed):
+def test_killed_twenty_times_a_run_ends_with_the_same_weights(
+    run_options, tmp_path, mode, changed, wait_for, steps_logged
+):
     """At any moment from the first shard of states to the last evaluation; some while a file is half there."""
     random.seed(mode)
     folder = tmp_path / "run"
@@ -308,7 +298,7 @@ def test_killed_twenty_times_a_run_ends_with_the_same_weights(run_options, tmp_p
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(
-    options, undisturbed, tmp_path, changed
+    options, undisturbed, tmp_path, changed, wait_for, steps_logged
 ):
     folder = Path(options.output)
 
@@ -323,7 +313,9 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(
     assert same_outcome(folder, undisturbed)
 
 
-def test_sigterm_ends_a_run_with_a_checkpoint_and_status_0(options, undisturbed, tmp_path, changed):
+def test_sigterm_ends_a_run_with_a_checkpoint_and_status_0(
+    options, undisturbed, tmp_path, changed, wait_for, steps_logged
+):
     folder = Path(options.output)
     rare = changed(options, loop={"save_every": 0})
     with subprocess.Popen(command(rare, tmp_path), stdout=subprocess.PIPE, text=True) as process:

@@ -143,3 +143,24 @@ def test_muon_is_an_optimizer_of_torch(tiny_target):
     optimizer, _ = build_optimizer(head_of("medusa", tiny_target), MUON, 10, {})
     assert isinstance(optimizer, MuonAdamW) and isinstance(optimizer, torch.optim.Optimizer)
     assert all(group["weight_decay"] == 0.1 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", [0.5, 1.0, 0.75, 0.25, 0.0]),
+        ("linear", [0.5, 1.0, 2 / 3, 1 / 3, 0.0]),
+        ("polynomial", [0.5, 1.0, 2 / 3, 1 / 3, 0.0]),
+        ("inverse_sqrt", [0.5, 1.0, (2 / 3) ** 0.5, (1 / 2) ** 0.5, (2 / 5) ** 0.5]),
+        ("constant_with_warmup", [0.5, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_a_schedule_rises_over_the_warm_up_and_then_falls_as_its_word_says(tiny_target, schedule, expected):
+    config = OptimConfig(lr=1.0, warmup=0.4, schedule=schedule)
+    optimizer, rates = build_optimizer(head_of("medusa", tiny_target), config, 5, {})
+    found = []
+    for _ in range(5):
+        optimizer.step()
+        rates.step()
+        found.append(rates.get_last_lr()[0])
+    assert found == pytest.approx(expected, abs=1e-6)

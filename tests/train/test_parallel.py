@@ -115,32 +115,19 @@ def test_two_processes_have_the_losses_of_one(options, alone, word, engine, micr
     assert_same_curve(config.output, alone)
 
 
-def wait_until(true, process, what):
-    deadline = time.monotonic() + 120
-    while not true():
-        assert process.poll() is None, f"the run ended before {what}: {process.communicate()[0]}"
-        assert time.monotonic() < deadline, f"no {what} in two minutes"
-        time.sleep(0.002)
-
-
-def steps_logged(folder):
-    path = Path(folder) / "log.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def checkpoints(folder):
     return sorted(path.name for path in (Path(folder) / "checkpoints").glob("*"))
 
 
 @pytest.fixture
-def stopped(options, tmp_path):
+def stopped(options, tmp_path, wait_for, steps_logged):
     """Two processes that SIGTERM ended in the middle: the config, and what they printed."""
 
     def run(word):
         loop = dataclasses.replace(options.loop, save_every=0)
         config = dataclasses.replace(options, output=str(tmp_path / word), loop=loop)
         process = launch(config, f"configs/accelerate/{word}.yaml")
-        wait_until(lambda: steps_logged(config.output) >= 8, process, "step 8")
+        wait_for(process, lambda: steps_logged(config.output) >= 8, "step 8")
         process.send_signal(signal.SIGTERM)
         said = finished(process)
         (checkpoint,) = checkpoints(config.output)
@@ -167,11 +154,11 @@ def test_what_another_engine_sharded_is_refused_with_the_way_out(stopped):
     assert "FSDP2; step " in finished(process) and process.returncode == 0
 
 
-def test_where_one_process_dies_the_others_stop_and_it_is_named(options, tmp_path):
+def test_where_one_process_dies_the_others_stop_and_it_is_named(options, tmp_path, wait_for, steps_logged):
     loop = dataclasses.replace(options.loop, max_steps=100_000, save_every=0)
     config = dataclasses.replace(options, output=str(tmp_path / "dies"), loop=loop)
     process = launch(config, "configs/accelerate/ddp.yaml")
-    wait_until(lambda: steps_logged(config.output) >= 3, process, "step 3")
+    wait_for(process, lambda: steps_logged(config.output) >= 3, "step 3")
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(workers[1]), signal.SIGKILL)
     start = time.monotonic()
