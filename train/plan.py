@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,15 +163,14 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, chunked: bool, scale:
         ends=ends,
     )
     own = {parameter.untyped_storage().data_ptr() for parameter in (*head.parameters(), *ends.lm_head.parameters())}
-    sizes: dict[int, int] = {}
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def keep(tensor: Tensor) -> _Saved:
+        one = _Saved(tensor)
+        saved.add(one)
+        return one
 
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
     limit = layers.SCORES
     layers.SCORES = 1 if chunked else limit
     try:
@@ -178,9 +178,17 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, chunked: bool, scale:
             output = head(features)
     finally:
         layers.SCORES = limit
-    found = sum(sizes.values())
-    del output
-    return found
+    assert output.loss.requires_grad  # what it keeps is counted while it is there
+    sizes = {one.storage.data_ptr(): one.storage.nbytes() for one in saved}
+    return sum(size for place, size in sizes.items() if place not in own)
+
+
+class _Saved:
+    """A tensor that a backward waits for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
 
 
 def show_plan(config: TrainConfig, arguments: list[str]) -> None:
