@@ -31,6 +31,11 @@ from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures,
 from .layers import DecoderLayer, DraftCache, LayerShape, Memory, Rotary, TrainingTimeTest, target_layer_weights
 from .losses import Anchors, Objective, draft_loss
 
+OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+"""The maps of a layer that add to what goes through it."""
+STEP = 0.25
+"""How far a block of a trained model moves its residual stream, as a share of its size: a fifth to a half."""
+
 
 @dataclass(frozen=True)
 class EagleConfig:
@@ -129,14 +134,41 @@ class EagleHead(DraftHead):
         """Start the layers from the target's if so asked; the vocabulary is the target's own, so nothing is counted."""
         if self.config.start != "random":
             block = -1 if self.config.start == "last" else int(self.config.start)
-            self._start_from(target_layer_weights(ends.blocks, block, "eagle"))
+            self._start_from(target_layer_weights(ends.blocks, block, "eagle"), ends.norm)
 
-    def _start_from(self, block: dict[str, Tensor]) -> None:
-        """Every layer as the target's block; the feature goes through `fc` unchanged, the embedding starts silent."""
-        for i, layer in enumerate(self.layers):
-            _copy_into(layer, block, f"layer {i}")
+    def _start_from(self, block: dict[str, Tensor], norm: nn.Module) -> None:
+        """Every layer as the target's block, between features instead of the residual stream that they come from.
+
+        With g the final norm's gain and s the stream's size, a feature is f = g x / s; the block's maps are turned
+        into maps of f. The feature goes through `fc` unchanged, the embedding starts silent.
+        """
+        gain_D = wide(norm(torch.ones_like(block["input_layernorm.weight"])))
+        gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
+        block = {name: wide(tensor) for name, tensor in block.items()}
+        into_D = block["input_layernorm.weight"] / gain_D
+        for name in OUTPUTS:
+            block[name] = gain_D[:, None] * block[name]
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()  # they divide by the size of f, not x
+        without_norm = {f"self_attn.{kind}_proj.weight": into_D for kind in "qkv"}
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
+        for i, layer in enumerate(self.layers):
+            gains = without_norm if i == 0 else {}
+            _copy_into(layer, {name: gains.get(name, 1) * tensor for name, tensor in block.items()}, f"layer {i}")
+            self._resize(layer, gain_D, i)
+
+    def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
+        """Divide what a layer adds by s, which no weight tells: so that it moves features by STEP of their size."""
+        draw = torch.Generator().manual_seed(0)
+        features_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
+        features_BTD = features_BTD.to(self.fc.weight)
+        places_BT = torch.arange(64, device=features_BTD.device)[None]
+        rotary = self.rotary(places_BT, features_BTD.dtype)
+        memory = TrainingTimeTest(self.config.num_layers, None).at(0)
+        moved = (layer(features_BTD, rotary, memory, i) - features_BTD).norm() / features_BTD.norm()
+        for name in OUTPUTS:
+            layer.get_parameter(name).mul_(STEP / moved)
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`; `train_steps` depths while training, all of them while evaluating."""

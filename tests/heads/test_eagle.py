@@ -1,0 +1,74 @@
+"""An EAGLE head that starts from one of the target's blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import EagleHead
+from headstart.heads.checkpoint import build_head
+from headstart.heads.eagle import STEP
+from headstart.heads.layers import TrainingTimeTest
+from headstart.inference import Target
+
+GAIN = 1.7
+"""Of the final norm: what a feature is larger by than the normalised stream."""
+
+
+@pytest.fixture
+def target() -> Target:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, num_hidden_layers=3, rms_norm_eps=1e-12, **sizes)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    nn.init.constant_(model.model.norm.weight, GAIN)
+    return Target(model)
+
+
+def started(target: Target, **options: object) -> EagleHead:
+    head = build_head("eagle", options, target.info).double()
+    assert isinstance(head, EagleHead)
+    head.initialize(target.ends, torch.ones(12, dtype=torch.int64))
+    return head
+
+
+@torch.no_grad()
+def through(head: EagleHead, features_BTD: torch.Tensor) -> torch.Tensor:
+    rotary = head.rotary(torch.arange(features_BTD.shape[1])[None], features_BTD.dtype)
+    memory = TrainingTimeTest(len(head.layers)).at(0)
+    for i, layer in enumerate(head.layers):
+        features_BTD = layer(features_BTD, rotary, memory, i)
+    return features_BTD
+
+
+@pytest.mark.parametrize(("start", "block"), [("last", 2), (1, 1)])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_its_layers_do_to_features_what_the_block_does_to_the_stream(target, monkeypatch, start, block, num_layers):
+    monkeypatch.setattr(EagleHead, "_resize", lambda *_: None)
+    head = started(target, start=start, num_layers=num_layers)
+    stream_BTD = torch.randn(1, 9, 16, dtype=torch.float64)
+    stream_BTD = stream_BTD / stream_BTD.square().mean(-1, keepdim=True).sqrt()  # the stream's size taken out
+    places = torch.arange(9)[None]
+    expected = stream_BTD
+    with torch.no_grad():
+        rotary = target.model.model.rotary_emb(stream_BTD, places)
+        causal = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+        for _ in range(num_layers):
+            out = target.model.model.layers[block](expected, attention_mask=causal, position_embeddings=rotary)
+            expected = out[0] if isinstance(out, tuple) else out
+    torch.testing.assert_close(through(head, GAIN * stream_BTD), GAIN * expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_moves_features_as_far_as_a_trained_block_moves_its_stream(target):
+    head = started(target, start="last")
+    features_BTD = GAIN * torch.randn(1, 200, 16, dtype=torch.float64)
+    moved = (through(head, features_BTD) - features_BTD).norm() / features_BTD.norm()
+    assert float(moved) == pytest.approx(STEP, rel=0.25)
+
+
+def test_the_feature_goes_through_unchanged_and_the_embedding_is_silent(target):
+    weight = started(target, start=0).fc.weight
+    assert torch.equal(weight, torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1).double())
