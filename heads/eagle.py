@@ -28,7 +28,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo, wide
-from .layers import DecoderLayer, DraftCache, LayerShape, Memory, Rotary, TrainingTimeTest, target_layer_weights
+from .layers import (
+    DecoderLayer,
+    DraftCache,
+    LayerShape,
+    Memory,
+    Rotary,
+    TrainingTimeTest,
+    llama_config,
+    start_layer,
+    target_layer_weights,
+)
 from .losses import Anchors, Objective, draft_loss
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -55,6 +65,10 @@ class EagleConfig:
     """Key and value heads."""
     head_dim: int | None = None
     """Width of a head."""
+    rope_parameters: dict[str, Any] | None = None
+    """Rotary positions in transformers' words; null for the target's."""
+    fc_bias: bool = False
+    """Whether `fc` has a bias: some published heads do, vLLM reads none."""
     noise: float = 0.1
     """While training, each true feature is moved by up to this, uniformly, times 512 / the batch's tokens per row."""
     start: str | int = "random"
@@ -125,9 +139,9 @@ class EagleHead(DraftHead):
             qk_norm=False,  # servers read a plain Llama layer
         )
         self.shape = shape
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers))
-        self.rotary = Rotary(target, shape.head_dim)
+        self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
 
     @torch.no_grad()
     def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
@@ -155,7 +169,9 @@ class EagleHead(DraftHead):
         self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
         for i, layer in enumerate(self.layers):
             gains = without_norm if i == 0 else {}
-            _copy_into(layer, {name: gains.get(name, 1) * tensor for name, tensor in block.items()}, f"layer {i}")
+            start_layer(
+                layer, {name: gains.get(name, 1) * tensor for name, tensor in block.items()}, f"layer {i}", "eagle"
+            )
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
@@ -285,38 +301,5 @@ class EagleHead(DraftHead):
 
     def server_config(self) -> dict[str, Any]:
         """The keys by which vLLM's `llama_eagle` reads an EAGLE head: those of a Llama of as many layers."""
-        rope = self.target.rope_parameters
-        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": self.shape.hidden_size,
-            "intermediate_size": self.shape.intermediate_size,
-            "num_attention_heads": self.shape.num_attention_heads,
-            "num_key_value_heads": self.shape.num_key_value_heads,
-            "head_dim": self.shape.head_dim,
-            "hidden_act": self.shape.hidden_act,
-            "rms_norm_eps": self.shape.rms_norm_eps,
-            "num_hidden_layers": self.config.num_layers,
-            "vocab_size": self.target.vocab_size,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": self.target.max_positions,
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-            "rope_parameters": rope,
-        }
-
-
-def _copy_into(layer: nn.Module, block: dict[str, Tensor], where: str) -> None:
-    """Load starting values that must all fit; what the target's block has beyond them is left out.
-
-    That is the input norm, for the first layer, and biases.
-    """
-    own = layer.state_dict()
-    for name, tensor in own.items():
-        if block[name].shape != tensor.shape:
-            raise ValueError(
-                f"eagle cannot start {where} from the target's block: {name} is {tuple(tensor.shape)} here and "
-                f"{tuple(block[name].shape)} there; choose start: random, or the target's own dimensions"
-            )
-    layer.load_state_dict({name: block[name] for name in own})
+        keys = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)
+        return {"architectures": ["LlamaForCausalLM"], **keys}

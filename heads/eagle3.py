@@ -33,6 +33,8 @@ from .layers import (
     RMSNorm,
     Rotary,
     TrainingTimeTest,
+    llama_config,
+    start_layer,
     target_layer_weights,
 )
 from .losses import Anchors, Objective, draft_loss
@@ -55,6 +57,8 @@ class Eagle3Config:
     """Decoder layers; those after the first are plain ones."""
     hidden_size: int | None = None
     """Draft width; where it differs from the target's, the head learns its own embedding."""
+    own_embedding: bool = False
+    """Whether it learns its own embedding all the same, started from the target's."""
     intermediate_size: int | None = None
     """Width of the MLP."""
     num_attention_heads: int | None = None
@@ -69,6 +73,12 @@ class Eagle3Config:
     """RMSNorm on each fused feature (EAGLE-3.1)."""
     norm_output: bool = False
     """Feed back the normalised output (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """One RMSNorm on all fused features together (speculators); not with fc_norm."""
+    norm_before_residual: bool = False
+    """Whether the residual stream begins behind `hidden_norm` and not before it (speculators)."""
+    rope_parameters: dict[str, Any] | None = None
+    """Rotary positions in transformers' words; null for the target's."""
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     start_lm_head: bool = True
@@ -90,6 +100,8 @@ class Eagle3Config:
             raise ValueError(f"eagle3 train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}")
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(f"eagle3 start must be random, last or the number of a block, not {self.start!r}")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
         self.objective.check("eagle3")
 
     @property
@@ -116,8 +128,9 @@ class Eagle3State(DraftState):
 class FusionLayer(nn.Module):
     """The first decoder layer: attention reads [embedding, state], the residual stream is the state alone."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         width, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps=eps)
         self.hidden_norm = RMSNorm(width, eps=eps)
@@ -127,8 +140,9 @@ class FusionLayer(nn.Module):
 
     def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """The residual stream before and after the layer."""
-        both = torch.cat([self.input_layernorm(embeds_BTD), self.hidden_norm(state_BTD)], dim=-1)
-        state_BTD = state_BTD + self.self_attn(both, rotary, memory, 0)
+        normed_BTD = self.hidden_norm(state_BTD)
+        both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
+        state_BTD = (normed_BTD if self.norm_before_residual else state_BTD) + self.self_attn(both, rotary, memory, 0)
         out: Tensor = state_BTD + self.mlp(self.post_attention_layernorm(state_BTD))
         return out
 
@@ -162,18 +176,24 @@ class Eagle3Head(DraftHead):
         fused = len(self.feature_layers)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps=shape.rms_norm_eps) for _ in range(fused))
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(fused * target.hidden_size, eps=shape.rms_norm_eps)
         self.fc = nn.Linear(fused * target.hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = FusionLayer(shape)
+        self.midlayer = FusionLayer(shape, config.norm_before_residual)
         # Servers count the first layer as layers.0.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(shape) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
-        if shape.hidden_size != target.hidden_size:
+        if self._own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(target.vocab_size) < config.draft_vocab_size)
-        self.rotary = Rotary(target, shape.head_dim)
+        self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
+
+    @property
+    def _own_embedding(self) -> bool:
+        return self.config.own_embedding or self.shape.hidden_size != self.target.hidden_size
 
     @property
     def draft_vocab_size(self) -> int:
@@ -195,6 +215,9 @@ class Eagle3Head(DraftHead):
             self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
             self.t2d.zero_()[chosen] = True
         same_width = self.shape.hidden_size == self.target.hidden_size
+        if self.config.own_embedding and same_width:
+            tokens_V = torch.arange(self.target.vocab_size, device=self.embed_tokens.weight.device)
+            self.embed_tokens.weight.copy_(ends.embed(tokens_V))
         if self.config.start_lm_head and same_width:
             rows, weight_VD = self.vocabulary_V, ends.lm_head.weight
             self.lm_head.weight.copy_(weight_VD if rows is None else weight_VD[rows.to(weight_VD.device)])
@@ -215,9 +238,9 @@ class Eagle3Head(DraftHead):
             # The half that reads the state is the target's; the half that reads the embedding starts silent.
             own[f"self_attn.{kind}_proj.weight"] = torch.cat([torch.zeros_like(weight), weight], dim=1)
         own["self_attn.o_proj.weight"] = block["self_attn.o_proj.weight"]
-        _copy_into(self.midlayer, own, "the first layer")
+        start_layer(self.midlayer, own, "the first layer", "eagle3")
         for name, layer in self.layers.items():
-            _copy_into(layer, block, f"layer {name}")
+            start_layer(layer, block, f"layer {name}", "eagle3")
         self.fc.weight.zero_()
         self.fc.weight[:, -width:].copy_(torch.eye(width))
 
@@ -306,6 +329,8 @@ class Eagle3Head(DraftHead):
         if self.config.fc_norm:
             parts = features_BTF.chunk(len(self.feature_layers), dim=-1)
             features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        elif self.config.norm_before_fc:
+            features_BTF = self.input_norm(features_BTF)
         state: Tensor = self.fc(features_BTF)
         return state
 
@@ -315,8 +340,7 @@ class Eagle3Head(DraftHead):
         return fed
 
     def _embed(self, tokens_BT: Tensor, ends: TargetEnds) -> Tensor:
-        own = self.shape.hidden_size != self.target.hidden_size
-        embeds: Tensor = self.embed_tokens(tokens_BT) if own else ends.embed(tokens_BT)
+        embeds: Tensor = self.embed_tokens(tokens_BT) if self._own_embedding else ends.embed(tokens_BT)
         return embeds
 
     def _run(self, embeds_BTD: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: Memory) -> Tensor:
@@ -332,30 +356,16 @@ class Eagle3Head(DraftHead):
 
         They count layers differently: at the top level by the input of a block, in `eagle_config` by its output.
         """
-        rope = self.target.rope_parameters
-        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "hidden_size": self.shape.hidden_size,
+            **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
             "target_hidden_size": self.target.hidden_size,
-            "intermediate_size": self.shape.intermediate_size,
-            "num_attention_heads": self.shape.num_attention_heads,
-            "num_key_value_heads": self.shape.num_key_value_heads,
-            "head_dim": self.shape.head_dim,
-            "hidden_act": self.shape.hidden_act,
-            "rms_norm_eps": self.shape.rms_norm_eps,
-            "num_hidden_layers": self.config.num_layers,
-            "vocab_size": self.target.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": self.target.max_positions,
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-            "rope_parameters": rope,
-            "norm_before_residual": False,
+            "norm_before_residual": self.config.norm_before_residual,
+            "norm_before_fc": self.config.norm_before_fc,
             "fc_norm": self.config.fc_norm,
             "norm_output": self.config.norm_output,
+            "num_aux_hidden_states": len(self.feature_layers),
             "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.feature_layers],
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
@@ -384,15 +394,3 @@ def fused_layers(asked: list[int] | None, target: TargetInfo) -> tuple[int, ...]
             f"numbers from 0 to {last} for a block's output, or -1 for the state after the final norm"
         )
     return layers
-
-
-def _copy_into(module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Load starting values that must all fit; what the target's block has beyond them (biases) is left out."""
-    own = module.state_dict()
-    for name, tensor in own.items():
-        if name in weights and weights[name].shape != tensor.shape:
-            raise ValueError(
-                f"eagle3 cannot start {where} from the target's block: {name} is {tuple(tensor.shape)} here and "
-                f"{tuple(weights[name].shape)} there; choose start: random, or the target's own dimensions"
-            )
-    module.load_state_dict({name: weights.get(name, tensor) for name, tensor in own.items()})

@@ -9,7 +9,8 @@ and all tokens after it, the root x_{t+1} first, and guesses the token at t + 2 
     block(x) = x + SiLU(W x + b), repeated
 
 Hydra++ has deeper heads, learns from the target's distribution instead of the text, and puts a decoder layer between
-the target and the heads: h_t becomes prefix(h)_t, which has seen the whole text up to t.
+the target and the heads: h_t becomes prefix(h)_t, which has seen the whole text up to t. The authors' code also has
+biases on R and the LM heads, and a norm behind the prefix layer: `bias` and `prefix_norm`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
-from .layers import DecoderLayer, DraftCache, LayerShape, Memory, Rotary, TrainingTimeTest
+from .layers import DecoderLayer, DraftCache, LayerShape, Memory, RMSNorm, Rotary, TrainingTimeTest
 from .losses import Anchors, Objective, draft_loss
 from .vocabulary import check_size, most_frequent
 
@@ -42,6 +43,10 @@ class HydraConfig:
     lm_head: Literal["own", "shared"] = "own"
     """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
     the checkpoint does not hold."""
+    bias: bool = False
+    """Whether the joining blocks' residuals and own LM heads have a bias, as in the authors' code."""
+    prefix_norm: bool = False
+    """Whether the prefix layer's output passes an RMSNorm, as in the authors' code."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
@@ -100,11 +105,13 @@ class HydraState(DraftState):
 class JoiningBlock(nn.Module):
     """R z + SiLU(W z + b); starts by passing on the state at the head of z, so that a new head is its LM head."""
 
-    def __init__(self, width: int, parts: int) -> None:
+    def __init__(self, width: int, parts: int, bias: bool) -> None:
         super().__init__()
-        self.res = nn.Linear(parts * width, width, bias=False)
+        self.res = nn.Linear(parts * width, width, bias=bias)
         self.linear = nn.Linear(parts * width, width)
         nn.init.eye_(self.res.weight)
+        if bias:
+            nn.init.zeros_(self.res.bias)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -117,9 +124,9 @@ class JoiningBlock(nn.Module):
 class HydraBlocks(nn.Module):
     """One head up to its LM head: the joining block, then x + SiLU(W x + b), repeated, W zero at the start."""
 
-    def __init__(self, width: int, parts: int, count: int) -> None:
+    def __init__(self, width: int, parts: int, count: int, bias: bool) -> None:
         super().__init__()
-        self.join = JoiningBlock(width, parts)
+        self.join = JoiningBlock(width, parts, bias)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count - 1))
         for layer in self.layers:
             for parameter in layer.parameters():
@@ -162,10 +169,14 @@ class HydraHead(DraftHead):
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
             nn.init.zeros_(self.prefix.mlp.down_proj.weight)
             self.rotary = Rotary(target, shape.head_dim)
-        self.blocks = nn.ModuleList(HydraBlocks(width, i + 2, config.num_layers) for i in range(config.num_heads))
+            if config.prefix_norm:
+                self.prefix_norm = RMSNorm(width, eps=shape.rms_norm_eps)
+        self.blocks = nn.ModuleList(
+            HydraBlocks(width, i + 2, config.num_layers, config.bias) for i in range(config.num_heads)
+        )
         if config.lm_head == "own":
             self.lm_heads = nn.ModuleList(
-                nn.Linear(width, self.draft_vocab_size, bias=False) for _ in range(config.num_heads)
+                nn.Linear(width, self.draft_vocab_size, bias=config.bias) for _ in range(config.num_heads)
             )
         # Sorted target ids: the draft id of a token is its place here.
         self.register_buffer("token_map", None if size is None else torch.arange(size))
@@ -183,13 +194,18 @@ class HydraHead(DraftHead):
             weight_VD = ends.lm_head.weight.detach()
             rows = weight_VD if self.token_map is None else weight_VD[self.token_map.to(weight_VD.device)]
             for lm_head in self.lm_heads:
-                lm_head.load_state_dict({"weight": rows})
+                zero = {"bias": rows.new_zeros(len(rows))} if self.config.bias else {}
+                lm_head.load_state_dict({"weight": rows, **zero})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`."""
         anchors = Anchors.of(features.loss_mask_BT, self.max_depth)
         hiddens = self.drafts(features, anchors.index_N)
-        heads = [self._lm_head(depth, features.ends).weight for depth in range(self.max_depth)]
+        lm_heads = [self._lm_head(depth, features.ends) for depth in range(self.max_depth)]
+        heads = [lm_head.weight for lm_head in lm_heads]
+        if self.config.bias and self.config.lm_head == "own":  # a state of 1 carries the bias
+            hiddens = [F.pad(hidden_ND, (0, 1), value=1.0) for hidden_ND in hiddens]
+            heads = [torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads]
         # A shared LM head may be narrower than the states; the target's own logits are made in its dtype too.
         hiddens = [hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)]
         return draft_loss(hiddens, heads, self.token_map, features, anchors, self.config.objective, ranks)
@@ -250,7 +266,7 @@ class HydraHead(DraftHead):
         if not self.config.prefix_layer:
             return states_BTD
         out: Tensor = self.prefix(states_BTD, self.rotary(positions_BT, states_BTD.dtype), memory, 0)
-        return out
+        return self.prefix_norm(out) if self.config.prefix_norm else out
 
     def _draft(self, depth: int, state: Tensor, path: Tensor, ends: TargetEnds) -> Tensor:
         """What a head makes of states [..., D] and paths [..., depth + 1]; training and decoding both come here."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,16 +69,16 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Rotary(nn.Module):
-    """The target's own rotary embedding, its scaling included; it has no weights and nothing to save."""
+    """The target's own rotary embedding, its scaling included, or another; it has no weights and nothing to save."""
 
-    def __init__(self, target: TargetInfo, head_dim: int) -> None:
+    def __init__(self, target: TargetInfo, head_dim: int, other: dict[str, Any] | None = None) -> None:
         super().__init__()
         config = LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,
             head_dim=head_dim,
             max_position_embeddings=target.max_positions,
-            rope_parameters=dict(target.rope_parameters),
+            rope_parameters=dict(other or target.rope_parameters),
         )
         # Not a submodule: its frequencies are computed, must stay float32, and are no part of a checkpoint.
         self._embedding = [LlamaRotaryEmbedding(config)]
@@ -283,6 +283,31 @@ class DraftCache:
         return F.scaled_dot_product_attention(query_BHTE, keys, values, attn_mask=mask, enable_gqa=True)
 
 
+def llama_config(
+    shape: LayerShape, num_layers: int, target: TargetInfo, other_rope: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The keys by which a server reads a head whose layers are those of a Llama; rotary parameters old and new."""
+    rope = other_rope or target.rope_parameters
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": shape.hidden_act,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "num_hidden_layers": num_layers,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": target.max_positions,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+        "rope_parameters": rope,
+    }
+
+
 def target_layer_weights(blocks: Sequence[nn.Module], layer: int, head: str) -> dict[str, Tensor]:
     """The weights of one of the target's blocks, for a head that starts from it.
 
@@ -304,3 +329,19 @@ def target_layer_weights(blocks: Sequence[nn.Module], layer: int, head: str) -> 
             f"{head} cannot start from block {layer} of the target, which has no {missing[0]!r}; choose start: random"
         )
     return weights
+
+
+def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:
+    """Load starting values that must fit; what the target's block has beyond them (biases) is left out.
+
+    Raises:
+        ValueError: a weight of another shape; named.
+    """
+    own = layer.state_dict()
+    for name, tensor in own.items():
+        if name in weights and weights[name].shape != tensor.shape:
+            raise ValueError(
+                f"{head} cannot start {where} from the target's block: {name} is {tuple(tensor.shape)} here and "
+                f"{tuple(weights[name].shape)} there; choose start: random, or the target's own dimensions"
+            )
+    layer.load_state_dict({name: weights.get(name, tensor) for name, tensor in own.items()})

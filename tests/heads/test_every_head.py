@@ -30,17 +30,21 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "eagle": {
         "plain": {"depth": DEPTH, "noise": 0.0},
         "three steps": {"depth": DEPTH + 1, "noise": 0.0, "train_steps": 3, "num_layers": 2, "num_key_value_heads": 1},
+        "as first published": {"depth": DEPTH, "noise": 0.0, "fc_bias": True},
     },
     "eagle3": {
         "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
         "all norms": {"depth": DEPTH + 1, "feature_layers": [1, 0], "train_steps": 3, "num_layers": 2}
         | {"draft_vocab_size": 3, "fc_norm": True, "norm_output": True, "qk_norm": True},
         "own width": {"depth": DEPTH, "feature_layers": [0], "hidden_size": 12, "head_dim": 6},
+        "as speculators": {"depth": DEPTH, "feature_layers": [0, 1, -1], "norm_before_fc": True, "own_embedding": True}
+        | {"norm_before_residual": True, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     },
     "hydra": {
         "plain": {"num_heads": DEPTH},
         "prefix, shared LM head": {"num_heads": DEPTH, "prefix_layer": True, "lm_head": "shared"},
         "truncated": {"num_heads": DEPTH, "num_layers": 3, "draft_vocab_size": 3},
+        "as the authors'": {"num_heads": DEPTH, "prefix_layer": True, "prefix_norm": True, "bias": True},
     },
     "hydra++": {
         "plain": {"num_heads": DEPTH},
