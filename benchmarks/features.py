@@ -46,11 +46,10 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--limit", type=int, default=400, help="conversations that are read")
     parser.add_argument("--output", default="features.md")
     args = parser.parse_args()
     given = ["--config", args.config, "--data.sources", f"[{args.conversations}]", "--output", "unused"]
-    config = options(TrainConfig, "train", "", [*given, "--data.max_conversations", str(args.limit)])
+    config = options(TrainConfig, "train", "", given)
     accelerator = Accelerator()
     setup = set_up(config, accelerator)
     target, training = setup.target, setup.training

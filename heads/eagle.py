@@ -65,6 +65,8 @@ class EagleConfig:
     """Key and value heads."""
     head_dim: int | None = None
     """Width of a head."""
+    rms_norm_eps: float | None = None
+    """Added under the root of every norm."""
     rope_parameters: dict[str, Any] | None = None
     """Rotary positions in transformers' words; null for the target's."""
     fc_bias: bool = False
@@ -135,7 +137,7 @@ class EagleHead(DraftHead):
             num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
             head_dim=config.head_dim or target.head_dim,
             hidden_act=target.hidden_act,
-            rms_norm_eps=target.rms_norm_eps,
+            rms_norm_eps=config.rms_norm_eps or target.rms_norm_eps,
             qk_norm=False,  # servers read a plain Llama layer
         )
         self.shape = shape

@@ -77,6 +77,8 @@ class Eagle3Config:
     """One RMSNorm on all fused features together (speculators); not with fc_norm."""
     norm_before_residual: bool = False
     """Whether the residual stream begins behind `hidden_norm` and not before it (speculators)."""
+    rms_norm_eps: float | None = None
+    """Added under the root of every norm."""
     rope_parameters: dict[str, Any] | None = None
     """Rotary positions in transformers' words; null for the target's."""
     start: str | int = "random"
@@ -169,7 +171,7 @@ class Eagle3Head(DraftHead):
             num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
             head_dim=config.head_dim or target.head_dim,
             hidden_act=target.hidden_act,
-            rms_norm_eps=target.rms_norm_eps,
+            rms_norm_eps=config.rms_norm_eps or target.rms_norm_eps,
             qk_norm=config.qk_norm,
         )
         self.shape = shape
