@@ -302,6 +302,6 @@ class EagleHead(DraftHead):
         return state_BTD
 
     def server_config(self) -> dict[str, Any]:
-        """The keys by which vLLM's `llama_eagle` reads an EAGLE head: those of a Llama of as many layers."""
+        """The keys by which vLLM's `llama_eagle` reads an EAGLE head: those of a Llama, and for SafeAILab `bias`."""
         keys = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)
-        return {"architectures": ["LlamaForCausalLM"], **keys}
+        return {"architectures": ["LlamaForCausalLM"], **keys, "bias": self.config.fc_bias}

@@ -15,7 +15,7 @@ from .checkpoint import HeadFacts, new_folder
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .files import CONFIG_FILE
-from .formats import EAGLE3_FLAGS, FEATURES, FORMATS, places
+from .formats import EAGLE3_FLAGS, FEATURES, FORMATS, LLAMA, places
 from .medusa import MedusaHead
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
@@ -55,6 +55,7 @@ def export_head(
     if word is None:
         names = ", ".join(kind.__name__ for kind in PROJECTS[project])
         raise ValueError(f"{project} has no {type(head).__name__}; it has {names}")
+    config = WRITERS[word](head, facts, project, architectures)
     form, state = FORMATS[word], head.state_dict()
     tensors = {place.theirs: state.pop(place.ours).cpu().contiguous() for place in places(form, head)}
     if state:
@@ -63,7 +64,6 @@ def export_head(
         if embedding_VD is None:
             raise ValueError(f"{project} keeps the target's embedding in the file: it is needed")
         tensors["embed_tokens.weight"] = embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
-    config = WRITERS[word](head, facts, project, architectures)
     unknown = config.keys() - form.keys.keys()
     assert not unknown, unknown
     with new_folder(folder) as partial:
@@ -75,10 +75,10 @@ def export_head(
 
 
 def _native_config(head: DraftHead, *_: Any) -> dict[str, Any]:
-    """SafeAILab's keys are those that servers read, and `bias`."""
+    """SafeAILab's keys are those that servers read."""
     config = head.server_config()
     if isinstance(head, EagleHead):
-        return config | {"bias": head.config.fc_bias}
+        return config
     assert isinstance(head, Eagle3Head)
     lacks = [name for name in SAFEAILAB_LACKS if getattr(head.config, name)]
     if head.config.num_layers > 1:
@@ -112,7 +112,7 @@ def _speculators_config(
     native = head.server_config()
     eagle3 = isinstance(head, Eagle3Head)
     own = (*EAGLE3_FLAGS, *FEATURES)
-    layer = {name: value for name, value in native.items() if name not in (*own, "architectures", "eagle_config")}
+    layer = {name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}}
     layer["model_type"] = "qwen3" if head.shape.qk_norm else "llama"
     method = {"proposal_type": "greedy", "speculative_tokens": head.max_depth}
     common = {

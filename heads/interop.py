@@ -98,19 +98,27 @@ class Keys:
 
     def __init__(self, table: dict[str, Key], config: dict[str, Any], where: str) -> None:
         self.table, self.config, self.where = table, config, where
-        unknown = sorted(config.keys() - table.keys())
-        if unknown:
-            raise ValueError(f"{where}: unknown config key {unknown[0]!r}; known are {', '.join(sorted(table))}")
+        check_known(table, config, where)
         for name, key in table.items():
+            if self[name] is NEEDED:
+                raise ValueError(f"{where}: config key {name!r} ({key.meaning}) is missing")
             if key.only and self[name] not in key.only:
                 allowed = " or ".join(map(repr, key.only))
                 raise ValueError(f"{where}: {name} is {self[name]!r} ({key.meaning}); a head here has {allowed}")
 
     def __getitem__(self, name: str) -> Any:
-        value = self.config.get(name, self.table[name].default)
-        if value is NEEDED:
-            raise ValueError(f"{self.where}: config key {name!r} ({self.table[name].meaning}) is missing")
-        return value
+        return self.config.get(name, self.table[name].default)
+
+
+def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> None:
+    """Refuse a key that a table does not have.
+
+    Raises:
+        ValueError: naming it.
+    """
+    unknown = sorted(config.keys() - table.keys())
+    if unknown:
+        raise ValueError(f"{where}: unknown config key {unknown[0]!r}; known are {', '.join(sorted(table))}")
 
 
 def _eagle3_options(
@@ -240,7 +248,7 @@ def _layer_keys(keys: Keys) -> Keys:
             f"{keys.where}: transformer_layer_config has model_type {kind!r}, by which its defaults are chosen; it "
             f"must be {' or '.join(classes)}"
         )
-    Keys(LLAMA, given, "transformer_layer_config")  # refuses what is unknown before the class adds its own
+    check_known(LLAMA, given, "transformer_layer_config")  # before the class adds keys of its own
     full = classes[kind](**given).to_dict()
     return Keys(LLAMA, {name: full[name] for name in LLAMA.keys() & full.keys()}, "transformer_layer_config")
 
