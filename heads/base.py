@@ -246,6 +246,15 @@ class DraftHead(nn.Module, ABC):
     def server_config(self) -> dict[str, Any]:
         """The keys of config.json by which serving engines read this head."""
 
+    def unread_by(self) -> dict[str, str]:
+        """The servers (vllm, sglang) that do not read this head, and why: for its model card."""
+        return {}
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Tensors that servers look for and the head shares with the target: its LM head, in a file that was pushed."""
+        return ()
+
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's; a head with a truncated vocabulary overrides it."""
         return draft_tokens

@@ -1,44 +1,73 @@
-"""The model card of a head checkpoint, written from what was measured."""
+"""The model card of a head checkpoint: written from what its config.json holds, and from nothing else."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-_CARD = """---
-library_name: headstart
-base_model: {quoted}
-tags: [speculative-decoding, {head}]
----
+import yaml
 
-# A {head} draft head for {target}
+SELF = "THIS FOLDER OR ITS HUB ID"
+"""Stands for the checkpoint until it is pushed."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What the Hub is to list a head under; the rest of a card is in the checkpoint."""
+
+    repo: str = SELF
+    """Its own id."""
+    base_model: str | None = None
+    """The target's id on the Hub, if it is not what the head was trained with."""
+    license: str | None = None
+    """The head's licence, in the Hub's words: apache-2.0, llama3.1."""
+
+
+_CARD = """---
+{front}---
+
+# A draft head ({head}) for {target}
 
 Draft heads guess several tokens, one forward pass of the model checks them all. With greedy or exact verification
-the output is the model's own: lossless.{adapted}
+the output is the model's own: lossless.{adapted} Typical acceptance (`verifier="typical"`, `lossy=True`) is not.
+
+## Use
 
 ```python
 from headstart.inference import SpeculativeLM
 
-lm = SpeculativeLM.from_pretrained({quoted}, head="THIS FOLDER OR ITS HUB ID")
+lm = SpeculativeLM.from_pretrained({quoted}, head="{repo}")
 out = lm.generate(input_ids, max_new_tokens=256)
 ```
 
 or with plain transformers, headstart being installed:
 
 ```python
-model.generate(input_ids, max_new_tokens=256, custom_generate="THIS FOLDER OR ITS HUB ID", trust_remote_code=True)
+model.generate(input_ids, max_new_tokens=256, custom_generate="{repo}", trust_remote_code=True)
 ```
+
+vLLM: {vllm}
+
+SGLang: {sglang}
 
 ## Measured
 
 {measured}
 
 Acceptance length: tokens emitted per round, the bonus token counted. Acceptance rate at depth d: how often the
-accepted path reaches depth d, given that it reached d - 1.
+accepted path reaches depth d, given that it reached d - 1. Measured again by
+`headstart bench --target {target} --head {repo} --prompts FILE.jsonl`.
 
 ## Head
 
 {options}
+
+## Data and recipe
+
+{recipe}
 
 ## Trained against
 
@@ -50,18 +79,75 @@ _ADAPTED = """
 It was trained together with a LoRA adapter of the model, which lies in `adapter/`. Decoding is lossless with respect to
 the adapted model, not to the original: the adapter is merged when the model is loaded by name."""
 
+_COMMANDS = {
+    "vllm": """
 
-def model_card(section: dict[str, Any]) -> str:
-    """Markdown from the `headstart` section of a checkpoint's config.json."""
+```bash
+vllm serve {target} \\
+    --speculative-config '{{"method": "{method}", "model": "{repo}", "num_speculative_tokens": {depth}}}'
+```""",
+    "sglang": """
+
+```bash
+python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \\
+    --speculative-draft-model-path {repo} --speculative-num-steps {depth} --speculative-eagle-topk 1 \\
+    --speculative-num-draft-tokens {nodes}
+```""",
+}
+SERVED_DEPTH = 3
+"""Tokens of the chain that a server is told to draft: what both projects' pages begin with."""
+
+
+def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
+    """Markdown from the `headstart` section of a checkpoint's config.json, and where it will be listed."""
+    listing = listing or Listing()
+    target = listing.base_model or section["target"]["name"]
     options = "\n".join(f"- {name}: {value}" for name, value in section["options"].items())
     return _CARD.format(
-        target=section["target"]["name"],
-        quoted=json.dumps(section["target"]["name"]),
+        front=yaml.safe_dump(_front_matter(section, listing, target), sort_keys=False),
+        target=target,
+        quoted=json.dumps(target),
+        repo=listing.repo,
         head=section["head"],
         measured=_measured_table(section["measured"]),
         options=options,
         adapted=_ADAPTED if section["adapted"] else "",
+        recipe=_recipe(section["training"]),
         origin="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
+        **{server: _serving(server, section, listing.repo, target) for server in _COMMANDS},
+    )
+
+
+def _front_matter(section: dict[str, Any], listing: Listing, target: str) -> dict[str, Any]:
+    """What the Hub reads; it takes no folder and no package for a model."""
+    front: dict[str, Any] = {"library_name": "headstart", "tags": ["speculative-decoding", section["head"]]}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():
+        front |= {"base_model": target, "base_model_relation": "adapter"}
+    return front | ({"license": listing.license} if listing.license else {})
+
+
+def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> str:
+    """How to serve the head, or why not."""
+    reason = section.get("unread_by", {}).get(server)
+    if reason is not None:
+        return f"does not read this head: {reason}."
+    depth = min(SERVED_DEPTH, section["options"].get("depth") or section["options"].get("num_heads", SERVED_DEPTH))
+    method = section["head"] if server == "vllm" else section["head"].upper()
+    adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
+    command = _COMMANDS[server].format(target=target, method=method, repo=repo, depth=depth, nodes=depth + 1)
+    return f"reads this folder as it is{adapted}.{command}"
+
+
+def _recipe(training: dict[str, Any]) -> str:
+    """The options that were given to training, and how long it took."""
+    if "config" not in training:
+        return "Nothing was written down: the head was not trained by headstart."
+    tokens, minutes = training.get("answer_tokens"), training.get("seconds", 0.0) / 60
+    told = f"{training.get('step')} steps" + (f", {tokens:,} answer tokens" if tokens else "")
+    settings = yaml.safe_dump(training["config"], sort_keys=False)
+    return (
+        f"{told}, {minutes:.0f} minutes on {training.get('hardware')}. `headstart train --config recipe.yaml` with\n\n"
+        f"```yaml\n{settings}```"
     )
 
 

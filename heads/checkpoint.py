@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 
 from . import HEADS
 from .base import DraftHead, TargetInfo, build_config
-from .card import model_card
+from .card import Listing, model_card
+from .files import CONFIG_FILE, WEIGHTS_FILE, read_json, read_weights
+from .hub import local_folder
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+SHARD = "5GB"
+"""Size above which weights are cut into several files."""
 CARD_FILE = "README.md"
 ADAPTER_FOLDER = "adapter"
 GENERATE_FILE = "custom_generate/generate.py"
@@ -104,6 +104,7 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
             "options": dataclasses.asdict(head.config),
             "target": dataclasses.asdict(head.target),
             **dataclasses.asdict(facts),
+            "unread_by": head.unread_by(),
         }
     )
     state = {key: value.detach().cpu().contiguous() for key, value in head.state_dict().items()}
@@ -111,7 +112,7 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
     with new_folder(folder) as partial:
         try:
-            save_file(state, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_torch_state_dict(state, partial, max_shard_size=SHARD)
         except SafetensorError as error:  # a full disk, for one
             raise OSError(f"{partial / WEIGHTS_FILE} cannot be written: {error}") from error
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -137,7 +138,7 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
 
 def adapter_of(source: str | Path, revision: str | None = None) -> Path:
     """The folder of the peft adapter in a head's checkpoint."""
-    return _local_folder(source, revision) / ADAPTER_FOLDER
+    return local_folder(source, revision) / ADAPTER_FOLDER
 
 
 def copy_weights(head: DraftHead, source: str | Path) -> HeadFacts:
@@ -170,6 +171,8 @@ def load_head(
     target: TargetInfo | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
 ) -> tuple[DraftHead, HeadFacts]:
     """Load a head from a folder or a Hub id, strictly.
 
@@ -178,21 +181,36 @@ def load_head(
         target: the model that it is to draft for, whose dimensions must match; None to skip the check.
         dtype: of the parameters; None keeps the saved one.
         revision: of a Hub id.
+        token: for a private one.
+        cache_dir: where it is kept; None for the Hub's own place.
 
     Raises:
         ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
             or of another shape; each named.
     """
-    folder = _local_folder(source, revision)
-    config = _read_config(folder)
-    section = config["headstart"]
+    folder = local_folder(source, revision, token, cache_dir)
+    section = _read_config(folder)["headstart"]
     saved_target = TargetInfo(**section["target"])
     if target is not None:
         saved_target.check(target)
     head = build_head(section["head"], section["options"], saved_target)
-    _load_weights(head, folder / WEIGHTS_FILE)
+    _load_weights(head, folder)
     facts = HeadFacts(**{key.name: section[key.name] for key in dataclasses.fields(HeadFacts)})
     return head.to(dtype=dtype) if dtype else head, facts
+
+
+def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> None:
+    """Copy a checkpoint to where it is pushed from: with what servers look for, and a card that knows its place."""
+    shutil.copytree(source, folder)
+    section = _read_config(folder)["headstart"]
+    (folder / CARD_FILE).write_text(model_card(section, listing), encoding="utf-8")
+    if shared:
+        saved = read_weights(folder, (WEIGHTS_FILE,))
+        dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
+        for path in folder.glob("model*"):
+            path.unlink()
+        saved |= {name: tensor.to("cpu", dtype).contiguous() for name, tensor in shared.items()}
+        save_torch_state_dict(saved, folder, max_shard_size=SHARD)
 
 
 class new_folder:
@@ -244,27 +262,14 @@ def json_ready(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _local_folder(source: str | Path, revision: str | None) -> Path:
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    try:
-        files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, f"{ADAPTER_FOLDER}/*"]
-        return Path(snapshot_download(str(source), revision=revision, allow_patterns=files))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"no head at {str(source)!r}: neither a folder nor a Hub id that can be reached") from error
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
-    if not path.is_file() or not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(f"no head in {str(folder)!r}: it needs {CONFIG_FILE} and {WEIGHTS_FILE}")
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("headstart"), dict):
-        raise ValueError(f"{path} has no 'headstart' section: it was not written by headstart")
+    config = read_json(path)
+    if not isinstance(config.get("headstart"), dict):
+        raise ValueError(
+            f"{path} has no 'headstart' section: it was not written by headstart. `headstart import` reads the heads "
+            "of other projects"
+        )
     missing = {"head", "options", "target", *(key.name for key in dataclasses.fields(HeadFacts))} - set(
         config["headstart"]
     )
@@ -276,16 +281,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load_weights(head: DraftHead, path: Path) -> None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+def _load_weights(head: DraftHead, folder: Path) -> None:
+    saved = read_weights(folder, (WEIGHTS_FILE,))
+    for name in head.served_names:  # a copy of the target's, for servers
+        saved.pop(name, None)
     for name, parameter in head.named_parameters():
         if name in saved:
             parameter.data = parameter.data.to(saved[name].dtype)
-    _fit(head, saved, str(path))
+    _fit(head, saved, str(folder / WEIGHTS_FILE))
 
 
 def _fit(head: DraftHead, saved: dict[str, Tensor], where: str) -> None:

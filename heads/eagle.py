@@ -301,6 +301,12 @@ class EagleHead(DraftHead):
             state_BTD = layer(state_BTD, rotary, memory, i)
         return state_BTD
 
+    def unread_by(self) -> dict[str, str]:
+        """See `DraftHead.unread_by`: one server always has a bias in `fc`, the other never."""
+        if self.config.fc_bias:
+            return {"vllm": "its fc has no bias, and this one has"}
+        return {"sglang": "its fc has a bias, drawn at random where a file has none"}
+
     def server_config(self) -> dict[str, Any]:
         """The keys by which vLLM's `llama_eagle` reads an EAGLE head: those of a Llama, and for SafeAILab `bias`."""
         keys = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)

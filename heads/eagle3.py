@@ -353,6 +353,12 @@ class Eagle3Head(DraftHead):
             state_BTD = layer(state_BTD, rotary, memory, i)
         return state_BTD
 
+    def unread_by(self) -> dict[str, str]:
+        """See `DraftHead.unread_by`."""
+        options = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(self.config, name)]
+        options += ["num_layers above 1"] if self.config.num_layers > 1 else []
+        return {"sglang": f"it does not know {', '.join(options)}"} if options else {}
+
     def server_config(self) -> dict[str, Any]:
         """The keys by which vLLM and SGLang read an EAGLE-3 head.
 

@@ -17,16 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
 CONFIG_LIMIT = 2**22
 """Bytes of a JSON file; a larger one is none of a head's."""
 WEIGHT_FILES = (
-    "model.safetensors",
+    WEIGHTS_FILE,
     "medusa_lm_head.safetensors",
     "pytorch_model.bin",
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
 )
-"""Where weights may be, the first that is there being taken; the first and third may be cut into parts."""
+"""Where weights may be, the first that is there being taken; each may be cut into parts."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,13 +50,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[str, Tensor]:
     """All tensors of a checkpoint, on the CPU.
+
+    Args:
+        folder: the checkpoint.
+        names: where they may be.
 
     Raises:
         ValueError: no weights, a file outside of the folder, a broken file, or a pickle with more than tensors.
     """
-    for name in WEIGHT_FILES:
+    for name in names:
         index = folder / f"{name}.index.json"
         if (folder / name).exists():
             return _read_file(folder, name)
@@ -70,7 +75,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 wrong = sorted(found.keys() ^ parts.keys())[0]
                 raise ValueError(f"{index} and its files differ by tensor {wrong!r}")
             return found
-    raise ValueError(f"no head in {str(folder)!r}: it has none of {', '.join(WEIGHT_FILES)}")
+    raise ValueError(f"no head in {str(folder)!r}: it has no {' or '.join(names)}")
 
 
 def _read_file(folder: Path, name: str) -> dict[str, Tensor]:

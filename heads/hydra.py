@@ -300,6 +300,10 @@ class HydraHead(DraftHead):
             }
         return config
 
+    def unread_by(self) -> dict[str, str]:
+        """See `DraftHead.unread_by`."""
+        return dict.fromkeys(("vllm", "sglang"), "it has no Hydra")
+
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]

@@ -34,7 +34,7 @@ class MedusaConfig:
     """Whether the blocks' linears have a bias."""
     lm_head: Literal["own", "shared"] = "own"
     """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
-    the checkpoint does not hold and vLLM would miss."""
+    a checkpoint gets for vLLM when it is pushed."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
@@ -164,6 +164,15 @@ class MedusaHead(DraftHead):
             "medusa_fc_bias": self.config.bias,
             "original_lm_head": self.config.lm_head == "shared",
         }
+
+    def unread_by(self) -> dict[str, str]:
+        """See `DraftHead.unread_by`."""
+        return {"sglang": "it has no Medusa"}
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """See `DraftHead.served_names`."""
+        return ("lm_heads.0.weight",) if self.config.lm_head == "shared" else ()
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""

@@ -1,0 +1,83 @@
+"""Checkpoints on the Hugging Face Hub: up and down, with its own client, its cache and its offline mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
+"""What is downloaded of a repository: everything that a head may consist of."""
+
+
+def local_folder(
+    source: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """A folder as it is, or the files of a Hub id, downloaded or from the cache.
+
+    Raises:
+        ValueError: neither; with what the Hub said.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    where = f"{str(source)!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        return Path(
+            snapshot_download(str(source), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=FILES)
+        )
+    except HFValidationError as error:
+        raise ValueError(f"no head at {where}: it is no folder, and no Hub id either: {error}") from error
+    except GatedRepoError as error:
+        raise ValueError(f"no head at {where}: its repository is gated; ask for access, then give a token") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"no head at {where}: neither a folder nor a repository of the Hub, unless it is private: give a token"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"no head at {where}: the repository has no such revision") from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        raise ValueError(f"no head at {where}: neither a folder, nor in the cache, nor can the Hub be asked") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ValueError(f"no head at {where}: the Hub cannot be read: {error}") from error
+
+
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    private: bool | None = None,
+    token: str | None = None,
+    branch: str | None = None,
+    create_pr: bool = False,
+    message: str = "A draft head",
+) -> str:
+    """Upload a folder as one commit, making the repository if it is not there; the commit's address.
+
+    What was cut off or refused leaves the repository as it was: files count when their commit is made.
+
+    Raises:
+        ValueError: the Hub refuses; with its reason.
+    """
+    api = HfApi(token=token)
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if branch is not None:
+            api.create_branch(repo, branch=branch, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo, folder_path=folder, revision=branch, create_pr=create_pr, commit_message=message
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(f"{repo_id!r} cannot be pushed to: {error}") from error
+    return str(commit.commit_url)
