@@ -395,7 +395,7 @@ def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"not valid JSON|no JSON object"):
             read_json(path)
-    with pytest.raises(ValueError, match=r"it has none of model.safetensors"):
+    with pytest.raises(ValueError, match=r"it has no model.safetensors"):
         read_weights(tmp_path)
 
 
