@@ -1,4 +1,4 @@
-"""headstart COMMAND: data, features, train, tree, generate, bench, demo."""
+"""headstart COMMAND: data, features, train, tree, generate, bench, verify, push, import, export, demo."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ COMMANDS = {
     "tree": "find the draft tree that is fastest for a head on this machine",
     "generate": "answer a prompt with a head, streaming",
     "bench": "compare stock generate, the plain engine and speculation on the same prompts",
+    "verify": "check a head against its target",
+    "push": "put a head on the Hugging Face Hub",
+    "import": "read a head of another project",
+    "export": "write a head as another project does",
     "demo": "all of it on a small real model, in some minutes",
 }
 
@@ -30,7 +34,8 @@ def main() -> None:
     if arguments[0] not in COMMANDS:
         print(f"error: unknown command {arguments[0]!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    run(importlib.import_module(f"headstart.scripts.{arguments[0]}").main, arguments[1:])
+    file = {"import": "import_head"}.get(arguments[0], arguments[0])  # Python has a word `import` of its own
+    run(importlib.import_module(f"headstart.scripts.{file}").main, arguments[1:])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,12 @@ Options = TypeVar("Options")
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
-def options(kind: type[Options], command: str, description: str, arguments: list[str] | None) -> Options:
+def options(
+    kind: type[Options], command: str, description: str, arguments: list[str] | None, first: str | None = None
+) -> Options:
     """A command's options, from `--config FILE.yaml` and the command line, as the dataclass that holds their defaults.
+
+    With `first`, `headstart push RUN --repo ...` means `--run RUN`: the option that may go without its name.
 
     Exits with status 2 and a message if an option is unknown or its value has the wrong type.
     """
@@ -30,6 +34,8 @@ def options(kind: type[Options], command: str, description: str, arguments: list
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
     parser.add_class_arguments(kind)
     arguments = sys.argv[1:] if arguments is None else arguments
+    if first and arguments and not arguments[0].startswith("-"):
+        arguments = [f"--{first}", *arguments]
     given = spelled_out(arguments, set(options_of_type(kind, list)), set(options_of_type(kind, bool)))
     parsed = parser.instantiate(parser.parse_args(given))
     values = {name: _plain(value) for name, value in vars(parsed).items() if name != "config"}

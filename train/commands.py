@@ -48,9 +48,7 @@ class SelfMadeConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        for name in ("target", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"option {name!r} is required and was not given")
+        _required(self, "target", "output")
         for name in ("conversations", "batch_size", "answer_tokens", "prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -108,9 +106,7 @@ class BenchConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        for name in ("target", "head", "prompts"):
-            if not getattr(self, name):
-                raise ValueError(f"option {name!r} is required and was not given")
+        _required(self, "target", "head", "prompts")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, not {self.limit}")
         if self.max_new_tokens < 2:
@@ -150,9 +146,7 @@ class TreeConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        for name in ("target", "head", "prompts"):
-            if not getattr(self, name):
-                raise ValueError(f"option {name!r} is required and was not given")
+        _required(self, "target", "head", "prompts")
         least = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
@@ -201,9 +195,7 @@ class GenerateConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        for name in ("target", "prompt"):
-            if not getattr(self, name):
-                raise ValueError(f"option {name!r} is required and was not given")
+        _required(self, "target", "prompt")
         if self.max_new_tokens < 0 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 "max_new_tokens, temperature and top_k must be at least 0 and top_p above 0 and at most 1, not "
@@ -232,3 +224,113 @@ class DemoConfig:
         """
         if self.minutes < 1:
             raise ValueError(f"minutes must be at least 1, not {self.minutes}")
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """A trained head, put on the Hugging Face Hub."""
+
+    run: str = ""
+    """A run's folder, whose best head is taken, or a head's checkpoint folder."""
+    repo: str = ""
+    """The repository, USER/NAME; made if it is not there."""
+    private: bool = False
+    """Make it private."""
+    dry_run: bool = False
+    """Show what would be uploaded, the card too, and upload nothing."""
+    base_model: str | None = None
+    """The target's id on the Hub, where the head was trained with a folder or a package."""
+    license: str | None = None
+    """The head's licence in the Hub's words, such as apache-2.0; the target's and the data's must allow it."""
+    target: str | None = None
+    """The target, for a head that shares its LM head, which servers need in the file; null for the one it remembers."""
+    branch: str | None = None
+    """Branch of the repository; null for main."""
+    create_pr: bool = False
+    """Open a pull request instead of committing."""
+    token: str | None = None
+    """Of the Hub; null for the one that is logged in."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        _required(self, "run", "repo")
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """A head that another project wrote, made one of ours."""
+
+    head: str = ""
+    """Its folder or Hub id."""
+    target: str = ""
+    """The model that it drafts for: a folder, a Hub id, a GGUF file, or package:NAME."""
+    output: str = ""
+    """Folder to write."""
+    revision: str | None = None
+    """Of the Hub id."""
+    token: str | None = None
+    """Of the Hub; null for the one that is logged in."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        _required(self, "head", "target", "output")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """A head, written as another project writes it."""
+
+    head: str = ""
+    """The head's checkpoint folder or Hub id."""
+    to: str = ""
+    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is."""
+    output: str = ""
+    """Folder to write."""
+    target: str | None = None
+    """The target, whose embedding some projects keep in the file; null for the one that the head remembers."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        _required(self, "head", "to", "output")
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """A head and its target, looked over."""
+
+    head: str = ""
+    """The head's checkpoint folder or Hub id."""
+    target: str = ""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of target and head."""
+    max_new_tokens: int = 48
+    """Longest answer to each of the built-in prompts."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        _required(self, "head", "target")
+        if self.max_new_tokens < 8:
+            raise ValueError(f"max_new_tokens must be at least 8, not {self.max_new_tokens}")
+
+
+def _required(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name):
+            raise ValueError(f"option {name!r} is required and was not given")

@@ -1,0 +1,98 @@
+"""Heads that leave and heads that come: `headstart push`, `import` and `export`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ..heads.card import Listing
+from ..heads.checkpoint import HeadFacts, load_head, publishable, save_head
+from ..heads.export import PROJECTS, export_head
+from ..heads.files import read_json, read_weights
+from ..heads.hub import local_folder, push_folder
+from ..heads.interop import import_head
+from ..inference import Target
+from .commands import ExportConfig, ImportConfig, PushConfig
+from .console import console
+
+
+def push_head(config: PushConfig) -> None:
+    """Upload a head's checkpoint, or show what would be.
+
+    Raises:
+        ValueError: no head there, or the Hub refuses.
+    """
+    run = Path(config.run)
+    folder = run / "best" if (run / "best").is_dir() else run
+    if not folder.is_dir():
+        raise ValueError(f"no run and no head at {config.run!r}")
+    head, _ = load_head(folder)
+    shared = {}
+    if head.served_names:
+        target = Target.from_pretrained(config.target or head.target.name)
+        head.target.check(target.info)
+        shared = dict.fromkeys(head.served_names, target.ends.lm_head.weight.detach())
+    with tempfile.TemporaryDirectory() as scratch:
+        ready = Path(scratch) / "head"
+        publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
+        for path in sorted(path for path in ready.rglob("*") if path.is_file()):
+            console.print(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
+        for server, reason in head.unread_by().items():
+            console.print(f"{server} does not read this head: {reason}")
+        if config.dry_run:
+            console.print((ready / "README.md").read_text(encoding="utf-8"), markup=False)
+            console.print("nothing was uploaded")
+            return
+        console.print(
+            push_folder(ready, config.repo, config.private or None, config.token, config.branch, config.create_pr)
+        )
+
+
+def import_foreign(config: ImportConfig) -> None:
+    """Read another project's head and save it as ours.
+
+    Raises:
+        ValueError: anything in it that cannot be read for certain; named.
+    """
+    folder = local_folder(config.head, config.revision, config.token)
+    found = read_json(folder / "config.json")
+    if "headstart" in found:
+        raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
+    tensors = read_weights(folder)
+    target = Target.from_pretrained(config.target)
+    everything = torch.arange(target.info.vocab_size, device=target.device)
+    imported = import_head(found, tensors, target.info, target.ends.embed(everything).cpu())
+    source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
+    save_head(imported.head, config.output, HeadFacts(training={"imported": source}))
+    for remark in imported.remarks:
+        console.print(f"- {remark}")
+    name, size = type(imported.head).__name__, sum(weight.numel() for weight in imported.head.parameters())
+    console.print(
+        f"{config.output}: {name} of {size:,} parameters, read as {imported.form}. Whether it was read right shows "
+        f"`headstart verify {config.output} --target {config.target}`",
+        markup=False,
+    )
+
+
+def export_foreign(config: ExportConfig) -> None:
+    """Write a head for another project.
+
+    Raises:
+        ValueError: no head there, or one that the project cannot have.
+    """
+    if config.to not in PROJECTS:
+        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join(PROJECTS)}")
+    head, facts = load_head(config.head)
+    embedding_VD, architectures = None, ("LlamaForCausalLM",)
+    if config.to != "fasterdecoding":
+        target = Target.from_pretrained(config.target or head.target.name)
+        head.target.check(target.info)
+        everything = torch.arange(target.info.vocab_size, device=target.device)
+        embedding_VD, architectures = (
+            target.ends.embed(everything).cpu(),
+            tuple(target.model.config.architectures or ()),
+        )
+    export_head(head, facts, config.to, config.output, embedding_VD, architectures)
+    console.print(f"{config.output}: written for {config.to}")
