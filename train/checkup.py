@@ -69,7 +69,7 @@ def verify_head(config: VerifyConfig) -> None:
         table.add_row(str(depth + 1), f"{own:.2f}", "-" if math.isnan(accepted) else f"{accepted:.2f}", trained)
     console.print(table)
     console.print(
-        f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; right: with the true tokens before it"
+        f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; right: the true tokens given"
     )
     least = SHARE * before[0] if before else HEALTHY
     best, other = max(
