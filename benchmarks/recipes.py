@@ -2,9 +2,10 @@
 
     python benchmarks/recipes.py --conversations conversations.jsonl --output runs/recipes
 
-Acceptance is compared and not the loss, which differs with the objective: real, greedy, on held-out prompts. Target
-states are computed once and shared by all runs, so that a run costs the head's own steps only. A run that is finished
-is not made again: the command goes on where it was stopped. The table is `recipes.md` under `--output`.
+Acceptance is compared and not the loss, which differs with the objective: real, greedy, on held-out prompts. The
+states of the first conversations are computed once and shared by all runs, so that a run costs the head's own steps
+only. A run that is finished is not made again: the command goes on where it was stopped. The table is `recipes.md`
+under `--output`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ CHANGES = {
     "depth weights: D-PACE": ["--head.depth_weights=d_pace"],
     "2 steps of training-time test": ["--head.train_steps=2"],
     "7 steps of training-time test": ["--head.train_steps=7"],
-    "draft vocabulary 4,096": ["--head.draft_vocab_size=4096"],
-    "draft vocabulary 16,384": ["--head.draft_vocab_size=16384"],
+    "draft vocabulary 2,048": ["--head.draft_vocab_size=2048"],
+    "states in int8": ["--features.format=int8"],
 }
 """What is changed, in the table's order, and the options that change it."""
 
@@ -61,11 +62,13 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     for name in args.only or CHANGES:
+        states = "states-int8" if "--features.format=int8" in CHANGES[name] else "states"
         given = [
             *("--config", args.config, "--data.sources", f"[{args.conversations}]"),
             *("--output", str(output / "".join(c if c.isalnum() else "-" for c in name))),
             *(f"--data.max_conversations={args.limit}", "--data.held_out=0.08"),
-            *("--features.mode=cached", "--features.folder", str(output / "features")),
+            "--head.draft_vocab_size=4096",  # of the tokens of so few conversations
+            *("--features.mode=cached", "--features.folder", str(output / states)),
             *(f"--loop.max_steps={args.steps}", "--loop.eval_every=0", "--loop.save_every=0"),
             *(f"--eval.prompts={args.prompts}", "--eval.new_tokens=64", "--eval.conversations=60"),
         ]
