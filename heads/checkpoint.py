@@ -189,11 +189,13 @@ def load_head(
             or of another shape; each named.
     """
     folder = local_folder(source, revision, token, cache_dir)
-    section = _read_config(folder)["headstart"]
+    config = _read_config(folder)
+    section = config["headstart"]
     saved_target = TargetInfo(**section["target"])
     if target is not None:
         saved_target.check(target)
     head = build_head(section["head"], section["options"], saved_target)
+    _check_served(head, config, folder)
     _load_weights(head, folder)
     facts = HeadFacts(**{key.name: section[key.name] for key in dataclasses.fields(HeadFacts)})
     return head.to(dtype=dtype) if dtype else head, facts
@@ -279,6 +281,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(given, dict) or set(given) != names:
         raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
     return config
+
+
+def _check_served(head: DraftHead, config: dict[str, Any], folder: Path) -> None:
+    """Servers read other keys than we do: refuse a checkpoint that would be another head there."""
+    expected = {**json_ready(head.server_config()), "torch_dtype": config.get("torch_dtype")}
+    found = {name: value for name, value in config.items() if name != "headstart"}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name, "absent") != found.get(name, "absent"):
+            raise ValueError(
+                f"{folder / CONFIG_FILE}: {name} is {found.get(name, 'absent')!r} for servers, and by the section "
+                f"'headstart' {expected.get(name, 'absent')!r}: one of them was changed"
+            )
 
 
 def _load_weights(head: DraftHead, folder: Path) -> None:

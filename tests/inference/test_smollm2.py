@@ -100,10 +100,12 @@ def draws(lm, prompt_1T, seed):
 
 
 def forgets_what_was_rejected(tree, scores_BNV, draw):
-    """A planted bug: where the drawn token is not in the tree, another is drawn from the unchanged target."""
+    """A planted bug: where all children of the root are rejected, another token is drawn from the unchanged target."""
     verdict = point_mass(tree, scores_BNV, draw)
-    again = point_mass(tree, scores_BNV, draw).next_tokens_B
-    return dataclasses.replace(verdict, next_tokens_B=torch.where(verdict.lengths_B == 1, again, verdict.next_tokens_B))
+    again_B = draw.categorical(scores_BNV[:, 0].softmax(-1))
+    return dataclasses.replace(
+        verdict, next_tokens_B=torch.where(verdict.lengths_B == 1, again_B, verdict.next_tokens_B)
+    )
 
 
 @pytest.fixture(scope="module")
