@@ -255,6 +255,13 @@ class DraftHead(nn.Module, ABC):
         """Tensors that servers look for and the head shares with the target: its LM head, in a file that was pushed."""
         return ()
 
+    def check_loaded(self) -> None:
+        """Refuse weights that fit and cannot be meant.
+
+        Raises:
+            ValueError: a draft vocabulary that is none.
+        """
+
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's; a head with a truncated vocabulary overrides it."""
         return draft_tokens

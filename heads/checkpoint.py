@@ -303,6 +303,10 @@ def _load_weights(head: DraftHead, folder: Path) -> None:
         if name in saved:
             parameter.data = parameter.data.to(saved[name].dtype)
     _fit(head, saved, str(folder / WEIGHTS_FILE))
+    try:
+        head.check_loaded()
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
 
 
 def _fit(head: DraftHead, saved: dict[str, Tensor], where: str) -> None:

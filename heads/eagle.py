@@ -33,6 +33,7 @@ from .layers import (
     DraftCache,
     LayerShape,
     Memory,
+    PathState,
     Rotary,
     TrainingTimeTest,
     llama_config,
@@ -103,21 +104,6 @@ class EagleConfig:
     def objective(self) -> Objective:
         """What it is trained on."""
         return Objective(self.loss, self.depth_weights, self.decay)
-
-
-@dataclass(frozen=True)
-class EagleState(DraftState):
-    """The draft's KV cache, and the predicted features from which the next drafts go on."""
-
-    cache: DraftCache
-    lengths_B: Tensor
-    """Committed tokens of each row."""
-    nodes: int
-    """Nodes in the cache since the last `observe`."""
-    hidden_BWD: Tensor
-    """The features predicted at the frontier: at the root the one behind the last committed position."""
-    seen_BWN: Tensor
-    """The nodes in the cache that lie on the path to each frontier node."""
 
 
 class EagleHead(DraftHead):
@@ -237,10 +223,10 @@ class EagleHead(DraftHead):
         reach = self.config.noise * 512 / features_BTD.shape[1]
         return features_BTD + (2 * torch.rand_like(features_BTD) - 1) * reach
 
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> EagleState:
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
         """See `DraftHead.begin`."""
         weight = self.fc.weight
-        return EagleState(
+        return PathState(
             ends,
             depth=0,
             max_depth=max_depth,
@@ -251,9 +237,9 @@ class EagleHead(DraftHead):
             seen_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=weight.device),
         )
 
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> EagleState:
+    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
         """See `DraftHead.observe`: the first step at the committed tokens, with true features."""
-        assert isinstance(state, EagleState)
+        assert isinstance(state, PathState)
         accepted = next_tokens_BA.shape[1]
         state.cache.commit(state.lengths_B, accepted)
         positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
@@ -268,14 +254,14 @@ class EagleHead(DraftHead):
             seen_BWN=torch.zeros_like(state.seen_BWN[:, :1]),
         )
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, EagleState]:
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
         """See `DraftHead.expand`; the root's own step was run by `observe`."""
-        assert isinstance(state, EagleState)
+        assert isinstance(state, PathState)
         if state.depth > 0:
             state = self._step(state, tokens_BW, parents_BW)
         return state.ends.lm_head(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
-    def _step(self, state: EagleState, tokens_BW: Tensor, parents_BW: Tensor) -> EagleState:
+    def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
         """Run the layers on a frontier below the root."""
         width = tokens_BW.shape[1]
 

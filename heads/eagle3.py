@@ -30,6 +30,7 @@ from .layers import (
     GatedMLP,
     LayerShape,
     Memory,
+    PathState,
     RMSNorm,
     Rotary,
     TrainingTimeTest,
@@ -38,7 +39,7 @@ from .layers import (
     target_layer_weights,
 )
 from .losses import Anchors, Objective, draft_loss
-from .vocabulary import check_size, most_frequent
+from .vocabulary import check_ids, check_size, most_frequent
 
 
 @dataclass(frozen=True)
@@ -110,21 +111,6 @@ class Eagle3Config:
     def objective(self) -> Objective:
         """What it is trained on."""
         return Objective(self.loss, self.depth_weights, self.decay)
-
-
-@dataclass(frozen=True)
-class Eagle3State(DraftState):
-    """The draft's KV cache, and the states from which the next drafts go on."""
-
-    cache: DraftCache
-    lengths_B: Tensor
-    """Committed tokens of each row."""
-    nodes: int
-    """Nodes in the cache since the last `observe`."""
-    hidden_BWD: Tensor
-    """The frontier's outputs: at the root the last committed one."""
-    seen_BWN: Tensor
-    """The nodes in the cache that lie on the path to each frontier node."""
 
 
 class FusionLayer(nn.Module):
@@ -269,10 +255,10 @@ class Eagle3Head(DraftHead):
             state_BTD = self._fed_back(state_BTD)
         return states
 
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> Eagle3State:
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
         """See `DraftHead.begin`."""
         weight = self.lm_head.weight
-        return Eagle3State(
+        return PathState(
             ends,
             depth=0,
             max_depth=max_depth,
@@ -283,11 +269,9 @@ class Eagle3Head(DraftHead):
             seen_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=weight.device),
         )
 
-    def observe(
-        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
-    ) -> Eagle3State:
+    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
         """See `DraftHead.observe`: step 0 at the committed tokens, with true features."""
-        assert isinstance(state, Eagle3State)
+        assert isinstance(state, PathState)
         accepted = next_tokens_BA.shape[1]
         state.cache.commit(state.lengths_B, accepted)
         positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
@@ -303,14 +287,14 @@ class Eagle3Head(DraftHead):
             seen_BWN=torch.zeros_like(state.seen_BWN[:, :1]),
         )
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Eagle3State]:
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
         """See `DraftHead.expand`; the root's own step was run by `observe`."""
-        assert isinstance(state, Eagle3State)
+        assert isinstance(state, PathState)
         if state.depth > 0:
             state = self._step(state, tokens_BW, parents_BW)
         return self.lm_head(self.norm(state.hidden_BWD)), replace(state, depth=state.depth + 1)
 
-    def _step(self, state: Eagle3State, tokens_BW: Tensor, parents_BW: Tensor) -> Eagle3State:
+    def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
         """Run the layers on a frontier below the root."""
         width = tokens_BW.shape[1]
 
@@ -380,6 +364,14 @@ class Eagle3Head(DraftHead):
                 "use_aux_hidden_state": True,
             },
         }
+
+    def check_loaded(self) -> None:
+        """See `DraftHead.check_loaded`."""
+        ids_V = self.vocabulary_V
+        if ids_V is not None:
+            check_ids(ids_V, self.target.vocab_size, "d2t")
+            if not torch.equal(self.t2d.nonzero()[:, 0], ids_V):
+                raise ValueError("d2t and t2d name different tokens")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""

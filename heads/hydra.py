@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
 from .layers import DecoderLayer, DraftCache, LayerShape, Memory, RMSNorm, Rotary, TrainingTimeTest
 from .losses import Anchors, Objective, draft_loss
-from .vocabulary import check_size, most_frequent
+from .vocabulary import check_ids, check_size, most_frequent
 
 
 @dataclass(frozen=True)
@@ -303,6 +303,11 @@ class HydraHead(DraftHead):
     def unread_by(self) -> dict[str, str]:
         """See `DraftHead.unread_by`."""
         return dict.fromkeys(("vllm", "sglang"), "it has no Hydra")
+
+    def check_loaded(self) -> None:
+        """See `DraftHead.check_loaded`."""
+        if self.token_map is not None:
+            check_ids(self.token_map, self.target.vocab_size, "token_map")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from .base import RowCache, TargetInfo
+from .base import DraftState, RowCache, TargetInfo
 
 SCORES = 2**22
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
@@ -281,6 +281,21 @@ class DraftCache:
                 kept.scatter_(2, self._slots_BT[:, None, :, None].expand_as(new), new)
         mask = self._visible_BTS[:, None]
         return F.scaled_dot_product_attention(query_BHTE, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+@dataclass(frozen=True)
+class PathState(DraftState):
+    """Of a head whose layers read their own outputs: the KV cache, and the states from which the next drafts go on."""
+
+    cache: DraftCache
+    lengths_B: Tensor
+    """Committed tokens of each row."""
+    nodes: int
+    """Nodes in the cache since the last `observe`."""
+    hidden_BWD: Tensor
+    """The frontier's outputs: at the root the last committed one."""
+    seen_BWN: Tensor
+    """The nodes in the cache that lie on the path to each frontier node."""
 
 
 def llama_config(

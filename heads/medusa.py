@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
 from .losses import Anchors, Objective, draft_loss
-from .vocabulary import check_size, most_frequent
+from .vocabulary import check_ids, check_size, most_frequent
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,11 @@ class MedusaHead(DraftHead):
     def served_names(self) -> tuple[str, ...]:
         """See `DraftHead.served_names`."""
         return ("lm_heads.0.weight",) if self.config.lm_head == "shared" else ()
+
+    def check_loaded(self) -> None:
+        """See `DraftHead.check_loaded`."""
+        if self.token_map is not None:
+            check_ids(self.token_map, self.target.vocab_size, "token_map")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""

@@ -43,6 +43,16 @@ def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     return token_counts_V.topk(size).indices.sort().values
 
 
+def check_ids(ids_V: Tensor, vocab_size: int, name: str) -> None:
+    """Refuse a draft vocabulary that is not made of sorted target ids.
+
+    Raises:
+        ValueError: naming the tensor that holds it.
+    """
+    if not (ids_V[0] >= 0 and ids_V[-1] < vocab_size and bool((ids_V.diff() > 0).all())):
+        raise ValueError(f"{name} does not lead to different, sorted target ids below {vocab_size}")
+
+
 def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
     """Target ids as draft ids; -1 for tokens outside the draft vocabulary (None: it has all tokens)."""
     if vocabulary_V is None:

@@ -2,7 +2,7 @@
 
 A layer counted from the wrong end, a norm left out or ids off by one make no error, only a head that is never right.
 So the target answers a few prompts, and the head guesses along them: as it is, and as it would be if one of the usual
-misreadings were undone.
+misreadings were undone. A head of ours also carries guesses that it made when it was saved (`probe.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .config import dtype_of
 from .console import console
 from .data import Example, prompt_ids
 from .evaluate import real_acceptance, teacher_forced
+from .probe import NOISE, OTHERS, apart, probe
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -71,13 +72,21 @@ def verify_head(config: VerifyConfig) -> None:
     console.print(
         f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; right: the true tokens given"
     )
+    if "probe" in facts.measured:
+        others, noise = apart(probe(target, head), facts.measured["probe"])
+        told = f"guesses along a fixed text: {others:.0%} others than when it was saved, {noise:.3f} apart in the mean"
+        console.print(f"{told}; the same head elsewhere: at most {OTHERS:.0%} and {NOISE}")
+        if others > OTHERS or noise > NOISE:
+            raise ValueError(f"{config.head} is read otherwise than it was written, or its target is another: {told}")
     least = SHARE * before[0] if before else HEALTHY
     best, other = max(
         ((sum(right(target, head_, examples)), what) for what, head_ in misreadings(head)), default=(0, "")
     )
     explained = best > 1.3 * sum(accuracy) + 0.1
     if explained:
-        console.print(f"with {other} it would be right {best / sum(accuracy):.1f} times as often")
+        console.print(
+            f"with {other} it would be right at {best:.2f} depths in the mean, and as it is at {sum(accuracy):.2f}"
+        )
     if accuracy[0] < least or explained:
         reason = f"read with {other} it fits" if explained else "no usual misreading explains it"
         raise ValueError(

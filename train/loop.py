@@ -33,6 +33,7 @@ from .evaluate import Evaluation, evaluate
 from .features import FeatureSource, feature_source
 from .optim import build_optimizer
 from .parallel import autocast, engine_got, exchanged, gradient_scale, prepare, shard, start, whole_state
+from .probe import probe
 from .provenance import provenance
 from .report import Report, count_flops, due
 from .run import Progress, Run
@@ -229,7 +230,7 @@ def judge(engine: Engine, setup: Setup, config: TrainConfig, progress: Progress,
     facts = HeadFacts(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-        measured={"coverage": setup.coverage, **found.measured(config.eval)},
+        measured={"coverage": setup.coverage, "probe": probe(setup.target, copy), **found.measured(config.eval)},
         origin=setup.origin,
         adapted=engine.adapted is not None,
     )
