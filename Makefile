@@ -10,7 +10,7 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check format test test-slow demo wheel clean
+.PHONY: help setup types check format test test-slow peers demo wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ test: $(STAMP)  ## the normal tests
 test-slow: $(STAMP)  ## the tests on a real model (long)
 	$(BIN)/python -m pytest -q -m slow --timeout=7200
 
+# Another project, in an environment of its own: what torchvision is built for is not the torch that is pinned.
+peers:  ## make .venv-peers, by which `make test` compares with the package speculators
+	$(PYTHON) -m venv --clear .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -c constraints-peers.txt speculators
+	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
+
 demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; goes on where it stopped
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
 
@@ -53,5 +59,5 @@ wheel: $(STAMP)  ## build dist/headstart-*.whl
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:  ## remove what was built, .venv too; runs/ stays
-	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,73 @@
+"""Run in an environment of its own (`make peers`), where the package `speculators` is: see test_peers.py.
+
+python peer_speculators.py load FOLDER OUT    its model of our export, and its draft logits on random features
+python peer_speculators.py save FOLDER OUT    a model of its own with random weights, saved, and its draft logits
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from speculators import SpeculatorModel, SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import LlamaConfig
+
+LENGTH = 11
+
+
+def own_model() -> Eagle3DraftModel:
+    """A model with a truncated vocabulary, its norms away from 1."""
+    layer = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        vocab_size=40,
+        num_hidden_layers=1,
+        rms_norm_eps=1e-5,
+        attn_implementation="eager",
+    )
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=7,
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[2, 5, 9],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+        ),
+    )
+    model = Eagle3DraftModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    ids = torch.arange(7) * 5 + 1
+    model.d2t.copy_(ids - torch.arange(7))
+    model.t2d.copy_(torch.zeros(40, dtype=torch.bool).index_fill(0, ids, True))
+    return model
+
+
+def main(what: str, folder: str, out: str) -> None:
+    """Write features, tokens and logits for the other side to compare."""
+    torch.manual_seed(0)
+    if what == "save":
+        model = own_model()
+        model.save_pretrained(folder)
+    else:
+        model = SpeculatorModel.from_pretrained(folder, attn_implementation="eager")
+    model = model.eval().float()
+    features = torch.randn(1, LENGTH, model.fc.in_features)
+    tokens = torch.randint(40, (1, LENGTH))
+    found = []
+    model.lm_head.register_forward_hook(lambda module, given, logits: found.append(logits))
+    with torch.no_grad():
+        model(features, tokens, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=1)
+    torch.save({"features": features, "tokens": tokens, "logits": found[0]}, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
