@@ -341,6 +341,8 @@ class Eagle3Head(DraftHead):
         """See `DraftHead.unread_by`."""
         options = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(self.config, name)]
         options += ["num_layers above 1"] if self.config.num_layers > 1 else []
+        if -1 in self.feature_layers:
+            return dict.fromkeys(("vllm", "sglang"), "it reads no features after the final norm")
         return {"sglang": f"it does not know {', '.join(options)}"} if options else {}
 
     def server_config(self) -> dict[str, Any]:
@@ -393,4 +395,6 @@ def fused_layers(asked: list[int] | None, target: TargetInfo) -> tuple[int, ...]
             f"eagle3 {given} are out of range or coincide for {target.name!r} with {blocks} blocks; choose different "
             f"numbers from 0 to {last} for a block's output, or -1 for the state after the final norm"
         )
+    if [layer % blocks for layer in layers] != sorted(layer % blocks for layer in layers):
+        raise ValueError(f"eagle3 feature_layers {list(layers)} are not in order: servers join features by depth")
     return layers

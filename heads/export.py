@@ -55,6 +55,8 @@ def export_head(
     if word is None:
         names = ", ".join(kind.__name__ for kind in PROJECTS[project])
         raise ValueError(f"{project} has no {type(head).__name__}; it has {names}")
+    if -1 in head.feature_layers and isinstance(head, Eagle3Head):
+        raise ValueError(f"{project} has no feature layer -1, the state after the final norm")
     config = WRITERS[word](head, facts, project, architectures)
     form, state = FORMATS[word], head.state_dict()
     tensors = {place.theirs: state.pop(place.ours).cpu().contiguous() for place in places(form, head)}

@@ -315,6 +315,8 @@ def _layers(inputs: list[int] | None, outputs: list[int] | None, target: TargetI
         outputs = [1, middle - 1, target.num_layers - 4]
         remarks.append(f"no feature layers are written: EAGLE-3's own, the outputs of blocks {outputs}, are taken")
     layers = outputs if outputs is not None else [layer - 1 for layer in inputs or ()]
+    if min(layers, default=0) < 0:
+        raise ValueError(f"feature layers {inputs or outputs} begin before the first block: no head here reads that")
     if layers != sorted(layers):
         remarks.append(f"feature layers {layers} are sorted: their features are joined by depth")
     return sorted(layers)

@@ -127,9 +127,6 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
         moved = [layer + step for layer in layers]
         if min(layers) >= 0 and min(moved) >= 0 and max(moved) <= last:
             yield f"feature_layers {moved}, {where}", changed(head, feature_layers=moved)
-    for i in range(len(layers) - 1):
-        swapped = [*layers[:i], layers[i + 1], layers[i], *layers[i + 2 :]]
-        yield f"feature_layers {swapped}, two of them swapped", changed(head, feature_layers=swapped)
     if head.config.draft_vocab_size is not None:
         for step in (1, -1):
             other_head = changed(head)

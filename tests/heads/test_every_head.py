@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "eagle3": {
         "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
-        "all norms": {"depth": DEPTH + 1, "feature_layers": [1, 0], "train_steps": 3, "num_layers": 2}
+        "all norms": {"depth": DEPTH + 1, "feature_layers": [0, 1], "train_steps": 3, "num_layers": 2}
         | {"draft_vocab_size": 3, "fc_norm": True, "norm_output": True, "qk_norm": True},
         "own width": {"depth": DEPTH, "feature_layers": [0], "hidden_size": 12, "head_dim": 6},
         "as speculators": {"depth": DEPTH, "feature_layers": [0, 1, -1], "norm_before_fc": True, "own_embedding": True}

@@ -224,6 +224,14 @@ def test_feature_layers_that_are_not_written_are_the_authors_own() -> None:
     assert found.head.feature_layers == (1, 5, 8) and "no feature layers are written" in found.remarks[0]
 
 
+def test_a_feature_before_the_first_block_is_refused() -> None:
+    _, config, tensors = eagle3_files()
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 6, 9]
+    del config["eagle_config"]
+    with pytest.raises(ValueError, match=r"\[0, 6, 9\] begin before the first block"):
+        import_head(config, tensors, INFO)
+
+
 def test_an_unordered_vocabulary_is_sorted_with_its_lm_head() -> None:
     head, config, tensors = eagle3_files()
     order = torch.tensor([3, 0, 6, 1, 2, 5, 4])

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "eagle3": {
         "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
-        "all norms": {"depth": DEPTH, "feature_layers": [1, 0], "draft_vocab_size": SAID}
+        "all norms": {"depth": DEPTH, "feature_layers": [0, 1], "draft_vocab_size": SAID}
         | {"fc_norm": True, "norm_output": True, "qk_norm": True},
     },
     "hydra": {"plain": {"num_heads": DEPTH}, "truncated": {"num_heads": DEPTH, "draft_vocab_size": SAID}},

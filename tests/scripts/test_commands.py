@@ -21,8 +21,18 @@ from headstart.heads.checkpoint import HeadFacts, head_config, save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
 from headstart.scripts.command import options
-from headstart.train import answer, benchmark, calibrate, demo, loop, precompute, selfmade
-from headstart.train.commands import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig, TreeConfig
+from headstart.train import answer, benchmark, calibrate, checkup, demo, exchange, loop, precompute, selfmade
+from headstart.train.commands import (
+    BenchConfig,
+    DemoConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PushConfig,
+    SelfMadeConfig,
+    TreeConfig,
+    VerifyConfig,
+)
 from headstart.train.config import AdapterConfig, TrainConfig
 
 COMMANDS = {
@@ -32,8 +42,14 @@ COMMANDS = {
     "tree": (TreeConfig, calibrate, "calibrate"),
     "generate": (GenerateConfig, answer, "answer"),
     "bench": (BenchConfig, benchmark, "benchmark"),
+    "verify": (VerifyConfig, checkup, "verify_head"),
+    "push": (PushConfig, exchange, "push_head"),
+    "import": (ImportConfig, exchange, "import_foreign"),
+    "export": (ExportConfig, exchange, "export_foreign"),
     "demo": (DemoConfig, demo, "demo"),
 }
+FILES = {"import": "import_head"}
+"""Commands whose file has another name."""
 REQUIRED = {
     "data": ["--target", "t", "--output", "o"],
     "features": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
@@ -41,6 +57,10 @@ REQUIRED = {
     "tree": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "generate": ["--target", "t", "--prompt", "p"],
     "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
+    "verify": ["--head", "h", "--target", "t"],
+    "push": ["--run", "r", "--repo", "me/head"],
+    "import": ["--head", "h", "--target", "t", "--output", "o"],
+    "export": ["--head", "h", "--to", "speculators", "--output", "o"],
     "demo": [],
 }
 
@@ -107,11 +127,17 @@ def test_alone_it_lists_its_commands(run):
         assert all(f"\n  {command} " in shown for command in COMMANDS)
 
 
+@pytest.mark.parametrize("command", ["verify", "push", "import", "export"])
+def test_the_head_may_go_without_its_option(parsed, command):
+    first, rest = REQUIRED[command][0], REQUIRED[command][2:]
+    assert getattr(parsed(command, "runs/x", *rest), first.lstrip("-")) == "runs/x"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_every_option_and_says_what_it_is_for(run, command):
     status, shown, _ = run(command, "--help")
     assert status == 0
-    purpose = importlib.import_module(f"headstart.scripts.{command}").__doc__.partition(":")[0]
+    purpose = importlib.import_module(f"headstart.scripts.{FILES.get(command, command)}").__doc__.partition(":")[0]
     text = "".join(shown.split())  # lines may break anywhere
     assert "".join(purpose.split()) in text
     for name, told in documented_options(COMMANDS[command][0]):
@@ -230,7 +256,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["unknown command 'trian'", "data, features, train, tree, generate, bench, demo"]),
+        (["trian"], ["unknown command 'trian'", ", ".join(COMMANDS)]),
         (["train"], ["'target' is required"]),
         (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
         (["demo", "--prompts", "/nowhere.jsonl"], ["no file at '/nowhere.jsonl'"]),
@@ -307,7 +333,7 @@ def test_an_unknown_head_is_answered_with_the_known_ones(run, target_folder, con
     ("options", "words"),
     [
         (["--head.num_hedas", "3"], ["unknown medusa head option 'num_hedas'", "num_heads"]),
-        (["--head.type", "hydra", "--head.bias", "true"], ["unknown hydra head option 'bias'", "prefix_layer"]),
+        (["--head.type", "hydra", "--head.depth", "3"], ["unknown hydra head option 'depth'", "prefix_layer"]),
         (["--head.num_heads", "three"], ["medusa head option 'num_heads'", "'three'"]),
         (["--head.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
         (["--head.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),

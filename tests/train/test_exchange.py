@@ -1,0 +1,101 @@
+"""Heads that leave and come back: pushed, exported and imported by the commands' functions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
+from headstart.heads.files import read_weights
+from headstart.inference import SpeculativeLM, Target
+from headstart.train import exchange
+from headstart.train.commands import ExportConfig, ImportConfig, PushConfig
+from headstart.train.exchange import export_foreign, import_foreign, push_head
+
+OPTIONS = {
+    "eagle": {},
+    "eagle3": {"feature_layers": [0], "draft_vocab_size": 50},
+    "medusa": {"num_layers": 2},
+}
+
+
+@pytest.fixture
+def made(taught, tmp_path):
+    """A head of a kind for the taught target, saved, and what it writes."""
+
+    def make(kind, **options):
+        target = Target.from_pretrained(taught, dtype=torch.float32)
+        torch.manual_seed(0)
+        head = build_head(kind, OPTIONS[kind] | options, target.info)
+        head.initialize(target.ends, torch.arange(target.info.vocab_size) + 1)
+        save_head(head, tmp_path / "head", HeadFacts())
+        return head, tmp_path / "head"
+
+    return make
+
+
+def written(taught, folder):
+    lm = SpeculativeLM.from_pretrained(str(taught), head=str(folder), dtype=torch.float32, tree="dynamic:6:3:2")
+    return lm.generate(torch.tensor([[65, 66, 67, 68]]), max_new_tokens=24, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "project"), [("eagle", "safeailab"), ("eagle3", "speculators"), ("medusa", "fasterdecoding")]
+)
+def test_what_is_exported_and_imported_decodes_as_before(taught, made, kind, project, tmp_path, capsys):
+    head, folder = made(kind)
+    export_foreign(ExportConfig(head=str(folder), to=project, output=str(tmp_path / "out")))
+    import_foreign(ImportConfig(head=str(tmp_path / "out"), target=str(taught), output=str(tmp_path / "back")))
+    assert "headstart verify" in capsys.readouterr().out
+    back, _ = load_head(tmp_path / "back")
+    assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items())
+    before, after = written(taught, folder), written(taught, tmp_path / "back")
+    assert torch.equal(before.sequences, after.sequences) and before.stats.rows == after.stats.rows
+    assert "was not trained by headstart" in (tmp_path / "back" / "README.md").read_text()
+
+
+def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
+    _, folder = made("medusa")
+    monkeypatch.setattr(exchange, "push_folder", lambda *_: pytest.fail("uploaded"))
+    push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True, base_model="org/base", license="mit"))
+    said = capsys.readouterr().out
+    assert "model.safetensors" in said and "base_model: org/base" in said and "nothing was uploaded" in said
+
+
+def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(taught, made, monkeypatch, tmp_path):
+    _, folder = made("medusa", lm_head="shared")
+    (tmp_path / "run").mkdir()
+    folder.rename(tmp_path / "run" / "best")
+    found = {}
+
+    def push(ready, repo, *rest):
+        found.update(read_weights(ready), repo=repo)
+        return "an address"
+
+    monkeypatch.setattr(exchange, "push_folder", push)
+    push_head(PushConfig(run=str(tmp_path / "run"), repo="me/head"))
+    weight_VD = Target.from_pretrained(taught).ends.lm_head.weight
+    assert found["repo"] == "me/head" and torch.equal(found["lm_heads.0.weight"], weight_VD)
+    assert "lm_heads.0.weight" not in read_weights(tmp_path / "run" / "best")
+
+
+def test_mistakes_are_told(taught, made, tmp_path):
+    _, folder = made("medusa")
+    with pytest.raises(ValueError, match="no run and no head at 'nowhere'"):
+        push_head(PushConfig(run="nowhere", repo="me/head"))
+    with pytest.raises(ValueError, match="was written by headstart: it needs no import"):
+        import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
+    with pytest.raises(ValueError, match="unknown project 'medusa'; choose from speculators, "):
+        export_foreign(ExportConfig(head=str(folder), to="medusa", output=str(tmp_path / "out")))
+    _, last = made("eagle3", feature_layers=[-1])
+    with pytest.raises(ValueError, match="speculators has no feature layer -1"):
+        export_foreign(ExportConfig(head=str(last), to="speculators", output=str(tmp_path / "out")))
+    _, folder = made("medusa")
+    config = json.loads((folder / "config.json").read_text())
+    del config["headstart"]
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 5}))
+    with pytest.raises(ValueError, match=r"hidden_size is 5, and .* in the target"):
+        import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
+    assert not (tmp_path / "back").exists() and not (tmp_path / "out").exists()
