@@ -10,15 +10,20 @@ D hidden size, F width of the chosen feature layers side by side, K depths, I ra
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .checkpoint import HeadFacts
 
 
 @dataclass(frozen=True)
@@ -189,10 +194,67 @@ class DraftHead(nn.Module, ABC):
     """Whether training computes activations again in the backward pass instead of keeping them; heads that feed on
     their own outputs, whose activations grow with every step of training-time test, heed it."""
 
+    facts: HeadFacts | None = None
+    """What travels with a head that was loaded."""
+
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
         self.config = config
         self.target = target
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> Self:
+        """A head from a folder or a Hub id, by huggingface_hub's names; see `checkpoint.load_head`.
+
+        Raises:
+            ValueError: as there, or a head of another class; `DraftHead.from_pretrained` takes any.
+        """
+        from .checkpoint import load_head  # which knows every head, this one too
+
+        head, facts = load_head(source, revision=revision, token=token, cache_dir=cache_dir)
+        if not isinstance(head, cls):
+            raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
+        head.facts = facts
+        return head
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write a checkpoint; see `checkpoint.save_head`.
+
+        Raises:
+            ValueError: a head that belongs to an adapter, which is not here.
+        """
+        from .checkpoint import HeadFacts, save_head
+
+        if self.facts is not None and self.facts.adapted:
+            raise ValueError("this head drafts for a model with an adapter, which lies in its folder: copy that instead")
+        save_head(self, save_directory, self.facts or HeadFacts())
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+        create_pr: bool = False,
+        commit_message: str = "A draft head",
+    ) -> str:
+        """Save and upload as one commit; its address. `headstart push` also adds what servers need of the target."""
+        from .card import Listing
+        from .checkpoint import publishable
+        from .hub import push_folder
+
+        with tempfile.TemporaryDirectory() as scratch:
+            self.save_pretrained(Path(scratch) / "saved")
+            publishable(Path(scratch) / "saved", Path(scratch) / "head", Listing(repo_id), {})
+            return push_folder(Path(scratch) / "head", repo_id, private, token, branch, create_pr, commit_message)
 
     @abstractmethod
     def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:

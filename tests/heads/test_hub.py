@@ -17,7 +17,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from headstart.heads import HEADS, DraftHead, TargetInfo
+from headstart.heads import HEADS, DraftHead, MedusaHead, TargetInfo
 from headstart.heads.card import Listing
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, publishable, save_head
 from headstart.heads.hub import local_folder, push_folder
@@ -183,6 +183,21 @@ def test_a_pushed_head_comes_back_by_its_id(hub: Hub, kind: str, tmp_path: Path)
     assert same(found, head) and facts.origin == {"dtype": "float32"}
     old = load_head("me/head", revision=hub.commits["me/head"][-1])[0]
     assert same(old, head)
+
+
+def test_the_names_of_the_hubs_own_mixin(hub: Hub, tmp_path: Path) -> None:
+    head, _ = made("eagle", tmp_path / "head")
+    head.facts = HeadFacts(tree="chain:3")
+    assert hub.url in head.push_to_hub("me/head", token="hf_x", private=True)
+    found = DraftHead.from_pretrained("me/head", token="hf_x", cache_dir=tmp_path / "cache 2")
+    assert same(found, head) and found.facts == head.facts
+    found.save_pretrained(tmp_path / "copy")
+    assert same(type(head).from_pretrained(tmp_path / "copy"), head)
+    with pytest.raises(ValueError, match="holds a EagleHead, not a MedusaHead"):
+        MedusaHead.from_pretrained(tmp_path / "copy")
+    found.facts = HeadFacts(adapted=True)
+    with pytest.raises(ValueError, match="drafts for a model with an adapter"):
+        found.save_pretrained(tmp_path / "other")
 
 
 def test_what_is_in_the_cache_is_enough_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
