@@ -233,7 +233,7 @@ class DraftHead(nn.Module, ABC):
         from .checkpoint import HeadFacts, save_head
 
         if self.facts is not None and self.facts.adapted:
-            raise ValueError("this head drafts for a model with an adapter, which lies in its folder: copy that instead")
+            raise ValueError("this head drafts for a model with an adapter, which lies in its folder: copy that")
         save_head(self, save_directory, self.facts or HeadFacts())
 
     def push_to_hub(
