@@ -71,9 +71,9 @@ def export_head(
     with new_folder(folder) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if project == "speculators":
-            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        else:
-            torch.save(tensors, partial / ("medusa_lm_head.pt" if project == "fasterdecoding" else "pytorch_model.bin"))
+            save_file(tensors, partial / form.files[0], metadata={"format": "pt"})
+        else:  # what their own code saves
+            torch.save(tensors, partial / next(name for name in form.files if not name.endswith(".safetensors")))
 
 
 def _native_config(head: DraftHead, *_: Any) -> dict[str, Any]:

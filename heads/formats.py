@@ -56,7 +56,7 @@ class Format:
     heads: tuple[str, ...]
     """The words in `HEADS` that it can hold."""
     files: tuple[str, ...]
-    """Where the weights may be, the first being the one that is written."""
+    """Where the weights may be."""
     keys: dict[str, Key]
     tensors: dict[str, Row]
     ignored: tuple[str, ...] = field(default=())

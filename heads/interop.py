@@ -84,6 +84,7 @@ def import_head(
         tensors = {name: tensor for name, tensor in tensors.items() if name[0].isdigit()}
     keys = Keys(form.keys, config, word)
     name, options = READERS[word](keys, tensors, target, remarks)
+    assert name in form.heads
     embedding = _embedding(form, tensors, embedding_VD, target, options, remarks)
     _change_ids(tensors, options, target, remarks)
     if word == "eagle3" and "midlayer.hidden_norm.weight" not in tensors:  # ModelOpt's newer name of the first layer
@@ -364,7 +365,8 @@ def _change_ids(tensors: dict[str, Tensor], options: dict[str, Any], target: Tar
         options["draft_vocab_size"] = None
         if offsets_V is not None and offsets_V.any():
             raise ValueError("d2t moves ids although the draft vocabulary is the target's whole one")
-        tensors.pop("d2t", None), tensors.pop("t2d", None)
+        for name in ("d2t", "t2d"):
+            tensors.pop(name, None)
     elif offsets_V is not None:
         ids_V = torch.arange(len(offsets_V)) + offsets_V.long()
         if not _different(ids_V, target.vocab_size):

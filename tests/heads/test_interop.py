@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from headstart.heads import DraftHead, TargetInfo
 from headstart.heads.checkpoint import HeadFacts, build_head
 from headstart.heads.export import PROJECTS, export_head
-from headstart.heads.files import CONFIG_LIMIT, read_json, read_weights
+from headstart.heads.files import CONFIG_LIMIT, WEIGHT_FILES, read_json, read_weights
 from headstart.heads.formats import EAGLE_CONFIG, FORMATS, places
 from headstart.heads.interop import import_head, recognise
 
@@ -405,6 +405,12 @@ def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(ValueError, match=r"it has no model.safetensors"):
         read_weights(tmp_path)
+
+
+def test_every_file_of_a_format_is_looked_for_and_every_head_of_it_is_tried() -> None:
+    assert {name for form in FORMATS.values() for name in form.files} == set(WEIGHT_FILES)
+    for word, form in FORMATS.items():
+        assert {kind for kind, _ in VARIANTS[word]} == set(form.heads)
 
 
 def test_a_folder_of_something_else_is_no_head() -> None:
