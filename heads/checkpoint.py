@@ -87,6 +87,11 @@ def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftH
     return HEADS[name](config, target)
 
 
+def word_of(head: DraftHead) -> str:
+    """A head's word in `HEADS`."""
+    return next(word for word, head_class in HEADS.items() if type(head) is head_class)
+
+
 def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: Any = None) -> None:
     """Write a head's checkpoint; `folder` changes only when everything has been written.
 
@@ -97,10 +102,9 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
         adapter: the peft model that the head drafts for.
     """
     assert facts.adapted == (adapter is not None)
-    name = next(name for name, head_class in HEADS.items() if type(head) is head_class)
     section = json_ready(
         {
-            "head": name,
+            "head": word_of(head),
             "options": dataclasses.asdict(head.config),
             "target": dataclasses.asdict(head.target),
             **dataclasses.asdict(facts),

@@ -384,7 +384,7 @@ def fused_layers(asked: list[int] | None, target: TargetInfo) -> tuple[int, ...]
     """The feature layers of a head: as asked, or EAGLE-3's own choice, an early, a middle and a late block.
 
     Raises:
-        ValueError: layers out of range or coinciding.
+        ValueError: layers out of range, coinciding or out of order.
     """
     blocks = target.num_layers
     layers = (1, blocks // 2 - 1, blocks - 4) if asked is None else tuple(asked)

@@ -124,6 +124,14 @@ EAGLE_CONFIG = {
 }
 """The keys inside of `eagle_config`."""
 
+SPECULATORS = {
+    **{name: TRANSFORMERS[name] for name in ("architectures", "auto_map", "dtype", "model_type", "torch_dtype")},
+    **{name: Key(OWN, None) for name in ("transformers_version", "speculators_version")},
+    "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
+    "tie_word_embeddings": LLAMA["tie_word_embeddings"],
+}
+"""What both of its kinds write."""
+
 
 def _layer(theirs: str, ours: str, attention: str, input_norm: bool) -> dict[str, Row]:
     """A decoder layer whose attention reads states of width `attention`."""
@@ -230,16 +238,13 @@ FORMATS: dict[str, Format] = {
         ("eagle3",),
         ("model.safetensors",),
         {
-            **{name: Key(OWN, None) for name in ("architectures", "auto_map", "dtype", "torch_dtype")},
-            **{name: Key(OWN, None) for name in ("transformers_version", "speculators_version", "model_type")},
+            **SPECULATORS,
             **EAGLE3_FLAGS,
             **FEATURES,
             "speculators_model_type": Key("eagle3"),
-            "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
             "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
             "embed_requires_grad": Key("training only", False),
             "draft_attn_kernel": Key("training only", "auto"),
-            "tie_word_embeddings": LLAMA["tie_word_embeddings"],
         },
         _eagle3("layers.0"),
     ),
@@ -247,15 +252,12 @@ FORMATS: dict[str, Format] = {
         ("eagle",),
         ("model.safetensors",),
         {
-            **{name: Key(OWN, None) for name in ("architectures", "auto_map", "dtype", "torch_dtype")},
-            **{name: Key(OWN, None) for name in ("transformers_version", "speculators_version", "model_type")},
+            **SPECULATORS,
             "speculators_model_type": Key("eagle"),
-            "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
             "transformer_layer_config": Key("the decoder layer"),
             "transformer_layer_architecture": Key("its class", "LlamaDecoderLayer", only=("LlamaDecoderLayer",)),
             "layernorms": Key("three norms more (HASS)", False, only=(False,)),
             "fusion_bias": Key("whether fc has a bias", False),
-            "tie_word_embeddings": LLAMA["tie_word_embeddings"],
         },
         {
             "fusion_fc.weight": Row("fc.weight", "D,2*D", "joins embedding and feature"),

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..heads import HEADS, DraftHead, Eagle3Head, EagleHead
-from ..heads.checkpoint import build_head, differences, load_head
+from ..heads import DraftHead, Eagle3Head, EagleHead
+from ..heads.checkpoint import build_head, differences, load_head, word_of
 from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
 from .commands import VerifyConfig
 from .config import dtype_of
@@ -138,7 +138,6 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
 
 def changed(head: DraftHead, **options: Any) -> DraftHead:
     """The same weights under other options."""
-    word = next(name for name, kind in HEADS.items() if type(head) is kind)
-    other = build_head(word, dataclasses.asdict(head.config) | options, head.target)
+    other = build_head(word_of(head), dataclasses.asdict(head.config) | options, head.target)
     other.to(next(head.parameters()).device, next(head.parameters()).dtype).load_state_dict(head.state_dict())
     return other.eval()

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
-class SelfMadeConfig:
+class Command:
+    """What all commands' options share: those without which nothing can run."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ValueError: naming the option, what was given and what is valid.
+        """
+        for name in self.required:
+            if not getattr(self, name):
+                raise ValueError(f"option {name!r} is required and was not given")
+
+
+@dataclass(frozen=True)
+class SelfMadeConfig(Command):
     """Conversations that a model makes itself."""
+
+    required = ("target", "output")
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
@@ -48,7 +67,7 @@ class SelfMadeConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        _required(self, "target", "output")
+        super().__post_init__()
         for name in ("conversations", "batch_size", "answer_tokens", "prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -68,8 +87,10 @@ class SelfMadeConfig:
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Command):
     """Stock `model.generate`, our engine without speculation and with it, interleaved on the same prompts."""
+
+    required = ("target", "head", "prompts")
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
@@ -106,7 +127,7 @@ class BenchConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        _required(self, "target", "head", "prompts")
+        super().__post_init__()
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, not {self.limit}")
         if self.max_new_tokens < 2:
@@ -118,8 +139,10 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
-class TreeConfig:
+class TreeConfig(Command):
     """The draft tree that suits a head on this machine."""
+
+    required = ("target", "head", "prompts")
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
@@ -146,7 +169,7 @@ class TreeConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        _required(self, "target", "head", "prompts")
+        super().__post_init__()
         least = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
@@ -155,8 +178,10 @@ class TreeConfig:
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Command):
     """One prompt, answered while you watch."""
+
+    required = ("target", "prompt")
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
@@ -195,7 +220,7 @@ class GenerateConfig:
         Raises:
             ValueError: naming the option, what was given and what is valid.
         """
-        _required(self, "target", "prompt")
+        super().__post_init__()
         if self.max_new_tokens < 0 or self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 "max_new_tokens, temperature and top_k must be at least 0 and top_p above 0 and at most 1, not "
@@ -227,8 +252,10 @@ class DemoConfig:
 
 
 @dataclass(frozen=True)
-class PushConfig:
+class PushConfig(Command):
     """A trained head, put on the Hugging Face Hub."""
+
+    required = ("run", "repo")
 
     run: str = ""
     """A run's folder, whose best head is taken, or a head's checkpoint folder."""
@@ -251,18 +278,12 @@ class PushConfig:
     token: str | None = None
     """Of the Hub; null for the one that is logged in."""
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            ValueError: naming the option.
-        """
-        _required(self, "run", "repo")
-
 
 @dataclass(frozen=True)
-class ImportConfig:
+class ImportConfig(Command):
     """A head that another project wrote, made one of ours."""
+
+    required = ("head", "target", "output")
 
     head: str = ""
     """Its folder or Hub id."""
@@ -275,18 +296,12 @@ class ImportConfig:
     token: str | None = None
     """Of the Hub; null for the one that is logged in."""
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            ValueError: naming the option.
-        """
-        _required(self, "head", "target", "output")
-
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(Command):
     """A head, written as another project writes it."""
+
+    required = ("head", "to", "output")
 
     head: str = ""
     """The head's checkpoint folder or Hub id."""
@@ -297,18 +312,12 @@ class ExportConfig:
     target: str | None = None
     """The target, whose embedding some projects keep in the file; null for the one that the head remembers."""
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            ValueError: naming the option.
-        """
-        _required(self, "head", "to", "output")
-
 
 @dataclass(frozen=True)
-class VerifyConfig:
+class VerifyConfig(Command):
     """A head and its target, looked over."""
+
+    required = ("head", "target")
 
     head: str = ""
     """The head's checkpoint folder or Hub id."""
@@ -325,12 +334,6 @@ class VerifyConfig:
         Raises:
             ValueError: naming the option.
         """
-        _required(self, "head", "target")
+        super().__post_init__()
         if self.max_new_tokens < 8:
             raise ValueError(f"max_new_tokens must be at least 8, not {self.max_new_tokens}")
-
-
-def _required(config: object, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name):
-            raise ValueError(f"option {name!r} is required and was not given")

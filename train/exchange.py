@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..heads.card import Listing
 from ..heads.checkpoint import HeadFacts, load_head, publishable, save_head
@@ -62,8 +63,7 @@ def import_foreign(config: ImportConfig) -> None:
         raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
     tensors = read_weights(folder)
     target = Target.from_pretrained(config.target)
-    everything = torch.arange(target.info.vocab_size, device=target.device)
-    imported = import_head(found, tensors, target.info, target.ends.embed(everything).cpu())
+    imported = import_head(found, tensors, target.info, embedding_of(target))
     source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
     save_head(imported.head, config.output, HeadFacts(training={"imported": source}))
     for remark in imported.remarks:
@@ -96,3 +96,8 @@ def export_foreign(config: ExportConfig) -> None:
         )
     export_head(head, facts, config.to, config.output, embedding_VD, architectures)
     console.print(f"{config.output}: written for {config.to}")
+
+
+def embedding_of(target: Target) -> Tensor:
+    """The target's embedding [V, D], on the CPU."""
+    return target.ends.embed(torch.arange(target.info.vocab_size, device=target.device)).cpu()
