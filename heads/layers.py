@@ -220,6 +220,16 @@ def _attend_drafts(
     return found.reshape(batch, heads, chunk, size)
 
 
+def row_numbers(slots_BT: Tensor) -> Tensor:
+    """The row of every entry, as an index beside `slots_BT`: [B, 1]."""
+    return torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
+
+
+def write_slots(kept_BGSE: Tensor, slots_BT: Tensor, new_BGTE: Tensor) -> None:
+    """Put new entries into each row's slots, in place; `scatter_` would copy all that is kept on the CPU."""
+    kept_BGSE.transpose(1, 2)[row_numbers(slots_BT), slots_BT] = new_BGTE.transpose(1, 2)
+
+
 class DraftCache:
     """A head's preallocated keys and values of one `generate` call.
 
@@ -278,7 +288,7 @@ class DraftCache:
             if self._slots_BT is None:
                 kept[:, :, self._first : self._first + new.shape[2]] = new
             else:
-                kept.scatter_(2, self._slots_BT[:, None, :, None].expand_as(new), new)
+                write_slots(kept, self._slots_BT, new)
         mask = self._visible_BTS[:, None]
         return F.scaled_dot_product_attention(query_BHTE, keys, values, attn_mask=mask, enable_gqa=True)
 

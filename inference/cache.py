@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..heads.layers import row_numbers, write_slots
+
 BUCKET = 256
 """Slots by which the capacity grows."""
 
@@ -53,11 +55,10 @@ class TreeCache(Cache):
         assert self.keys is not None and self.values is not None
         accepted = path_BA.shape[1]
         if accepted > 1:
-            source_BA = (self.lengths_B[:, None] + path_BA)[None, :, None, :, None]
-            target_BA = self.slots_BN[None, :, None, :accepted, None]
+            rows_B1 = row_numbers(path_BA)
             for states in (self.keys, self.values):
-                shape = (*states.shape[:3], accepted, states.shape[4])
-                states.scatter_(3, target_BA.expand(shape), states.gather(3, source_BA.expand(shape)))
+                slots_BSLHE = states.permute(1, 3, 0, 2, 4)
+                slots_BSLHE[rows_B1, self.slots_BN[:, :accepted]] = slots_BSLHE[rows_B1, self.lengths_B[:, None] + path_BA]
         self.commit(lengths_B)
 
     def commit(self, lengths_B: Tensor) -> None:
@@ -88,11 +89,9 @@ class TreeCache(Cache):
         if self.keys is None or self.values is None:
             self.keys = self._allocate(keys)
             self.values = self._allocate(values)
-        index = self.slots_BN[:, None, :, None]
-        layer_keys, layer_values = self.keys[layer], self.values[layer]
-        layer_keys.scatter_(2, index.expand_as(keys), keys)
-        layer_values.scatter_(2, index.expand_as(values), values)
-        return layer_keys, layer_values
+        write_slots(self.keys[layer], self.slots_BN, keys)
+        write_slots(self.values[layer], self.slots_BN, values)
+        return self.keys[layer], self.values[layer]
 
     def _grow(self, capacity: int) -> None:
         grown = capacity - self.capacity
