@@ -28,17 +28,21 @@ def bucketed(slots: int) -> int:
 class TreeCache(Cache):
     """The cache of one `generate` call.
 
-    All layers live in two tensors [layers, batch, heads, capacity, head size], so that `keep` is four operations and
-    not four a layer. They are allocated at the first forward, when the model shows its shapes.
+    Each layer has its own tensors [batch, heads, capacity, head size], allocated at the first forward, when the model
+    shows its shapes.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device) -> None:
         super().__init__(layers=[_TreeLayer(self, i) for i in range(num_layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.capacity = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
         self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        self.read = 0
+        """Tokens of every row that came with the prompts, padding too."""
+        self.shown: int | None = None
+        """Slots that the next forward is shown; None for the whole capacity."""
 
     def place(self, new_tokens: int, longest: int) -> None:
         """Make room for `new_tokens` a row and direct the next forward's entries there.
@@ -49,16 +53,17 @@ class TreeCache(Cache):
         """
         self._grow(bucketed(longest + new_tokens))
         self.slots_BN = self.lengths_B[:, None] + torch.arange(new_tokens, device=self.lengths_B.device)
+        self.shown = None
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote."""
-        assert self.keys is not None and self.values is not None
         accepted = path_BA.shape[1]
         if accepted > 1:
             rows_B1 = row_numbers(path_BA)
-            for states in (self.keys, self.values):
-                slots_BSLHE = states.permute(1, 3, 0, 2, 4)
-                slots_BSLHE[rows_B1, self.slots_BN[:, :accepted]] = slots_BSLHE[rows_B1, self.lengths_B[:, None] + path_BA]
+            source_BA, target_BA = self.lengths_B[:, None] + path_BA, self.slots_BN[:, :accepted]
+            for states in (*self.keys, *self.values):
+                slots_BSHE = states.transpose(1, 2)
+                slots_BSHE[rows_B1, target_BA] = slots_BSHE[rows_B1, source_BA]
         self.commit(lengths_B)
 
     def commit(self, lengths_B: Tensor) -> None:
@@ -71,40 +76,33 @@ class TreeCache(Cache):
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only."""
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys[:, rows_R], self.values[:, rows_R]
+        self.keys = [states[rows_R] for states in self.keys]
+        self.values = [states[rows_R] for states in self.values]
         self.lengths_B = self.lengths_B[rows_R]
 
     def replace(self, rows_R: Tensor, other: TreeCache) -> None:
         """Put the rows of another cache in the places of these."""
         self._grow(other.capacity)
-        assert self.keys is not None and self.values is not None
-        assert other.keys is not None and other.values is not None
-        self.keys[:, rows_R, :, : other.capacity] = other.keys
-        self.values[:, rows_R, :, : other.capacity] = other.values
+        for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            states[rows_R, :, : other.capacity] = theirs
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new entries and return the whole capacity; called by the model's attention."""
-        if self.keys is None or self.values is None:
-            self.keys = self._allocate(keys)
-            self.values = self._allocate(values)
+        """Store a layer's new entries and return all that is shown; called by the model's attention, layer by layer."""
+        if layer == len(self.keys):
+            for kept, new in ((self.keys, keys), (self.values, values)):
+                kept.append(new.new_zeros(*new.shape[:2], self.capacity, new.shape[3]))
         write_slots(self.keys[layer], self.slots_BN, keys)
         write_slots(self.values[layer], self.slots_BN, values)
-        return self.keys[layer], self.values[layer]
+        return self.keys[layer][:, :, : self.shown], self.values[layer][:, :, : self.shown]
 
     def _grow(self, capacity: int) -> None:
         grown = capacity - self.capacity
         if grown <= 0:
             return
         self.capacity = capacity
-        if self.keys is not None and self.values is not None:
-            self.keys = F.pad(self.keys, (0, 0, 0, grown))
-            self.values = F.pad(self.values, (0, 0, 0, grown))
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        batch, heads, _, size = states.shape
-        return states.new_zeros(len(self.layers), batch, heads, self.capacity, size)
+        self.keys = [F.pad(states, (0, 0, 0, grown)) for states in self.keys]
+        self.values = [F.pad(states, (0, 0, 0, grown)) for states in self.values]
 
 
 class _TreeLayer(CacheLayerMixin):

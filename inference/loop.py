@@ -23,7 +23,7 @@ from .target import Target
 from .verify import Verifier
 from .written import Written
 
-PREFILL_TOKENS = 1024
+PREFILL_TOKENS = 2048
 """Tokens of each prompt that are read at once: what a long prompt needs beyond its cache does not grow with it."""
 
 

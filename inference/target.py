@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from ..heads import TargetEnds, TargetInfo
+from . import attention
 from .cache import TreeCache
 from .families import attention_kinds
 from .rounds import TargetOutput
@@ -55,6 +57,7 @@ class Target:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = attention_kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
+        self.own_attention = attention.usable(model)
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
@@ -162,18 +165,16 @@ class Target:
         """
         size = tokens_BT.shape[1]
         cache.place(size, max(longest - size, 0))
-        slots_S = torch.arange(cache.capacity, device=self.device)
-        visible_BTS = slots_S <= cache.slots_BN[..., None]
-        output = self._forward(
-            tokens_BT,
-            cache.slots_BN,
-            slots_S.expand(len(tokens_BT), -1),
-            visible_BTS,
-            cache,
-            layers,
-            torch.tensor(kept, dtype=torch.int64, device=self.device),
-        )
+        if self.own_attention and self.attention_kinds == ("full_attention",):
+            cache.shown, masks = cache.read + size, None
+        else:
+            slots_S = torch.arange(cache.capacity, device=self.device)
+            visible_BTS = slots_S <= cache.slots_BN[..., None]
+            masks = self._masks(cache.slots_BN, slots_S.expand(len(tokens_BT), -1), visible_BTS)
+        rows = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        output = self._forward(tokens_BT, cache.slots_BN, masks, cache, layers, rows)
         cache.commit(torch.full_like(cache.lengths_B, size))
+        cache.read += size
         return output
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
@@ -192,7 +193,8 @@ class Target:
         visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
         positions_BN = lengths_B1 + tree.depths_BN
         slot_positions_BS = torch.where(is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S)
-        return self._forward(tree.tokens_BN, positions_BN, slot_positions_BS, visible_BNS, cache, layers, 0)
+        masks = self._masks(positions_BN, slot_positions_BS, visible_BNS)
+        return self._forward(tree.tokens_BN, positions_BN, masks, cache, layers, 0)
 
     @torch.no_grad()
     def read(
@@ -229,22 +231,22 @@ class Target:
         self,
         tokens_BN: Tensor,
         positions_BN: Tensor,
-        slot_positions_BS: Tensor,
-        visible_BNS: Tensor,
+        masks: Any,
         cache: TreeCache,
         layers: tuple[int, ...],
         logits_to_keep: int | Tensor,
     ) -> TargetOutput:
-        output = self.model(
-            input_ids=tokens_BN,
-            attention_mask=self._masks(positions_BN, slot_positions_BS, visible_BNS),
-            # Nodes past the last position can never be returned; they only must not break an embedding table.
-            position_ids=positions_BN.clamp(max=self.max_positions - 1),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            output_hidden_states=self._indices(layers) or False,
-        )
+        with attention.attending(self.config) if self.own_attention else nullcontext():
+            output = self.model(
+                input_ids=tokens_BN,
+                attention_mask=masks,
+                # Nodes past the last position can never be returned; they only must not break an embedding table.
+                position_ids=positions_BN.clamp(max=self.max_positions - 1),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                output_hidden_states=self._indices(layers) or False,
+            )
         return TargetOutput(output.logits, self._features(output.hidden_states, layers, tokens_BN))
 
     def _masks(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Any:
