@@ -241,9 +241,9 @@ class EagleHead(DraftHead):
         """See `DraftHead.observe`: the first step at the committed tokens, with true features."""
         assert isinstance(state, PathState)
         accepted = next_tokens_BA.shape[1]
-        state.cache.commit(state.lengths_B, accepted)
+        memory = state.cache.commit(state.lengths_B, accepted)
         positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
-        out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, state.cache, state.ends)
+        out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, memory, state.ends)
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,
@@ -271,9 +271,9 @@ class EagleHead(DraftHead):
         place = torch.arange(state.seen_BWN.shape[-1], device=tokens_BW.device)
         myself = place == state.nodes + torch.arange(width, device=tokens_BW.device)[:, None]
         seen_BWN = of_parents(state.seen_BWN) | myself
-        state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
+        memory = state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
         positions_BW = (state.lengths_B[:, None] + state.depth - 1).expand_as(tokens_BW)
-        out_BWD = self._run(tokens_BW, of_parents(state.hidden_BWD), positions_BW, state.cache, state.ends)
+        out_BWD = self._run(tokens_BW, of_parents(state.hidden_BWD), positions_BW, memory, state.ends)
         return replace(state, nodes=state.nodes + width, hidden_BWD=out_BWD, seen_BWN=seen_BWN)
 
     def _run(

@@ -273,10 +273,10 @@ class Eagle3Head(DraftHead):
         """See `DraftHead.observe`: step 0 at the committed tokens, with true features."""
         assert isinstance(state, PathState)
         accepted = next_tokens_BA.shape[1]
-        state.cache.commit(state.lengths_B, accepted)
+        memory = state.cache.commit(state.lengths_B, accepted)
         positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
         embeds = self._embed(next_tokens_BA, state.ends)
-        out_BAD = self._run(embeds, self._fuse(features_BAF), positions_BA, state.cache)
+        out_BAD = self._run(embeds, self._fuse(features_BAF), positions_BA, memory)
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,
@@ -304,10 +304,10 @@ class Eagle3Head(DraftHead):
         place = torch.arange(state.seen_BWN.shape[-1], device=tokens_BW.device)
         myself = place == state.nodes + torch.arange(width, device=tokens_BW.device)[:, None]
         seen_BWN = of_parents(state.seen_BWN) | myself
-        state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
+        memory = state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
         positions_BW = (state.lengths_B[:, None] + state.depth - 1).expand_as(tokens_BW)
         fed_BWD = self._fed_back(of_parents(state.hidden_BWD))
-        out_BWD = self._run(self._embed(tokens_BW, state.ends), fed_BWD, positions_BW, state.cache)
+        out_BWD = self._run(self._embed(tokens_BW, state.ends), fed_BWD, positions_BW, memory)
         return replace(state, nodes=state.nodes + width, hidden_BWD=out_BWD, seen_BWN=seen_BWN)
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:

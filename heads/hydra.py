@@ -238,9 +238,9 @@ class HydraHead(DraftHead):
         """See `DraftHead.observe`; the heads read the last committed state, the prefix layer all of them."""
         assert isinstance(state, HydraState)
         accepted = next_tokens_BA.shape[1]
-        state.cache.commit(state.lengths_B, accepted)
+        memory = state.cache.commit(state.lengths_B, accepted)
         positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
-        out_BAD = self._prefixed(features_BAF, positions_BA, state.cache)
+        out_BAD = self._prefixed(features_BAF, positions_BA, memory)
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,

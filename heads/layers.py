@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from .attention import masked_attention
 from .base import DraftState, RowCache, TargetInfo
 
 SCORES = 2**22
@@ -234,63 +235,70 @@ class DraftCache:
     """A head's preallocated keys and values of one `generate` call.
 
     The first `nodes` slots hold the nodes of the round's tree in the order of their expansion, the rest the committed
-    tokens of each row. `DraftCache` is told where the next entries go and what they may see; it keeps no other state,
-    so that guesses are forgotten by being overwritten.
+    tokens of each row. A forward's memory says where its entries go and what they may see; the cache keeps no other
+    state, so that guesses are forgotten by being overwritten.
     """
 
     def __init__(self, num_layers: int, batch_size: int, nodes: int, capacity: int) -> None:
         self.num_layers, self.batch_size, self.nodes = num_layers, batch_size, nodes
         self.capacity = nodes + capacity
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._slots_BT: Tensor | None = None
-        self._first = 0
-        self._visible_BTS: Tensor | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    @property
+    def slots(self) -> int:
+        """All slots; as soon as there are any the size of a tensor, which a compiled graph takes as a symbol."""
+        return self.keys[0].shape[2] if self.keys else self.capacity
 
     def select(self, rows_R: Tensor) -> DraftCache:
         """A cache of these rows only."""
         chosen = DraftCache(self.num_layers, len(rows_R), self.nodes, self.capacity - self.nodes)
-        if self.keys is not None and self.values is not None:
-            chosen.keys, chosen.values = self.keys[:, rows_R], self.values[:, rows_R]
+        chosen.keys = [states[rows_R] for states in self.keys]
+        chosen.values = [states[rows_R] for states in self.values]
         return chosen
 
     def replace(self, rows_R: Tensor, other: RowCache) -> None:
         """Put the rows of a cache of the same size in the places of these."""
         assert isinstance(other, DraftCache) and other.capacity == self.capacity
-        if self.keys is not None and self.values is not None:
-            assert other.keys is not None and other.values is not None
-            self.keys[:, rows_R], self.values[:, rows_R] = other.keys, other.values
+        for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            states[rows_R] = theirs
 
-    def commit(self, lengths_B: Tensor, new_tokens: int) -> None:
-        """Direct the next entries behind each row's `lengths_B` committed tokens; they see these and each other."""
-        slots_S = torch.arange(self.capacity, device=lengths_B.device)
+    def commit(self, lengths_B: Tensor, new_tokens: int) -> Memory:
+        """The next entries go behind each row's `lengths_B` committed tokens; they see these and each other."""
+        slots_S = torch.arange(self.slots, device=lengths_B.device)
         slots_BT = self.nodes + lengths_B[:, None] + torch.arange(new_tokens, device=lengths_B.device)
         # What a short prompt's row is given behind its end is forgotten; it only must not lie outside.
-        self._slots_BT = slots_BT.clamp(max=self.capacity - 1)
-        self._visible_BTS = (slots_S >= self.nodes) & (slots_S <= self._slots_BT[..., None])
+        slots_BT = slots_BT.clamp(max=self.slots - 1)
+        return _Entries(self, (slots_S >= self.nodes) & (slots_S <= slots_BT[..., None]), slots_BT=slots_BT)
 
-    def draft(self, lengths_B: Tensor, first: int, seen_BWN: Tensor) -> None:
-        """Direct the next entries to the nodes' slots from `first` on; they see the committed tokens and `seen_BWN`."""
-        width = seen_BWN.shape[1]
-        slots_S = torch.arange(self.capacity - self.nodes, device=lengths_B.device)
-        committed_BWS = (slots_S < lengths_B[:, None])[:, None].expand(-1, width, -1)
-        self._slots_BT, self._first = None, first
-        self._visible_BTS = torch.cat([seen_BWN, committed_BWS], dim=-1)
+    def draft(self, lengths_B: Tensor, first: int, seen_BWN: Tensor) -> Memory:
+        """The next entries go to the nodes' slots from `first` on; they see the committed tokens and `seen_BWN`."""
+        slots_S = torch.arange(self.slots - self.nodes, device=lengths_B.device)
+        committed_BWS = (slots_S < lengths_B[:, None])[:, None].expand(-1, seen_BWN.shape[1], -1)
+        return _Entries(self, torch.cat([seen_BWN, committed_BWS], dim=-1), first=first)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The memory of one forward."""
+
+    cache: DraftCache
+    visible_BTS: Tensor
+    slots_BT: Tensor | None = None
+    """Where the entries go; None for as many slots from `first` on."""
+    first: int = 0
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
         """See `Memory.attend`."""
-        assert self._visible_BTS is not None
-        if self.keys is None or self.values is None:
-            shape = (self.num_layers, self.batch_size, key_BGTE.shape[1], self.capacity, key_BGTE.shape[3])
-            self.keys, self.values = key_BGTE.new_zeros(shape), value_BGTE.new_zeros(shape)
-        keys, values = self.keys[layer], self.values[layer]
-        for kept, new in ((keys, key_BGTE), (values, value_BGTE)):
-            if self._slots_BT is None:
-                kept[:, :, self._first : self._first + new.shape[2]] = new
+        for states, new in ((self.cache.keys, key_BGTE), (self.cache.values, value_BGTE)):
+            if layer == len(states):
+                states.append(new.new_zeros(*new.shape[:2], self.cache.capacity, new.shape[3]))
+            if self.slots_BT is None:
+                states[layer][:, :, self.first : self.first + new.shape[2]] = new
             else:
-                write_slots(kept, self._slots_BT, new)
-        mask = self._visible_BTS[:, None]
-        return F.scaled_dot_product_attention(query_BHTE, keys, values, attn_mask=mask, enable_gqa=True)
+                write_slots(states[layer], self.slots_BT, new)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return masked_attention(query_BHTE, keys, values, self.visible_BTS[:, None])
 
 
 @dataclass(frozen=True)

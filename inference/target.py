@@ -30,6 +30,7 @@ from transformers import (
 from ..heads import TargetEnds, TargetInfo
 from . import attention
 from .cache import TreeCache
+from .compiled import Graph
 from .families import attention_kinds
 from .rounds import TargetOutput
 from .tree import DraftTree
@@ -58,6 +59,8 @@ class Target:
         self.attention_kinds = attention_kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
         self.own_attention = attention.usable(model)
+        self.graph: Graph | None = None
+        """The compiled forward over a tree; see `compile`."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
@@ -99,6 +102,13 @@ class Target:
         placed = cast(torch.nn.Module, model) if isinstance(where, dict) else cast(torch.nn.Module, model).to(where)
         frozen = placed.eval().requires_grad_(False)
         return cls(cast(PreTrainedModel, frozen), str(source))
+
+    def compile(self) -> None:
+        """Compile the forward over a tree when it is first called: about a minute, then rounds are nearer to what the
+        memory allows. Warns and goes on without where that cannot be.
+        """
+        if self.graph is None:
+            self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device)
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Become the model with a peft adapter merged into its weights: what a jointly trained head drafts for."""
@@ -194,7 +204,21 @@ class Target:
         positions_BN = lengths_B1 + tree.depths_BN
         slot_positions_BS = torch.where(is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S)
         masks = self._masks(positions_BN, slot_positions_BS, visible_BNS)
-        return self._forward(tree.tokens_BN, positions_BN, masks, cache, layers, 0)
+        if self.graph is None or not cache.keys:
+            return self._forward(tree.tokens_BN, positions_BN, masks, cache, layers, 0)
+
+        def symbols() -> list[tuple[Tensor, int]]:
+            given = [tree.tokens_BN, positions_BN, cache.slots_BN]
+            every = [masks] if isinstance(masks, Tensor) else [*masks.values()]
+            dimensions = [(tensor, i) for tensor in given for i in (0, 1)]
+            dimensions += [(mask, i) for mask in every for i in (0, 2, 3)]
+            return dimensions + [(kept, i) for kept in (*cache.keys, *cache.values) for i in (0, 2)]
+
+        kind = (len(cache.lengths_B) == 1, nodes == 1, layers)
+        with attention.attending(self.config) if self.own_attention else nullcontext():
+            return TargetOutput(
+                *self.graph(kind, symbols, tree.tokens_BN, positions_BN, masks, cache, layers, 0)
+            )
 
     @torch.no_grad()
     def read(
@@ -237,17 +261,30 @@ class Target:
         logits_to_keep: int | Tensor,
     ) -> TargetOutput:
         with attention.attending(self.config) if self.own_attention else nullcontext():
-            output = self.model(
-                input_ids=tokens_BN,
-                attention_mask=masks,
-                # Nodes past the last position can never be returned; they only must not break an embedding table.
-                position_ids=positions_BN.clamp(max=self.max_positions - 1),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-                output_hidden_states=self._indices(layers) or False,
-            )
-        return TargetOutput(output.logits, self._features(output.hidden_states, layers, tokens_BN))
+            return TargetOutput(*self._run("", tokens_BN, positions_BN, masks, cache, layers, logits_to_keep))
+
+    def _run(
+        self,
+        word: str,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Any,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and features; one graph if compiled, which `word` keeps apart."""
+        output = self.model(
+            input_ids=tokens_BN,
+            attention_mask=masks,
+            # Nodes past the last position can never be returned; they only must not break an embedding table.
+            position_ids=positions_BN.clamp(max=self.max_positions - 1),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=self._indices(layers) or False,
+        )
+        return output.logits, self._features(output.hidden_states, layers, tokens_BN)
 
     def _masks(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Any:
         """The 4-D mask, or one for each kind of attention where a model alternates between them."""

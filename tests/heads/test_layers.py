@@ -244,10 +244,10 @@ class Replay:
 
     def commit(self, lengths: list[int], tokens: int) -> None:
         """`tokens` entries of which each row keeps the first `lengths`; those are compared."""
-        self.cache.commit(self.lengths_B, tokens)
+        memory = self.cache.commit(self.lengths_B, tokens)
         for layer in range(self.layers):
             query, key, value = self.draw(tokens)
-            found = self.cache.attend(layer, query, key, value)
+            found = memory.attend(layer, query, key, value)
             for row, length in enumerate(lengths):
                 kept = self.committed[layer][row]
                 for i in range(length):
@@ -262,10 +262,10 @@ class Replay:
         width = parents_BW.shape[1]
         own_WN = torch.arange(self.nodes) == self.first + torch.arange(width)[:, None]
         self.seen_BWN = self.seen_BWN.gather(1, parents_BW[..., None].expand(-1, -1, self.nodes)) | own_WN
-        self.cache.draft(self.lengths_B, self.first, self.seen_BWN)
+        memory = self.cache.draft(self.lengths_B, self.first, self.seen_BWN)
         for layer in range(self.layers):
             query, key, value = self.draw(width)
-            found = self.cache.attend(layer, query, key, value)
+            found = memory.attend(layer, query, key, value)
             frontier = []
             for row in range(self.batch):
                 above = self.paths[layer][row]
@@ -320,17 +320,15 @@ def test_guesses_are_forgotten_with_the_next_commit() -> None:
             ]
 
         cache, lengths_B = DraftCache(1, 2, nodes=6, capacity=20), torch.tensor([4, 2])
-        cache.commit(torch.zeros_like(lengths_B), 4)
-        cache.attend(0, *draw(4))
+        cache.commit(torch.zeros_like(lengths_B), 4).attend(0, *draw(4))
         guesses(cache, lengths_B)
-        cache.commit(lengths_B, 3)
-        found = [cache.attend(0, *draw(3))]
-        cache.draft(lengths_B + 2, 0, (torch.arange(6) == 0).expand(2, 1, -1))
-        return [*found, cache.attend(0, *draw(1))]
+        found = [cache.commit(lengths_B, 3).attend(0, *draw(3))]
+        root = (torch.arange(6) == 0).expand(2, 1, -1)
+        return [*found, cache.draft(lengths_B + 2, 0, root).attend(0, *draw(1))]
 
     def many(cache: DraftCache, lengths_B: Tensor) -> None:
-        cache.draft(lengths_B, 0, torch.eye(6, dtype=torch.bool).expand(2, -1, -1))
-        cache.attend(0, *(1e3 * torch.randn(2, heads, 6, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)))
+        memory = cache.draft(lengths_B, 0, torch.eye(6, dtype=torch.bool).expand(2, -1, -1))
+        memory.attend(0, *(1e3 * torch.randn(2, heads, 6, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)))
 
     for mine, theirs in zip(last_round(many), last_round(lambda cache, lengths_B: None), strict=True):
         assert torch.equal(mine, theirs)
@@ -338,8 +336,7 @@ def test_guesses_are_forgotten_with_the_next_commit() -> None:
 
 def test_the_cache_takes_the_format_of_what_it_is_given() -> None:
     cache = DraftCache(2, 1, nodes=3, capacity=5)
-    cache.commit(torch.tensor([0]), 2)
-    cache.attend(0, *(torch.randn(1, heads, 2, SIZE, dtype=torch.bfloat16) for heads in (HEADS, GROUPS, GROUPS)))
-    assert cache.keys is not None and cache.values is not None
-    assert cache.keys.shape == cache.values.shape == (2, 1, GROUPS, 3 + 5, SIZE)
-    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    states = (torch.randn(1, heads, 2, SIZE, dtype=torch.bfloat16) for heads in (HEADS, GROUPS, GROUPS))
+    cache.commit(torch.tensor([0]), 2).attend(0, *states)
+    assert cache.keys[0].shape == cache.values[0].shape == (1, GROUPS, 3 + 5, SIZE)
+    assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16

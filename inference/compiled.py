@@ -1,0 +1,101 @@
+"""A function as one compiled graph, for all lengths of text and sizes of tree, with the function itself to fall back on.
+
+On a CPU Inductor freezes the weights into the graph, in the order in which its kernels read them: the eager linear
+layers reach less than half of the memory's bandwidth. On a GPU the graph is replayed (CUDA graphs). A size of 1 is a
+graph of its own, all others share one: lengths are symbols in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
+from torch._inductor.exc import InductorError
+from torch.fx.experimental import _config as symbols_config
+
+GRAPHS = 64
+"""Graphs of one function that a process may hold; torch's own limit is too small for several models."""
+_numbers = count()
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Why nothing can be compiled on this machine, or None."""
+    if device.type == "cpu" and not (inductor_config.cpp.cxx[1] and shutil.which(inductor_config.cpp.cxx[1])):
+        return "there is no C++ compiler (g++) on this machine"
+    return None
+
+
+class Graph:
+    """A function of tensors that is compiled when it is first called with something of a kind."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], what: str, device: torch.device) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            function: called with a word of this graph's own, then with its arguments; what it reads of models must
+                never change.
+            what: it is, for the user.
+            device: where it runs.
+        """
+        self.function, self.what, self.device = function, what, device
+        # Frozen weights are constants of a graph, and what the graph was made of is not looked at again at every
+        # call: this word keeps one model's graphs from another's arguments.
+        self.word = f"{what} {next(_numbers)}"
+        self.kinds: set[Hashable] = set()
+        self.broken = missing_compiler(device)
+        if self.broken is not None:
+            self._give_up(self.broken)
+        options: dict[str, Any] = {"guard_filter_fn": _needed}
+        if device.type != "cpu":
+            options["triton.cudagraphs"] = True
+        self._compiled = torch.compile(function, fullgraph=True, options=options)
+
+    def __call__(self, kind: Hashable, symbols: Callable[[], Sequence[tuple[Tensor, int]]], *arguments: Any) -> Any:
+        """The function's value.
+
+        Args:
+            kind: calls of one kind share a graph.
+            symbols: of a kind that is new: the tensors and dimensions whose size is a symbol if it is above 1.
+            arguments: of the function.
+        """
+        if self.broken is not None:
+            return self.function(self.word, *arguments)
+        if kind not in self.kinds:
+            for tensor, dimension in symbols():
+                if tensor.shape[dimension] > 1:
+                    torch._dynamo.mark_dynamic(tensor, dimension)
+        try:
+            value = self._call(arguments)
+        except (TorchDynamoException, InductorError) as error:
+            self._give_up(str(error).strip().splitlines()[0])
+            return self.function(self.word, *arguments)
+        self.kinds.add(kind)
+        return value
+
+    def _call(self, arguments: tuple[Any, ...]) -> Any:
+        if self.device.type != "cpu":
+            torch.compiler.cudagraph_mark_step_begin()
+        with (
+            inductor_config.patch(freezing=self.device.type == "cpu"),
+            symbols_config.patch(use_duck_shape=False),
+            torch._dynamo.config.patch(recompile_limit=GRAPHS),
+        ):
+            value = self._compiled(self.word, *arguments)
+        # The next replay of a CUDA graph writes over what this one returned.
+        return value if self.device.type == "cpu" else tuple(tensor.clone() for tensor in value)
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = reason
+        warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=4)
+
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """What is checked at every call: what is said of the arguments. Of the models nothing changes."""
+    return [not guard.is_global and "self" not in guard.name for guard in guards]
