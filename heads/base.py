@@ -146,6 +146,9 @@ class RowCache(Protocol):
     def replace(self, rows_R: Tensor, other: RowCache) -> None:
         """Put the rows of another one, as large, in the places of these."""
 
+    def sizes(self) -> list[tuple[Tensor, int]]:
+        """Its tensors, with the dimensions whose size differs between generations."""
+
 
 @dataclass(frozen=True)
 class DraftState:
@@ -167,6 +170,16 @@ class DraftState:
             elif isinstance(value, RowCache):
                 chosen[name] = value.select(rows_R)
         return dataclasses.replace(self, **chosen)
+
+    def sizes(self) -> list[tuple[Tensor, int]]:
+        """All tensors, with the dimensions whose size differs between generations: rows, and slots of a cache."""
+        sizes: list[tuple[Tensor, int]] = []
+        for value in (getattr(self, field.name) for field in dataclasses.fields(self)):
+            if isinstance(value, Tensor):
+                sizes.append((value, 0))
+            elif isinstance(value, RowCache):
+                sizes += value.sizes()
+        return sizes
 
     def replace(self, rows_R: Tensor, other: Self) -> Self:
         """The state with another one's rows in the places of these, both right after an `observe`."""

@@ -263,6 +263,10 @@ class DraftCache:
         for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
             states[rows_R] = theirs
 
+    def sizes(self) -> list[tuple[Tensor, int]]:
+        """Rows and slots."""
+        return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
+
     def commit(self, lengths_B: Tensor, new_tokens: int) -> Memory:
         """The next entries go behind each row's `lengths_B` committed tokens; they see these and each other."""
         slots_S = torch.arange(self.slots, device=lengths_B.device)

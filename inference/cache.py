@@ -87,6 +87,10 @@ class TreeCache(Cache):
             states[rows_R, :, : other.capacity] = theirs
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
 
+    def sizes(self) -> list[tuple[Tensor, int]]:
+        """All tensors, with the dimensions whose size differs between rounds: rows and slots."""
+        return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new entries and return all that is shown; called by the model's attention, layer by layer."""
         if layer == len(self.keys):

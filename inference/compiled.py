@@ -32,6 +32,19 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
+def wanted(compile: bool | str, device: torch.device) -> bool:
+    """What a user's word means here.
+
+    Raises:
+        ValueError: another word.
+    """
+    if compile == "auto":
+        return missing_compiler(device) is None
+    if not isinstance(compile, bool):
+        raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
+    return compile
+
+
 class Graph:
     """A function of tensors that is compiled when it is first called with something of a kind."""
 
@@ -57,18 +70,18 @@ class Graph:
             options["triton.cudagraphs"] = True
         self._compiled = torch.compile(function, fullgraph=True, options=options)
 
-    def __call__(self, kind: Hashable, symbols: Callable[[], Sequence[tuple[Tensor, int]]], *arguments: Any) -> Any:
+    def __call__(self, kind: Hashable, sizes: Callable[[], Sequence[tuple[Tensor, int]]], *arguments: Any) -> Any:
         """The function's value.
 
         Args:
             kind: calls of one kind share a graph.
-            symbols: of a kind that is new: the tensors and dimensions whose size is a symbol if it is above 1.
+            sizes: asked for a kind that is new: the tensors and dimensions whose size may differ within it.
             arguments: of the function.
         """
         if self.broken is not None:
             return self.function(self.word, *arguments)
         if kind not in self.kinds:
-            for tensor, dimension in symbols():
+            for tensor, dimension in sizes():
                 if tensor.shape[dimension] > 1:
                     torch._dynamo.mark_dynamic(tensor, dimension)
         try:
@@ -98,4 +111,9 @@ class Graph:
 
 def _needed(guards: Sequence[Any]) -> list[bool]:
     """What is checked at every call: what is said of the arguments. Of the models nothing changes."""
-    return [not guard.is_global and "self" not in guard.name for guard in guards]
+    return [
+        not guard.is_global
+        and "self" not in guard.name
+        and not guard.orig_guard.source.is_unspecialized_nn_module()
+        for guard in guards
+    ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..heads import DraftHead, DraftState, TargetEnds
 from ..heads.base import wide
+from .compiled import Graph
 from .planning import cut
 from .rounds import Drafter, Passage, Round, Start
 from .tree import DraftTree, DrawnShape, DynamicShape, Origin, TreePolicy, TreeShape
@@ -35,6 +37,9 @@ class RootOnly:
 
     def observe(self, finished: Round) -> None:
         """Nothing to learn."""
+
+    def compile(self) -> None:
+        """Nothing to compile."""
 
     def select(self, rows_R: Tensor) -> None:
         """Nothing to forget."""
@@ -64,6 +69,7 @@ class HeadDrafter:
         self.feature_layers = head.feature_layers
         self.depth, self.expanded, self.max_nodes = depth, expanded, max_nodes
         self._state: DraftState | None = None
+        self._graphs: tuple[Graph, Graph] | None = None
 
     @property
     def state(self) -> DraftState:
@@ -79,11 +85,42 @@ class HeadDrafter:
         """Show the head a part of the prompts."""
         self._state = self.head.observe(self.state, passage.features_BTF, passage.next_tokens_BT, passage.lengths_B)
 
+    def compile(self) -> None:
+        """Draft and observe in one graph each."""
+        if self._graphs is None:
+            name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
+            self._graphs = Graph(self._grow, name, device), Graph(self._observe, name, device)
+
+    def _grow(self, word: str, state: DraftState, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
+        """The tokens of a tree and the parents of its nodes; one graph if compiled, which `word` keeps apart."""
+        raise NotImplementedError
+
+    def grown(self, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
+        """As `_grow`, compiled or not."""
+        if self._graphs is None:
+            return self._grow("", self.state, roots_B, shape)
+        kind = (len(roots_B) == 1, shape)
+        tokens_BN, parents_BN = self._graphs[0](
+            kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, shape
+        )
+        return tokens_BN, parents_BN
+
     def observe(self, finished: Round) -> None:
         """Show the head what was accepted."""
-        self._state = self.head.observe(
-            self.state, finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B
+        given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
+        if self._graphs is None:
+            self._state = self._observe("", self.state, *given)
+            return
+        kind = (len(given[1]) == 1, given[1].shape[1])
+        self._state = self._graphs[1](
+            kind, lambda: [*self.state.sizes(), *((tensor, 0) for tensor in given)], self.state, *given
         )
+
+    def _observe(
+        self, word: str, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftState:
+        """One graph if compiled, which `word` keeps apart."""
+        return self.head.observe(state, features_BAF, next_tokens_BA, lengths_B)
 
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""
@@ -127,12 +164,33 @@ class StaticTree(HeadDrafter):
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Expand level by level."""
-        state, batch = self.state, len(roots_B)
+        batch = len(roots_B)
         shape = self.shape if self.budget is None else cut(self.shape, self.budget // batch)
+        drawn_from: list[Tensor] = []
+        if self._probs_of is None:
+            tokens_BN, parents_BN = self.grown(roots_B, shape)
+        else:
+            tokens_BN, parents_BN = self._levels(self.state, roots_B, shape, drawn_from)
+        tree = DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, shape.size), shape.depth, shape=shape)
+        if not drawn_from:
+            return tree
+        inner = torch.cat(drawn_from, dim=1)
+        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1])
+        probs_BNV[:, list(shape.inner)] = inner
+        return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
+
+    def _grow(self, word: str, state: DraftState, roots_B: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        """See `HeadDrafter._grow`."""
+        return self._levels(state, roots_B, shape, [])
+
+    def _levels(
+        self, state: DraftState, roots_B: Tensor, shape: TreeShape, drawn_from: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Level by level; where siblings are drawn, `drawn_from` gets the distributions."""
+        batch = len(roots_B)
         parents_N, levels = _on_device(shape, roots_B.device)
         tokens = [roots_B[:, None]]
         frontier_BW, parents_BW = tokens[0], torch.full_like(tokens[0], -1)
-        drawn_from: list[Tensor] = []
         for level, (picks, frontier, parents) in zip(shape.levels, levels, strict=True):
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
             if self._probs_of is None:
@@ -144,19 +202,7 @@ class StaticTree(HeadDrafter):
                 drawn_from.append(probs_BWV)
             tokens.append(ranked_BWR.reshape(batch, -1)[:, picks])
             frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(batch, -1)
-        tree = DraftTree(
-            tokens_BN=torch.cat(tokens, dim=1),
-            parents_BN=parents_N.expand(batch, -1),
-            sizes_B=torch.full_like(roots_B, shape.size),
-            max_depth=shape.depth,
-            shape=shape,
-        )
-        if not drawn_from:
-            return tree
-        inner = torch.cat(drawn_from, dim=1)
-        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1])
-        probs_BNV[:, list(shape.inner)] = inner
-        return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
+        return torch.cat(tokens, dim=1), parents_N.expand(batch, -1)
 
     def _over_target(self, logits_BWV: Tensor) -> Tensor:
         """Over the target's vocabulary, so that its processors mean the same tokens."""
@@ -196,15 +242,20 @@ class DynamicTree(HeadDrafter):
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Expand, then keep the best."""
-        state, batch, width = self.state, len(roots_B), self.width
-        size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // batch)
+        size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // len(roots_B))
         if size < 2:
             return RootOnly().propose(roots_B)
         depth = min(self.depth, size - 1)
+        tokens_BN, parents_BN = self.grown(roots_B, (size, depth))
+        return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
+
+    def _grow(self, word: str, state: DraftState, roots_B: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """See `HeadDrafter._grow`; the shape is size and depth."""
+        width, (size, depth) = self.width, shape
         frontier_BW = roots_B[:, None]
         parents_BW = torch.full_like(frontier_BW, -1)
         # Candidates are numbered from 1 in the order of their making, the root being 0.
-        numbers_BW, values_BW = torch.zeros_like(frontier_BW), torch.zeros(batch, 1, device=roots_B.device)
+        numbers_BW, values_BW = torch.zeros_like(frontier_BW), torch.zeros(frontier_BW.shape, device=roots_B.device)
         tokens, parents, values = [], [], []
         first = 1
         for level in range(1, depth + 1):
@@ -221,12 +272,12 @@ class DynamicTree(HeadDrafter):
             frontier_BW, parents_BW = tokens[-1].gather(1, chosen_BW), chosen_BW // width
             numbers_BW = first + chosen_BW
             first += tokens[-1].shape[1]
-        return _best(size, depth, roots_B, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
+        return _best(size, roots_B, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
 
 
 def _best(
-    size: int, depth: int, roots_B: Tensor, tokens_BC: Tensor, parents_BC: Tensor, values_BC: Tensor
-) -> DraftTree:
+    size: int, roots_B: Tensor, tokens_BC: Tensor, parents_BC: Tensor, values_BC: Tensor
+) -> tuple[Tensor, Tensor]:
     """The best of all candidates C as a tree; a parent is worth at least as much as its child and stands before."""
     size = min(size, values_BC.shape[1] + 1)
     order_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
@@ -235,11 +286,9 @@ def _best(
     places_BC = torch.zeros_like(parents_BC).scatter(1, chosen_BN, rank_N.expand_as(chosen_BN))
     node_of_number = torch.cat([root_B1, places_BC], dim=1)
     parents_BN = node_of_number.gather(1, parents_BC.gather(1, chosen_BN))
-    return DraftTree(
-        tokens_BN=torch.cat([roots_B[:, None], tokens_BC.gather(1, chosen_BN)], dim=1),
-        parents_BN=torch.cat([root_B1 - 1, parents_BN], dim=1),
-        sizes_B=torch.full_like(roots_B, size),
-        max_depth=depth,
+    return (
+        torch.cat([roots_B[:, None], tokens_BC.gather(1, chosen_BN)], dim=1),
+        torch.cat([root_B1 - 1, parents_BN], dim=1),
     )
 
 

@@ -110,6 +110,9 @@ class Drafter(Protocol):
     def observe(self, finished: Round) -> None:
         """Take in what the round decided."""
 
+    def compile(self) -> None:
+        """From now on draft in compiled graphs, where that is possible."""
+
     def select(self, rows_R: Tensor) -> None:
         """Forget all rows but these: the others have ended."""
 

@@ -207,18 +207,14 @@ class Target:
         if self.graph is None or not cache.keys:
             return self._forward(tree.tokens_BN, positions_BN, masks, cache, layers, 0)
 
-        def symbols() -> list[tuple[Tensor, int]]:
-            given = [tree.tokens_BN, positions_BN, cache.slots_BN]
-            every = [masks] if isinstance(masks, Tensor) else [*masks.values()]
-            dimensions = [(tensor, i) for tensor in given for i in (0, 1)]
-            dimensions += [(mask, i) for mask in every for i in (0, 2, 3)]
-            return dimensions + [(kept, i) for kept in (*cache.keys, *cache.values) for i in (0, 2)]
+        def sizes() -> list[tuple[Tensor, int]]:
+            given = [(tensor, i) for tensor in (tree.tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+            every = masks.values() if isinstance(masks, dict) else [masks]
+            return [*given, *((mask, i) for mask in every for i in (0, 2, 3)), *cache.sizes()]
 
         kind = (len(cache.lengths_B) == 1, nodes == 1, layers)
         with attention.attending(self.config) if self.own_attention else nullcontext():
-            return TargetOutput(
-                *self.graph(kind, symbols, tree.tokens_BN, positions_BN, masks, cache, layers, 0)
-            )
+            return TargetOutput(*self.graph(kind, sizes, tree.tokens_BN, positions_BN, masks, cache, layers, 0))
 
     @torch.no_grad()
     def read(
