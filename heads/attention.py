@@ -39,10 +39,8 @@ def masked_attention(
     return torch.cat([side_by_side(query, mask) for query, mask in blocks], dim=2)
 
 
-def causal_attention(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None
-) -> Tensor:
-    """What the last N of S tokens find, each in itself and all before: block by block, with no more slots than needed."""
+def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None) -> Tensor:
+    """What the last N of S tokens find, each in itself and all before; a block of them reads no more than it needs."""
     queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
     shared = query_BHNE.shape[1] != key_BGSE.shape[1]
     if queries == slots:

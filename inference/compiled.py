@@ -1,4 +1,4 @@
-"""A function as one compiled graph, for all lengths of text and sizes of tree, with the function itself to fall back on.
+"""A function as one compiled graph for all lengths of text and sizes of tree, and the function itself to fall back on.
 
 On a CPU Inductor freezes the weights into the graph, in the order in which its kernels read them: the eager linear
 layers reach less than half of the memory's bandwidth. On a GPU the graph is replayed (CUDA graphs). A size of 1 is a
@@ -10,24 +10,26 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
-from torch.fx.experimental import _config as symbols_config
 
 GRAPHS = 64
 """Graphs of one function that a process may hold; torch's own limit is too small for several models."""
+# Modules whose `patch` no annotation knows.
+inductor: Any = import_module("torch._inductor.config")
+symbols: Any = import_module("torch.fx.experimental._config")
 _numbers = count()
 
 
 def missing_compiler(device: torch.device) -> str | None:
     """Why nothing can be compiled on this machine, or None."""
-    if device.type == "cpu" and not (inductor_config.cpp.cxx[1] and shutil.which(inductor_config.cpp.cxx[1])):
+    if device.type == "cpu" and not (inductor.cpp.cxx[1] and shutil.which(inductor.cpp.cxx[1])):
         return "there is no C++ compiler (g++) on this machine"
     return None
 
@@ -48,27 +50,31 @@ def wanted(compile: bool | str, device: torch.device) -> bool:
 class Graph:
     """A function of tensors that is compiled when it is first called with something of a kind."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], what: str, device: torch.device) -> None:
+    def __init__(self, function: Callable[..., Any], what: str, device: torch.device, replay: bool = False) -> None:
         """Nothing is compiled yet.
 
         Args:
-            function: called with a word of this graph's own, then with its arguments; what it reads of models must
-                never change.
+            function: what it reads beside its arguments must never change.
             what: it is, for the user.
             device: where it runs.
+            replay: as a CUDA graph on a GPU; the function returns a tuple of tensors.
         """
         self.function, self.what, self.device = function, what, device
         # Frozen weights are constants of a graph, and what the graph was made of is not looked at again at every
         # call: this word keeps one model's graphs from another's arguments.
         self.word = f"{what} {next(_numbers)}"
+
+        def traced(word: str, *arguments: Any) -> Any:
+            assert word, "read, for only what is read is compared at the next call"
+            return function(*arguments)
+
         self.kinds: set[Hashable] = set()
         self.broken = missing_compiler(device)
         if self.broken is not None:
             self._give_up(self.broken)
-        options: dict[str, Any] = {"guard_filter_fn": _needed}
-        if device.type != "cpu":
-            options["triton.cudagraphs"] = True
-        self._compiled = torch.compile(function, fullgraph=True, options=options)
+        self.replay = replay and device.type == "cuda"
+        options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self.replay}
+        self._compiled = torch.compile(traced, fullgraph=True, options=options)
 
     def __call__(self, kind: Hashable, sizes: Callable[[], Sequence[tuple[Tensor, int]]], *arguments: Any) -> Any:
         """The function's value.
@@ -79,7 +85,7 @@ class Graph:
             arguments: of the function.
         """
         if self.broken is not None:
-            return self.function(self.word, *arguments)
+            return self.function(*arguments)
         if kind not in self.kinds:
             for tensor, dimension in sizes():
                 if tensor.shape[dimension] > 1:
@@ -87,22 +93,22 @@ class Graph:
         try:
             value = self._call(arguments)
         except (TorchDynamoException, InductorError) as error:
-            self._give_up(str(error).strip().splitlines()[0])
-            return self.function(self.word, *arguments)
+            self._give_up(" ".join(str(error).split("\n\n")[0].split()))
+            return self.function(*arguments)
         self.kinds.add(kind)
         return value
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
-        if self.device.type != "cpu":
+        if self.replay:
             torch.compiler.cudagraph_mark_step_begin()
         with (
-            inductor_config.patch(freezing=self.device.type == "cpu"),
-            symbols_config.patch(use_duck_shape=False),
+            inductor.patch(freezing=self.device.type == "cpu"),
+            symbols.patch(use_duck_shape=False),
             torch._dynamo.config.patch(recompile_limit=GRAPHS),
         ):
             value = self._compiled(self.word, *arguments)
-        # The next replay of a CUDA graph writes over what this one returned.
-        return value if self.device.type == "cpu" else tuple(tensor.clone() for tensor in value)
+        # The next replay writes over what this one returned.
+        return tuple(tensor.clone() for tensor in value) if self.replay else value
 
     def _give_up(self, reason: str) -> None:
         self.broken = reason
@@ -112,8 +118,6 @@ class Graph:
 def _needed(guards: Sequence[Any]) -> list[bool]:
     """What is checked at every call: what is said of the arguments. Of the models nothing changes."""
     return [
-        not guard.is_global
-        and "self" not in guard.name
-        and not guard.orig_guard.source.is_unspecialized_nn_module()
+        not guard.is_global and "self" not in guard.name and not guard.orig_guard.source.is_unspecialized_nn_module()
         for guard in guards
     ]

@@ -89,16 +89,16 @@ class HeadDrafter:
         """Draft and observe in one graph each."""
         if self._graphs is None:
             name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
-            self._graphs = Graph(self._grow, name, device), Graph(self._observe, name, device)
+            self._graphs = Graph(self._grow, name, device, replay=True), Graph(self.head.observe, name, device)
 
-    def _grow(self, word: str, state: DraftState, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
-        """The tokens of a tree and the parents of its nodes; one graph if compiled, which `word` keeps apart."""
+    def _grow(self, state: DraftState, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
+        """The tokens of a tree and the parents of its nodes; a graph if compiled."""
         raise NotImplementedError
 
     def grown(self, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
         """As `_grow`, compiled or not."""
         if self._graphs is None:
-            return self._grow("", self.state, roots_B, shape)
+            return self._grow(self.state, roots_B, shape)
         kind = (len(roots_B) == 1, shape)
         tokens_BN, parents_BN = self._graphs[0](
             kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, shape
@@ -109,18 +109,12 @@ class HeadDrafter:
         """Show the head what was accepted."""
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
         if self._graphs is None:
-            self._state = self._observe("", self.state, *given)
+            self._state = self.head.observe(self.state, *given)
             return
         kind = (len(given[1]) == 1, given[1].shape[1])
         self._state = self._graphs[1](
             kind, lambda: [*self.state.sizes(), *((tensor, 0) for tensor in given)], self.state, *given
         )
-
-    def _observe(
-        self, word: str, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
-    ) -> DraftState:
-        """One graph if compiled, which `word` keeps apart."""
-        return self.head.observe(state, features_BAF, next_tokens_BA, lengths_B)
 
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""
@@ -179,7 +173,7 @@ class StaticTree(HeadDrafter):
         probs_BNV[:, list(shape.inner)] = inner
         return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
 
-    def _grow(self, word: str, state: DraftState, roots_B: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: DraftState, roots_B: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
         """See `HeadDrafter._grow`."""
         return self._levels(state, roots_B, shape, [])
 
@@ -249,7 +243,7 @@ class DynamicTree(HeadDrafter):
         tokens_BN, parents_BN = self.grown(roots_B, (size, depth))
         return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
 
-    def _grow(self, word: str, state: DraftState, roots_B: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: DraftState, roots_B: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """See `HeadDrafter._grow`; the shape is size and depth."""
         width, (size, depth) = self.width, shape
         frontier_BW = roots_B[:, None]

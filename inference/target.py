@@ -104,11 +104,9 @@ class Target:
         return cls(cast(PreTrainedModel, frozen), str(source))
 
     def compile(self) -> None:
-        """Compile the forward over a tree when it is first called: about a minute, then rounds are nearer to what the
-        memory allows. Warns and goes on without where that cannot be.
-        """
+        """Run forwards over trees in a compiled graph, which is made when one is first asked for."""
         if self.graph is None:
-            self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device)
+            self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Become the model with a peft adapter merged into its weights: what a jointly trained head drafts for."""
@@ -257,11 +255,10 @@ class Target:
         logits_to_keep: int | Tensor,
     ) -> TargetOutput:
         with attention.attending(self.config) if self.own_attention else nullcontext():
-            return TargetOutput(*self._run("", tokens_BN, positions_BN, masks, cache, layers, logits_to_keep))
+            return TargetOutput(*self._run(tokens_BN, positions_BN, masks, cache, layers, logits_to_keep))
 
     def _run(
         self,
-        word: str,
         tokens_BN: Tensor,
         positions_BN: Tensor,
         masks: Any,
@@ -269,7 +266,7 @@ class Target:
         layers: tuple[int, ...],
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logits and features; one graph if compiled, which `word` keeps apart."""
+        """Logits and features; a graph if compiled."""
         output = self.model(
             input_ids=tokens_BN,
             attention_mask=masks,

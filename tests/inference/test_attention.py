@@ -9,9 +9,14 @@ from headstart.inference.attention import NAME, attending, attention
 
 def test_the_model_calls_its_own_function_again_afterwards_also_after_an_error():
     config = LlamaConfig(attn_implementation="sdpa")
-    with pytest.raises(RuntimeError, match="broken"), attending(config):
-        assert config._attn_implementation == NAME
-        raise RuntimeError("broken")
+
+    def break_off() -> None:
+        with attending(config):
+            assert config._attn_implementation == NAME
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        break_off()
     assert config._attn_implementation == "sdpa"
 
 

@@ -1,0 +1,151 @@
+"""Compiled rounds: the same tokens, one graph for all lengths, and a way on where nothing can be compiled."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.utils.rnn import pad_sequence
+
+from headstart.heads.checkpoint import build_head
+from headstart.inference import SpeculativeLM, compiled
+from headstart.inference.compiled import Graph
+
+CPU = torch.device("cpu")
+CASES = {
+    "plain": (None, "auto"),
+    "eagle3, dynamic": ({"type": "eagle3", "depth": 3, "feature_layers": [0, -1]}, "dynamic:9:3:3"),
+    "medusa, static": ({"type": "medusa", "num_heads": 3}, "auto"),
+    "eagle, static": ({"type": "eagle", "depth": 3}, "auto"),
+    "hydra++, dynamic": ({"type": "hydra++", "num_heads": 3}, "dynamic:9:3:3"),
+    "hydra, chain": ({"type": "hydra", "num_heads": 3}, "chain:3"),
+}
+SHORT = ("plain", "eagle3, dynamic")
+needs_compiler = pytest.mark.skipif(compiled.missing_compiler(CPU) is not None, reason="no C++ compiler")
+
+
+def compiled_lm(target, case):
+    options, tree = CASES[case]
+    if options is None:
+        return SpeculativeLM.from_pretrained(target, compile=True)
+    torch.manual_seed(2)
+    head = build_head(options["type"], {name: v for name, v in options.items() if name != "type"}, target.info)
+    head = head.to(target.dtype)
+    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True)
+
+
+def prompts():
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(20, (length,), generator=random) for length in (250, 5, 9, 2, 17)]
+
+
+SETTINGS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [3], "pad_token_id": 0}
+
+
+def alone(target):
+    rows = [
+        target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)[0, len(row) :].tolist()
+        for row in prompts()
+    ]
+    assert len({len(row) for row in rows}) > 2
+    return rows
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "case", [case if case in SHORT else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_the_same_tokens_by_one_graph_of_each_kind(tiny_target, case):
+    """Rows of any length, one of them past a bucket of the cache."""
+    target = tiny_target(vocab_size=20)
+    lm = compiled_lm(target, case)
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")
+        for row, expected in zip(prompts(), alone(target), strict=True):
+            output = lm.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)
+            assert output.sequences[0, len(row) :].tolist() == expected
+    assert counters["stats"]["unique_graphs"] == (1 if case == "plain" else 3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])])
+def test_a_batch_whose_rows_end_shares_graphs(tiny_target, case):
+    target = tiny_target(vocab_size=20)
+    lm = compiled_lm(target, case)
+    counters.clear()
+    padded = pad_sequence(prompts(), batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in prompts()], batch_first=True, padding_side="left")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")
+        output = lm.generate(padded, attention_mask=mask, **SETTINGS)
+    for found, expected in zip(output.sequences[:, padded.shape[1] :].tolist(), alone(target), strict=True):
+        assert found[: len(expected)] == expected
+    # Of one row and of several; and where a tree shrinks to the batch, of roots alone.
+    assert counters["stats"]["unique_graphs"] <= (2 if case == "plain" else 12)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_give_the_same_logits(tiny_target, dtype):
+    target = tiny_target(dtype=dtype)
+    lm = compiled_lm(target, "plain")
+    row = torch.arange(12)[None]
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    settings |= {"do_sample": False, "attention_mask": torch.ones_like(row)}
+    mine = lm.generate(row, **settings).logits
+    target.graph = None
+    theirs = lm.generate(row, **settings).logits
+    bound = 1e-4 if dtype == torch.float32 else 0.15
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one - other).abs().max() < bound * other.abs().max()
+
+
+@needs_compiler
+def test_one_models_graph_is_not_anothers(tiny_target):
+    """Weights are constants of a graph, so what two targets share must not be the graph."""
+    row = torch.arange(12)[None]
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(row)}
+    texts = []
+    for seed in (0, 1):
+        target = tiny_target(seed=seed)
+        texts.append(compiled_lm(target, "plain").generate(row, **settings).sequences)
+        assert torch.equal(texts[-1], target.model.generate(row, **settings))
+    assert not torch.equal(*texts)
+
+
+def test_without_a_compiler_a_warning_says_so_once_and_auto_says_nothing(tiny_target, monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
+    target = tiny_target()
+    row = torch.arange(12)[None]
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(row)}
+    expected = target.model.generate(row, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")
+        lm = SpeculativeLM.from_pretrained(target, compile="auto")
+        assert torch.equal(lm.generate(row, **settings).sequences, expected)
+    with pytest.warns(UserWarning, match=r"runs without compiling: there is no C\+\+ compiler"):
+        lm.compile()
+    assert torch.equal(lm.generate(row, **settings).sequences, expected)
+
+
+def test_what_cannot_be_traced_runs_as_it_is():
+    def branching(tensor):
+        return tensor + 1 if tensor.sum().item() > 0 else tensor - 1
+
+    graph = Graph(branching, "the test", CPU)
+    with pytest.warns(UserWarning, match="the test runs without compiling"):
+        assert graph("kind", list, torch.ones(2)).tolist() == [2, 2]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")  # said once
+        assert graph("kind", list, -torch.ones(2)).tolist() == [-2, -2]
+
+
+def test_another_word_is_refused(tiny_target):
+    with pytest.raises(ValueError, match=r"compile must be True, False or 'auto', not 'yes'"):
+        SpeculativeLM.from_pretrained(tiny_target(), compile="yes")
