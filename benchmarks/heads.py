@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--compile", action="store_true", help="run our engine in compiled graphs, plain or not")
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="heads that are trained already")
     args = parser.parse_args()
     for path in args.prompts:
@@ -68,12 +69,12 @@ def main() -> None:
         for temperature in args.temperatures:
             piece = output / f"{Path(path).stem}-T{temperature:g}.json"
             if not piece.exists():
-                sides = sides or loaded(folders)
+                sides = sides or loaded(folders, args.compile)
                 save(piece, compared(sides, read_prompts(path, args.limit), temperature, args.new_tokens, piece.stem))
             pieces.append(piece)
     contexts = output / "contexts.json"
     if not contexts.exists():
-        sides = sides or loaded(folders)
+        sides = sides or loaded(folders, args.compile)
         save(contexts, after_contexts(sides, args.conversations, args.prompts[0], args.limit, args.new_tokens))
     (output / "heads.md").write_text(tables(pieces, contexts, folders), encoding="utf-8")
     console.print(f"tables: {output / 'heads.md'}")
@@ -95,7 +96,7 @@ def trained(name: str, conversations: str, minutes: float, output: Path) -> Path
     return train(dataclasses.replace(config, loop=loop)) / "best"
 
 
-def loaded(folders: dict[str, Path]) -> dict[str, Any]:
+def loaded(folders: dict[str, Path], compile: bool) -> dict[str, Any]:
     """For every side its name and the engine; heads with an adapter have a target, and a `generate`, of their own."""
     shared = Target.from_pretrained(TARGET, torch.bfloat16)
     sides: dict[str, Any] = {"generate": shared, "plain": SpeculativeLM(shared)}
@@ -106,8 +107,8 @@ def loaded(folders: dict[str, Path]) -> dict[str, Any]:
             target.merge_adapter(folder / "adapter")
             sides[f"generate, {name}"] = target
         depth = load_head(folder)[0].max_depth
-        sides[f"{name}: chain"] = SpeculativeLM.from_pretrained(target, folder, tree=f"chain:{depth}")
-        sides[f"{name}: tree"] = SpeculativeLM.from_pretrained(target, folder)
+        sides[f"{name}: chain"] = SpeculativeLM.from_pretrained(target, folder, tree=f"chain:{depth}", compile=compile)
+        sides[f"{name}: tree"] = SpeculativeLM.from_pretrained(target, folder, compile=compile)
     return sides
 
 

@@ -214,7 +214,9 @@ class HydraHead(DraftHead):
         """The draft states [N, D] of every head at anchors of the flattened batch, the true tokens given."""
         tokens_BT = features.tokens_BT
         memory = TrainingTimeTest(1, features.sequences_BT).at(0)
-        states_BTD = self._prefixed(features.last_BTD, features.places_BT, memory)
+        states_BTD = features.last_BTD
+        if self.config.prefix_layer:
+            states_BTD = self._prefixed(states_BTD, features.places_BT, memory)
         states_ND = states_BTD.flatten(0, 1)[index_N]
         # Where a path looks past the end of its row, any token serves: no such draft is judged.
         places_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
@@ -237,17 +239,19 @@ class HydraHead(DraftHead):
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> HydraState:
         """See `DraftHead.observe`; the heads read the last committed state, the prefix layer all of them."""
         assert isinstance(state, HydraState)
-        accepted = next_tokens_BA.shape[1]
-        memory = state.cache.commit(state.lengths_B, accepted)
-        positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
-        out_BAD = self._prefixed(features_BAF, positions_BA, memory)
+        out_BAD = features_BAF
+        if self.config.prefix_layer:
+            accepted = next_tokens_BA.shape[1]
+            memory = state.cache.commit(state.lengths_B, accepted)
+            positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
+            out_BAD = self._prefixed(features_BAF, positions_BA, memory)
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,
             depth=0,
             lengths_B=state.lengths_B + lengths_B,
             state_B1D=out_BAD.gather(1, last_B11.expand(-1, 1, out_BAD.shape[-1])),
-            path_BWP=state.path_BWP[:, :1, :0],
+            path_BWP=next_tokens_BA.new_zeros(len(lengths_B), 1, 0),
         )
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, HydraState]:
@@ -262,9 +266,7 @@ class HydraHead(DraftHead):
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
     def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, memory: Memory) -> Tensor:
-        """The states that the heads read: the target's, or what the prefix layer makes of them."""
-        if not self.config.prefix_layer:
-            return states_BTD
+        """What the prefix layer makes of the target's states."""
         out: Tensor = self.prefix(states_BTD, self.rotary(positions_BT, states_BTD.dtype), memory, 0)
         return self.prefix_norm(out) if self.config.prefix_norm else out
 

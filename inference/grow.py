@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -91,17 +92,17 @@ class HeadDrafter:
             name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
             self._graphs = Graph(self._grow, name, device, replay=True), Graph(self.head.observe, name, device)
 
-    def _grow(self, state: DraftState, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: DraftState, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """The tokens of a tree and the parents of its nodes; a graph if compiled."""
         raise NotImplementedError
 
-    def grown(self, roots_B: Tensor, shape: Any) -> tuple[Tensor, Tensor]:
-        """As `_grow`, compiled or not."""
+    def grown(self, roots_B: Tensor, shape: Hashable, plan: Any) -> tuple[Tensor, Tensor]:
+        """As `_grow`, compiled or not; `shape` names the plan."""
         if self._graphs is None:
-            return self._grow(self.state, roots_B, shape)
+            return self._grow(self.state, roots_B, plan)
         kind = (len(roots_B) == 1, shape)
         tokens_BN, parents_BN = self._graphs[0](
-            kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, shape
+            kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, plan
         )
         return tokens_BN, parents_BN
 
@@ -161,10 +162,11 @@ class StaticTree(HeadDrafter):
         batch = len(roots_B)
         shape = self.shape if self.budget is None else cut(self.shape, self.budget // batch)
         drawn_from: list[Tensor] = []
+        plan = _plan(shape, roots_B.device)
         if self._probs_of is None:
-            tokens_BN, parents_BN = self.grown(roots_B, shape)
+            tokens_BN, parents_BN = self.grown(roots_B, shape, plan)
         else:
-            tokens_BN, parents_BN = self._levels(self.state, roots_B, shape, drawn_from)
+            tokens_BN, parents_BN = self._levels(self.state, roots_B, plan, drawn_from)
         tree = DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, shape.size), shape.depth, shape=shape)
         if not drawn_from:
             return tree
@@ -173,30 +175,29 @@ class StaticTree(HeadDrafter):
         probs_BNV[:, list(shape.inner)] = inner
         return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
 
-    def _grow(self, state: DraftState, roots_B: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: DraftState, roots_B: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `HeadDrafter._grow`."""
-        return self._levels(state, roots_B, shape, [])
+        return self._levels(state, roots_B, plan, [])
 
     def _levels(
-        self, state: DraftState, roots_B: Tensor, shape: TreeShape, drawn_from: list[Tensor]
+        self, state: DraftState, roots_B: Tensor, plan: Plan, drawn_from: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Level by level; where siblings are drawn, `drawn_from` gets the distributions."""
-        batch = len(roots_B)
-        parents_N, levels = _on_device(shape, roots_B.device)
+        parents_N, levels = plan
         tokens = [roots_B[:, None]]
         frontier_BW, parents_BW = tokens[0], torch.full_like(tokens[0], -1)
-        for level, (picks, frontier, parents) in zip(shape.levels, levels, strict=True):
+        for width, picks, frontier, parents in levels:
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
             if self._probs_of is None:
-                ranked_BWR = self.head.target_tokens(logits_BWV.topk(level.width, dim=-1).indices)
+                ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices)
                 ranked_BWR = ranked_BWR.expand(-1, frontier_BW.shape[1], -1)
             else:
                 probs_BWV = self._probs_of(self._over_target(logits_BWV)).expand(-1, frontier_BW.shape[1], -1)
-                ranked_BWR = self._draw.distinct(probs_BWV, level.width)
+                ranked_BWR = self._draw.distinct(probs_BWV, width)
                 drawn_from.append(probs_BWV)
-            tokens.append(ranked_BWR.reshape(batch, -1)[:, picks])
-            frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(batch, -1)
-        return torch.cat(tokens, dim=1), parents_N.expand(batch, -1)
+            tokens.append(ranked_BWR.flatten(1)[:, picks])
+            frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(len(roots_B), -1)
+        return torch.cat(tokens, dim=1), parents_N.expand(len(roots_B), -1)
 
     def _over_target(self, logits_BWV: Tensor) -> Tensor:
         """Over the target's vocabulary, so that its processors mean the same tokens."""
@@ -207,14 +208,18 @@ class StaticTree(HeadDrafter):
         return whole
 
 
-@lru_cache(maxsize=64)
-def _on_device(shape: TreeShape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
-    """A shape's parents, and the indices of its levels, as tensors."""
+Plan = tuple[Tensor, list[tuple[int, Tensor, Tensor, Tensor]]]
+"""A shape for a device: its parents, and each level's width, picks, frontier and parents."""
 
+
+@lru_cache(maxsize=64)
+def _plan(shape: TreeShape, device: torch.device) -> Plan:
     def indices(numbers: tuple[int, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-    levels = [(indices(level.picks), indices(level.frontier), indices(level.parents)) for level in shape.levels]
+    levels = [
+        (level.width, indices(level.picks), indices(level.frontier), indices(level.parents)) for level in shape.levels
+    ]
     return indices(shape.parents), levels
 
 
@@ -240,12 +245,12 @@ class DynamicTree(HeadDrafter):
         if size < 2:
             return RootOnly().propose(roots_B)
         depth = min(self.depth, size - 1)
-        tokens_BN, parents_BN = self.grown(roots_B, (size, depth))
+        tokens_BN, parents_BN = self.grown(roots_B, (size, depth), (size, depth))
         return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
 
-    def _grow(self, state: DraftState, roots_B: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """See `HeadDrafter._grow`; the shape is size and depth."""
-        width, (size, depth) = self.width, shape
+    def _grow(self, state: DraftState, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """See `HeadDrafter._grow`; the plan is size and depth."""
+        width, (size, depth) = self.width, plan
         frontier_BW = roots_B[:, None]
         parents_BW = torch.full_like(frontier_BW, -1)
         # Candidates are numbered from 1 in the order of their making, the root being 0.

@@ -116,6 +116,8 @@ class BenchConfig(Command):
     without_replacement, block, traversal, or typical, which is LOSSY."""
     lossy: bool = False
     """Agree that a lossy acceptance rule (typical) changes what is written."""
+    compile: bool = False
+    """Run rounds, and plain steps, in compiled graphs: one or two minutes to make them, then about half the time."""
     seed: int = 0
     """Of the draws, if the temperature is above 0."""
     output: str | None = None
@@ -211,6 +213,8 @@ class GenerateConfig(Command):
     without_replacement, block, traversal, or typical, which is LOSSY."""
     lossy: bool = False
     """Agree that a lossy acceptance rule (typical) changes what is written."""
+    compile: bool = False
+    """Run rounds, and plain steps, in compiled graphs: one or two minutes to make them, then about half the time."""
     seed: int = 0
     """Of the draws."""
 

@@ -25,6 +25,7 @@ def load_engine(config: BenchConfig | GenerateConfig) -> tuple[SpeculativeLM, Pr
         config.tree,
         config.verifier,
         lossy=config.lossy,
+        compile=config.compile,
     )
     warn_of_other_data(lm.origin, tokenizer, config.thinking)
     return lm, tokenizer
