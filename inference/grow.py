@@ -250,10 +250,15 @@ class DynamicTree(HeadDrafter):
 
     def _grow(self, state: DraftState, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """See `HeadDrafter._grow`; the plan is size and depth."""
-        width, (size, depth) = self.width, plan
+        size, depth = plan
+        return _best(size, roots_B, *self.candidates(state, roots_B, depth))
+
+    def candidates(self, state: DraftState, roots_B: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, parents and values [B, C] of all nodes that are looked at, level by level; the root is number 0."""
+        width = self.width
         frontier_BW = roots_B[:, None]
         parents_BW = torch.full_like(frontier_BW, -1)
-        # Candidates are numbered from 1 in the order of their making, the root being 0.
+        # Candidates are numbered from 1 in the order of their making.
         numbers_BW, values_BW = torch.zeros_like(frontier_BW), torch.zeros(frontier_BW.shape, device=roots_B.device)
         tokens, parents, values = [], [], []
         first = 1
@@ -271,7 +276,7 @@ class DynamicTree(HeadDrafter):
             frontier_BW, parents_BW = tokens[-1].gather(1, chosen_BW), chosen_BW // width
             numbers_BW = first + chosen_BW
             first += tokens[-1].shape[1]
-        return _best(size, roots_B, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
+        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1)
 
 
 def _best(

@@ -2,34 +2,51 @@
 
     headstart tree --target MODEL --head HEAD --prompts FILE
 
-The target answers the prompts; how often the token at each depth is the head's i-th best gives the best static tree
-of every size (Medusa, arXiv:2401.10774, section 2.3.3). A tree of n nodes and depth d emits F tokens in
-d t_draft + t_target(n): the size with the most tokens per second is taken (Sequoia, arXiv:2402.12374, section 4.2),
-tried against a dynamic tree of the same size, and the better one is saved with the head.
+The target answers the prompts. How often the token at each depth is the head's i-th best gives the best static tree
+of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's own candidates along the answers
+give the acceptance of every dynamic tree. A tree of n nodes and depth d emits F tokens in t_draft(d) + t_target(n) +
+the rest of a round: the one with the most tokens per second is taken (Sequoia, arXiv:2402.12374, section 4.2), of
+either kind; both are then tried, and the better one is saved with the head.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from torch import Tensor
 
-from ..heads import DraftHead
+from ..heads import DraftHead, TargetEnds
 from ..heads.checkpoint import load_head, save_tree
-from ..inference import SpeculativeLM, Stats, Target, TreePolicy, load_tokenizer, tree_word
+from ..inference import (
+    DynamicShape,
+    SpeculativeLM,
+    Stats,
+    Target,
+    TreePolicy,
+    TreeShape,
+    load_tokenizer,
+    tree_word,
+)
 from ..inference.grow import drafter_of
-from ..inference.planning import best_static_tree, default_dynamic_tree, expected_length
+from ..inference.planning import best_static_tree, expected_length
+from ..inference.rounds import Drafter
 from .commands import TreeConfig
 from .config import dtype_of
 from .console import console
 from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
 from .evaluate import summary, teacher_forced
+from .expected import dynamic_lengths, measured_costs
+from .provenance import provenance
 
-SIZES = (2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
+SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of trees that are considered if none is asked for."""
+WIDTHS = (2, 4, 8)
+"""Of dynamic trees."""
 
 
 def calibrate(config: TreeConfig) -> TreePolicy:
@@ -47,7 +64,7 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     load_head(config.head)  # a mistake is told before a model is loaded
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.dtype))
+    lm = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.dtype), compile=config.compile)
     target = lm.target
     head = load_head(config.head, target.info, target.dtype)[0].to(target.device).eval()
     warn_of_other_data(lm.origin, tokenizer, config.thinking)
@@ -58,7 +75,7 @@ def calibrate(config: TreeConfig) -> TreePolicy:
 
     answered = [lm.generate(ids, **_settings(config)).sequences for ids in prompts]
     lengths = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, answered, strict=True)]
-    longest = prompts[lengths.index(max(lengths))]
+    longest = lengths.index(max(lengths))
     if max(lengths) < 2:
         raise ValueError(
             f"no answer to {', '.join(config.prompts)} is longer than one token: there is nothing to draft"
@@ -69,35 +86,75 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     ]
     _, accuracy_KI = teacher_forced(target, head, examples)
     sizes = SIZES if config.nodes is None else (config.nodes,)
-    shapes = {nodes: best_static_tree(accuracy_KI, nodes) for nodes in sizes}
-    table = Table("nodes", "depth", "expected tokens", "target, ms", "draft, ms", "expected tokens/s")
-    rates = {}
-    for nodes, shape in shapes.items():
-        _, stats = _really(target, head, shape, [longest], config)
-        check, draft = (stats.seconds[part] / stats.rounds for part in ("target", "draft"))
-        length = expected_length(shape, accuracy_KI)
-        rates[nodes] = length / (check + draft)
-        figures = (f"{length:.2f}", f"{1000 * check:.1f}", f"{1000 * draft:.1f}", f"{rates[nodes]:.1f}")
-        table.add_row(str(nodes), str(shape.depth), *figures)
+    lengths = expected_lengths(target, head, accuracy_KI, examples, sizes)
+    costs = measured_costs(
+        target,
+        head.max_depth,
+        lambda policy: _really(target, head, policy, [prompts[longest]], config)[1],
+        answered[longest],
+        sizes,
+    )
+    rates = {policy: costs.rate(policy.size, policy.depth, length) for policy, length in lengths.items()}
+    table = Table("tree", "expected tokens", "target, ms", "draft, ms", "the rest, ms", "expected tokens/s", "vs plain")
+    for size in sorted({policy.size for policy in rates}):
+        policy = max((each for each in rates if each.size == size), key=lambda each: rates[each])
+        draft = costs.draft[policy.depth]
+        check = lengths[policy] / rates[policy] - draft - costs.other
+        times = (f"{1000 * seconds:.1f}" for seconds in (check, draft, costs.other))
+        speeds = (f"{rates[policy]:.1f}", f"{rates[policy] * costs.plain:.2f}")
+        table.add_row(_told(policy), f"{lengths[policy]:.2f}", *times, *speeds)
     console.print(table)
-    nodes = max(rates, key=lambda size: rates[size])
 
-    tried: dict[str, TreePolicy] = {"static": shapes[nodes], "dynamic": default_dynamic_tree(head.max_depth, nodes)}
+    kinds: dict[str, type[TreePolicy]] = {"static": TreeShape, "dynamic": DynamicShape}
+    tried = {
+        name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
+        for name, kind in kinds.items()
+    }
     found = {name: _really(target, head, policy, prompts, config) for name, policy in tried.items()}
+    plain, _ = _really(target, head, None, prompts, config)
     for name, (rate, stats) in found.items():
+        policy = tried[name]
         console.print(
-            f"{name} tree of {nodes} nodes: acceptance length {stats.acceptance_length:.2f}, {rate:.1f} tokens/s"
+            f"{name}, {_told(policy)}: acceptance length {stats.acceptance_length:.2f} (expected "
+            f"{lengths[policy]:.2f}), {rate:.1f} tokens/s, {rate / plain:.2f} of plain decoding (expected "
+            f"{rates[policy] * costs.plain:.2f})"
         )
     best = max(found, key=lambda name: found[name][0])
     measured = {
         "prompts": len(prompts),
         "new_tokens": config.max_new_tokens,
         "accuracy": accuracy_KI,
+        "machine": provenance()["hardware"] + (", compiled" if config.compile else ""),
+        "expected_speedup": rates[tried[best]] * costs.plain,
+        "speedup": found[best][0] / plain,
         "trees": {name: {"nodes": tried[name].size, **summary(stats)} for name, (_, stats) in found.items()},
     }
     save_tree(config.head, tree_word(tried[best]), measured)
     console.print(f"the {best} tree is saved in {config.head}")
     return tried[best]
+
+
+def expected_lengths(
+    target: Target, head: DraftHead, accuracy_KI: list[list[float]], examples: list[Example], sizes: Sequence[int]
+) -> dict[TreePolicy, float]:
+    """Tokens a round of the best static tree of every size and depth, and of every dynamic one."""
+    lengths: dict[TreePolicy, float] = {}
+    for size in sizes:
+        for depth in range(1, head.max_depth + 1):
+            shape = best_static_tree(accuracy_KI[:depth], size)
+            lengths[shape] = expected_length(shape, accuracy_KI)
+    for width in {min(width, head.draft_vocab_size) for width in WIDTHS}:
+        found = dynamic_lengths(target, head, width, examples, sizes)
+        for (size, depth), length in found.items():
+            most = 1 + width + (depth - 1) * width**2
+            if depth < size:
+                lengths[DynamicShape(min(size, most), depth, width)] = length
+    return lengths
+
+
+def _told(policy: TreePolicy) -> str:
+    word = tree_word(policy)
+    return word if isinstance(word, str) else f"static, {policy.size} nodes, depth {policy.depth}"
 
 
 def _settings(config: TreeConfig) -> dict[str, Any]:
@@ -108,10 +165,20 @@ def _settings(config: TreeConfig) -> dict[str, Any]:
 
 
 def _really(
-    target: Target, head: DraftHead, policy: TreePolicy, prompts: list[Tensor], config: TreeConfig
+    target: Target, head: DraftHead, policy: TreePolicy | None, prompts: list[Tensor], config: TreeConfig
 ) -> tuple[float, Stats]:
-    """Tokens per second and acceptance, by answering the prompts."""
-    lm = SpeculativeLM(target, drafter_of(head, policy, target.ends))
+    """Tokens per second and acceptance, by answering the prompts with a tree, or plainly."""
+    lm = SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.ends, config.compile))
+    lm.generate(prompts[0], **_settings(config))  # warm, and compiled
     start = time.perf_counter()
     stats = Stats.merged(lm.generate(ids, **_settings(config)).stats for ids in prompts)
     return stats.tokens / (time.perf_counter() - start), stats
+
+
+@lru_cache(maxsize=16)
+def _drafter(head: DraftHead, policy: TreePolicy, ends: TargetEnds, compiled: bool) -> Drafter:
+    """One for each tree, so that nothing is compiled twice."""
+    drafter = drafter_of(head, policy, ends)
+    if compiled:
+        drafter.compile()
+    return drafter

@@ -164,6 +164,8 @@ class TreeConfig(Command):
     """0 for greedy decoding; above 0 for sampling."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of target and head."""
+    compile: bool = False
+    """Measure compiled rounds: the best tree of these is another one."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run.

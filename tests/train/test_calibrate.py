@@ -15,11 +15,15 @@ from headstart.heads.checkpoint import HeadFacts, load_head, save_head
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
 from headstart.inference.grow import DynamicTree, StaticTree
 from headstart.inference.planning import best_static_tree, expected_length
+from headstart.inference.rounds import Passage, Start
+from headstart.inference.sampling import RandomDraw
+from headstart.inference.stats import RoundRecord, Stats
 from headstart.train import calibrate as module
 from headstart.train.calibrate import calibrate
 from headstart.train.commands import TreeConfig
 from headstart.train.data import Example, prompt_ids, read_prompts
 from headstart.train.evaluate import real_acceptance, teacher_forced
+from headstart.train.expected import Costs, dynamic_lengths, measured_costs
 from headstart.train.loop import train
 
 NEW_TOKENS = 10
@@ -74,31 +78,38 @@ def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(c
     assert (found["prompts"], found["new_tokens"]) == (5, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("fastest", ["static", "dynamic"])
+@pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])
 def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, head, taught, monkeypatch, fastest):
-    rates = {TreeShape: 1.0, DynamicShape: 2.0 if fastest == "dynamic" else 0.5}
     original = module._really
-    monkeypatch.setattr(
-        module,
-        "_really",
-        lambda target, head, policy, *rest: (rates[type(policy)], original(target, head, policy, *rest)[1]),
-    )
-    before = load_head(head)[1]
+
+    def rated(target, head, policy, *rest):
+        return 2.0 if isinstance(policy, fastest) else 1.0, original(target, head, policy, *rest)[1]
+
+    monkeypatch.setattr(module, "_really", rated)
     policy = calibrate(changed(config, nodes=5))
     _, facts = load_head(head)
-    assert policy == tree_policy(facts.tree) == drafted_with(taught, head) != tree_policy(before.tree)
-    assert isinstance(policy, DynamicShape) == (fastest == "dynamic") and policy.size == 5
-    accuracy = facts.measured["calibration"]["accuracy"]
-    assert policy == (best_static_tree(accuracy, 5) if fastest == "static" else DynamicShape(5, 2, 2))
+    assert policy == tree_policy(facts.tree) == drafted_with(taught, head)
+    assert isinstance(policy, fastest) and policy.size == 5
+    calibration = facts.measured["calibration"]
+    assert calibration["speedup"] == 2.0 and calibration["expected_speedup"] > 0
 
 
-def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught):
+def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, monkeypatch):
+    tried, original = {}, module._really
+
+    def noted(target, head, policy, prompts, *rest):
+        if policy is not None and len(prompts) > 1:
+            tried["static" if isinstance(policy, TreeShape) else "dynamic"] = policy
+        return original(target, head, policy, prompts, *rest)
+
+    monkeypatch.setattr(module, "_really", noted)
     calibrate(changed(config, nodes=5))
     found = load_head(head)[1].measured["calibration"]
     target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
     prompts = [prompt_ids(tokenizer, messages)[0] for messages in read_prompts(config.prompts[0], 5)]
     loaded = load_head(head)[0].eval()
-    for name, policy in (("static", best_static_tree(found["accuracy"], 5)), ("dynamic", DynamicShape(5, 2, 2))):
+    assert tried["static"] in {best_static_tree(found["accuracy"][:depth], 5) for depth in (1, 2)}
+    for name, policy in tried.items():
         stats = real_acceptance(target, loaded, policy, prompts, NEW_TOKENS)
         assert found["trees"][name]["acceptance_length"] == stats.acceptance_length
         assert found["trees"][name]["rounds"] == stats.rounds
@@ -119,17 +130,64 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
 
 def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config, monkeypatch):
     """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more slowly."""
-    original, sizes = module._really, []
-
-    def timed(target, head, policy, *rest):
-        _, stats = original(target, head, policy, *rest)
-        sizes.append(policy.size)
-        late = 1.0 if policy.size <= 6 else float(policy.size)
-        return 1.0, dataclasses.replace(stats, seconds={"target": late * stats.rounds, "draft": 0.1 * stats.rounds})
-
-    monkeypatch.setattr(module, "_really", timed)
+    costs = Costs({size: 1.0 if size <= 6 else float(size) for size in module.SIZES}, {1: 0.1, 2: 0.1}, 0.0, 1.0)
+    monkeypatch.setattr(module, "measured_costs", lambda *_: costs)
     assert calibrate(config).size == 6
-    assert set(module.SIZES[:4]) <= set(sizes)
+
+
+def test_costs_are_those_of_the_parts(taught):
+    """A forward's time by its size, a draft's by its depth: in between by a line."""
+    target = Target.from_pretrained(taught, torch.float32)
+    taken = {1: 0.25, 4: 1.0, None: 0.0}
+    rounds = [[RoundRecord(1, 1)] * 2]
+
+    def really(policy):
+        draft = taken[policy and policy.depth]
+        return Stats(rounds, seconds={"draft": 2 * draft, "target": 6.0, "verify": 1.0, "rest": 0.5})
+
+    costs = measured_costs(target, 4, really, torch.arange(9)[None], (2, 5))
+    assert costs.draft == pytest.approx({1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0})
+    assert costs.other == 0.75 and costs.plain == 3.75
+    assert set(costs.target) == {2, 5} and min(costs.target.values()) > 0
+    given = Costs({2: 1.0, 5: 2.0}, {1: 0.5}, 0.25, 3.75)
+    assert given.rate(3, 1, 5.5) == given.rate(5, 1, 5.5) == 2.0
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_the_lengths_of_dynamic_trees_are_those_of_growing_each(trained_head, taught, width):
+    """Every size and depth by itself, at every place of two answers, against the one pass over all of them."""
+    target = Target.from_pretrained(taught, torch.float32)
+    head = load_head(trained_head, target.info)[0].eval()
+    examples = []
+    for text in ("count to 3", "count to 7"):
+        ids = prompt_ids(load_tokenizer(taught), [{"role": "user", "content": text}])
+        whole = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
+        examples.append(Example(whole, [i >= ids.shape[1] for i in range(len(whole))]))
+    sizes = (2, 3, 5, 8)
+    found = dynamic_lengths(target, head, width, examples, sizes)
+    for size, depth in itertools.product(sizes, range(1, head.max_depth + 1)):
+        lengths = []
+        for example in examples:
+            tokens_1T = torch.tensor([example.tokens])
+            first = example.loss_mask.index(True)
+            output = target.read_chunk(tokens_1T, tokens_1T.shape[1], target.new_cache(1), head.feature_layers, [0])
+            for place in range(first, len(example.tokens) - 1):
+                drafter = DynamicTree(head, DynamicShape(size, depth, width), target.ends)
+                drafter.begin(Start(1, 200, RandomDraw(None), None))
+                known = torch.tensor([place])
+                following = tokens_1T[:, 1 : place + 1]
+                drafter.read(Passage(tokens_1T[:, :place], following, output.features_BNF[:, :place], known))
+                with torch.inference_mode():
+                    tree = drafter.propose(tokens_1T[:, place])
+                node, accepted = 0, 1
+                for token in example.tokens[place + 1 :]:
+                    below = (tree.parents_BN[0] == node) & (tree.tokens_BN[0] == token)
+                    if not below.any():
+                        break
+                    node, accepted = int(below.nonzero()[0]), accepted + 1
+                lengths.append(accepted)
+        assert found[size, depth] == pytest.approx(sum(lengths) / len(lengths)), (size, depth)
+    assert len(set(found.values())) > 2
 
 
 def test_sampling_is_calibrated_too(config, head):

@@ -1,0 +1,154 @@
+"""What trees would be accepted, and what their rounds would cost: the two sides of choosing one.
+
+A dynamic tree of a smaller size or depth is a part of the largest one that the head looks at, so one pass over the
+target's own answers tells the acceptance of all of them. Costs are measured on this machine, not assumed: a forward
+over n nodes, a draft of depth d, and what verification and cache take (Sequoia, arXiv:2402.12374, section 4.2).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..heads import DraftHead
+from ..inference import DraftTree, DynamicShape, Stats, Target, TreePolicy, TreeShape
+from ..inference.grow import DynamicTree
+from ..inference.rounds import Passage, Start
+from ..inference.sampling import RandomDraw
+from .data import Example
+
+REPEATS = 9
+"""Forwards over each size, whose median counts."""
+TIMED = 8
+"""Size of the trees by which drafting is timed."""
+
+
+@torch.inference_mode()
+def dynamic_lengths(
+    target: Target, head: DraftHead, width: int, examples: Sequence[Example], sizes: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """Tokens a round, the bonus token counted, of dynamic trees.
+
+    Args:
+        target: whose answers they are.
+        head: what guesses.
+        width: of the trees.
+        examples: the answers.
+        sizes: of the trees, the root counted.
+
+    Returns:
+        by size and depth, for every depth that the head has.
+    """
+    depths = range(1, head.max_depth + 1)
+    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.ends)
+    totals, anchors = dict.fromkeys(((size, depth) for size in sizes for depth in depths), 0), 0
+    for example in examples:
+        text_1T = torch.tensor([example.tokens], device=target.device)
+        length, first = text_1T.shape[1], example.loss_mask.index(True)
+        output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
+        drafter.begin(Start(1, length + drafter.max_nodes, RandomDraw(None), None))
+
+        def read(start: int, stop: int) -> None:
+            count_B = torch.tensor([stop - start], device=target.device)
+            following = text_1T[:, start + 1 : stop + 1]  # noqa: B023 - called in this turn of the loop
+            features = output.features_BNF[:, start:stop]  # noqa: B023
+            drafter.read(Passage(text_1T[:, start:stop], following, features, count_B))  # noqa: B023
+
+        read(0, first)
+        for place in range(first, length - 1):
+            tokens_1C, parents_1C, values_1C = drafter.candidates(drafter.state, text_1T[:, place], head.max_depth)
+            truth = example.tokens[place + 1 : place + 1 + head.max_depth]
+            found = _on_the_way(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
+            for depth in depths:
+                seen_C = values_1C[0, : drafter.width + (depth - 1) * drafter.width**2]
+                # A child is worth no more than its parent, so the ranks along the path never fall.
+                ranks = [
+                    int((seen_C > seen_C[node]).sum() + (seen_C[:node] == seen_C[node]).sum()) for node in found[:depth]
+                ]
+                for size in sizes:
+                    totals[size, depth] += sum(rank < size - 1 for rank in ranks)
+            anchors += 1
+            read(place, place + 1)
+    return {key: 1 + total / anchors for key, total in totals.items()}
+
+
+def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list[int]:
+    """The candidates that are the true continuation, from the root on."""
+    path: list[int] = []
+    above = 0
+    for token in truth:
+        below = [node for node, parent in enumerate(parents) if parent == above and tokens[node] == token]
+        if not below:
+            break
+        path.append(below[0])
+        above = below[0] + 1
+    return path
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a round on this machine."""
+
+    target: dict[int, float]
+    """A forward, by its nodes."""
+    draft: dict[int, float]
+    """A draft with what the head observes, by its depth."""
+    other: float
+    """Verification and cache."""
+    plain: float
+    """A whole plain step."""
+
+    def rate(self, nodes: int, depth: int, length: float) -> float:
+        """Tokens a second of rounds that emit `length` tokens; a forward costs what the next measured size does."""
+        check = self.target[min(size for size in self.target if size >= nodes)]
+        return length / (check + self.draft[depth] + self.other)
+
+
+def measured_costs(
+    target: Target, depth: int, really: Callable[[TreePolicy | None], Stats], text_1T: Tensor, sizes: Sequence[int]
+) -> Costs:
+    """Time what rounds consist of.
+
+    Args:
+        target: whose forwards are timed.
+        depth: the deepest draft.
+        really: answers a prompt, with a tree or plainly, and tells what it took.
+        text_1T: behind whose end forwards are timed.
+        sizes: of the trees.
+    """
+
+    def a_round(stats: Stats, *parts: str) -> float:
+        return sum(stats.seconds[part] for part in parts) / stats.rounds
+
+    drafted = {d: really(DynamicShape(TIMED, d, 4)) for d in {1, depth}}
+    first, last = (a_round(drafted[d], "draft") for d in (1, depth))
+    return Costs(
+        target=_forwards(target, text_1T, sizes),
+        draft={d: first + (last - first) * (d - 1) / max(depth - 1, 1) for d in range(1, depth + 1)},
+        other=a_round(drafted[depth], "verify", "rest"),
+        plain=a_round(really(None), "target", "verify", "rest"),
+    )
+
+
+@torch.inference_mode()
+def _forwards(target: Target, text_1T: Tensor, sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds of a forward over chains of so many nodes behind a text, in turns."""
+    cache, length = target.new_cache(1), text_1T.shape[1]
+    target.read_chunk(text_1T, length, cache, (), [0])
+    taken: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(REPEATS + 1):
+        for size in sizes:
+            tokens_1N = text_1T[:, :1].expand(1, size).contiguous()
+            parents_1N = torch.tensor([TreeShape.chain(size - 1).parents], device=target.device)
+            tree = DraftTree(tokens_1N, parents_1N, torch.tensor([size], device=target.device), max_depth=size - 1)
+            start = time.perf_counter()
+            logits = target.forward_tree(tree, length, cache, ()).logits_BNV
+            logits[0, -1, 0].item()  # sync: a time is asked for
+            if turn > 0:
+                taken[size].append(time.perf_counter() - start)
+    return {size: statistics.median(times) for size, times in taken.items()}
