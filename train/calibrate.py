@@ -40,11 +40,12 @@ from .config import dtype_of
 from .console import console
 from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
 from .evaluate import summary, teacher_forced
-from .expected import dynamic_lengths, measured_costs
+from .expected import Costs, dynamic_lengths, measured_costs
 from .provenance import provenance
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of trees that are considered if none is asked for."""
+Shape = TreeShape | DynamicShape
 WIDTHS = (2, 4, 8)
 """Of dynamic trees."""
 
@@ -72,11 +73,23 @@ def calibrate(config: TreeConfig) -> TreePolicy:
         prompt_ids(tokenizer, row, config.thinking).to(target.device) for rows in by_file.values() for row in rows
     ]
     check_lengths(prompts, config.max_new_tokens, target.max_positions, ", ".join(config.prompts))
+    return fastest(lm, head, prompts, config)
 
+
+def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
+    """Expect, try the best of each kind, and save what was faster.
+
+    Args:
+        lm: answers the prompts; how it drafts does not matter.
+        head: whose tree is looked for.
+        prompts: token ids, each [1, time].
+        config: of the command.
+    """
+    target = lm.target
     answered = [lm.generate(ids, **_settings(config)).sequences for ids in prompts]
-    lengths = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, answered, strict=True)]
-    longest = lengths.index(max(lengths))
-    if max(lengths) < 2:
+    written = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, answered, strict=True)]
+    longest = written.index(max(written))
+    if max(written) < 2:
         raise ValueError(
             f"no answer to {', '.join(config.prompts)} is longer than one token: there is nothing to draft"
         )
@@ -95,17 +108,8 @@ def calibrate(config: TreeConfig) -> TreePolicy:
         sizes,
     )
     rates = {policy: costs.rate(policy.size, policy.depth, length) for policy, length in lengths.items()}
-    table = Table("tree", "expected tokens", "target, ms", "draft, ms", "the rest, ms", "expected tokens/s", "vs plain")
-    for size in sorted({policy.size for policy in rates}):
-        policy = max((each for each in rates if each.size == size), key=lambda each: rates[each])
-        draft = costs.draft[policy.depth]
-        check = lengths[policy] / rates[policy] - draft - costs.other
-        times = (f"{1000 * seconds:.1f}" for seconds in (check, draft, costs.other))
-        speeds = (f"{rates[policy]:.1f}", f"{rates[policy] * costs.plain:.2f}")
-        table.add_row(_told(policy), f"{lengths[policy]:.2f}", *times, *speeds)
-    console.print(table)
-
-    kinds: dict[str, type[TreePolicy]] = {"static": TreeShape, "dynamic": DynamicShape}
+    _show(lengths, rates, costs)
+    kinds: dict[str, type[Shape]] = {"static": TreeShape, "dynamic": DynamicShape}
     tried = {
         name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
         for name, kind in kinds.items()
@@ -134,11 +138,24 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     return tried[best]
 
 
+def _show(lengths: dict[Shape, float], rates: dict[Shape, float], costs: Costs) -> None:
+    """The best tree of each size."""
+    table = Table("tree", "expected tokens", "target, ms", "draft, ms", "the rest, ms", "expected tokens/s", "vs plain")
+    for size in sorted({policy.size for policy in rates}):
+        policy = max((each for each in rates if each.size == size), key=lambda each: rates[each])
+        draft = costs.draft[policy.depth]
+        check = lengths[policy] / rates[policy] - draft - costs.other
+        times = (f"{1000 * seconds:.1f}" for seconds in (check, draft, costs.other))
+        speeds = (f"{rates[policy]:.1f}", f"{rates[policy] * costs.plain:.2f}")
+        table.add_row(_told(policy), f"{lengths[policy]:.2f}", *times, *speeds)
+    console.print(table)
+
+
 def expected_lengths(
     target: Target, head: DraftHead, accuracy_KI: list[list[float]], examples: list[Example], sizes: Sequence[int]
-) -> dict[TreePolicy, float]:
+) -> dict[Shape, float]:
     """Tokens a round of the best static tree of every size and depth, and of every dynamic one."""
-    lengths: dict[TreePolicy, float] = {}
+    lengths: dict[Shape, float] = {}
     for size in sizes:
         for depth in range(1, head.max_depth + 1):
             shape = best_static_tree(accuracy_KI[:depth], size)
@@ -152,7 +169,7 @@ def expected_lengths(
     return lengths
 
 
-def _told(policy: TreePolicy) -> str:
+def _told(policy: Shape) -> str:
     word = tree_word(policy)
     return word if isinstance(word, str) else f"static, {policy.size} nodes, depth {policy.depth}"
 
