@@ -312,7 +312,8 @@ class ExportConfig(Command):
     head: str = ""
     """The head's checkpoint folder or Hub id."""
     to: str = ""
-    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is."""
+    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
+    target with the head's adapter (Medusa-2) merged in, and the head for it."""
     output: str = ""
     """Folder to write."""
     target: str | None = None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..heads import DraftHead
 from ..heads.card import Listing
-from ..heads.checkpoint import HeadFacts, load_head, publishable, save_head
+from ..heads.checkpoint import HeadFacts, adapter_of, load_head, new_folder, publishable, save_head
 from ..heads.export import PROJECTS, export_head
 from ..heads.files import read_json, read_weights
 from ..heads.hub import local_folder, push_folder
 from ..heads.interop import import_head
-from ..inference import Target
+from ..inference import Target, load_tokenizer
 from .commands import ExportConfig, ImportConfig, PushConfig
 from .console import console
+
+MERGED = "merged"
+"""The word in `--to` for a target that has its head's adapter inside."""
 
 
 def push_head(config: PushConfig) -> None:
@@ -82,9 +87,12 @@ def export_foreign(config: ExportConfig) -> None:
     Raises:
         ValueError: no head there, or one that the project cannot have.
     """
-    if config.to not in PROJECTS:
-        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join(PROJECTS)}")
+    if config.to not in (*PROJECTS, MERGED):
+        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, MERGED))}")
     head, facts = load_head(config.head)
+    if config.to == MERGED:
+        export_merged(head, facts, config)
+        return
     embedding_VD, architectures = None, ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
         target = Target.from_pretrained(config.target or head.target.name)
@@ -96,6 +104,38 @@ def export_foreign(config: ExportConfig) -> None:
         )
     export_head(head, facts, config.to, config.output, embedding_VD, architectures)
     console.print(f"{config.output}: written for {config.to}")
+
+
+def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
+    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter.
+
+    Raises:
+        ValueError: a head without an adapter.
+    """
+    if not facts.adapted:
+        raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
+    source = config.target or head.target.name
+    target, tokenizer = Target.from_pretrained(source), load_tokenizer(source)
+    head.target.check(target.info)
+    target.merge_adapter(adapter_of(config.head))
+    final = Path(config.output)
+    with new_folder(final) as partial:
+        save_model(target, partial / "target")
+        tokenizer.save_pretrained(partial / "target")
+        origin = facts.origin | Target(target.model, str(final / "target")).origin
+        head.target = dataclasses.replace(head.target, name=str(final / "target"))
+        save_head(head, partial / "head", dataclasses.replace(facts, adapted=False, origin=origin))
+    console.print(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
+
+
+def save_model(target: Target, folder: Path) -> None:
+    """In transformers' format; a model that came out of a GGUF file is no longer packed and must not say so."""
+    model = target.model
+    if getattr(model, "hf_quantizer", None) is not None and target.origin["quantization"] in (None, "gguf"):
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    model.save_pretrained(folder)
 
 
 def embedding_of(target: Target) -> Tensor:

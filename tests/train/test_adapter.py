@@ -20,10 +20,12 @@ from headstart.heads.checkpoint import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
+from headstart.train.commands import ExportConfig
 from headstart.train.config import AdapterConfig
 from headstart.train.console import Stopped
 from headstart.train.data import collate, read_conversations
 from headstart.train.evaluate import prompt_of
+from headstart.train.exchange import export_foreign
 from headstart.train.loop import train
 from headstart.train.setup import split_examples
 
@@ -281,6 +283,21 @@ def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(stron
         lm.generate(prompt, max_new_tokens=24, do_sample=False).sequences.tolist()
         == adapted.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
     )
+
+
+def test_merged_the_model_and_its_head_travel_without_the_adapter(strong, taught, held_out, tmp_path):
+    prompt = prompt_of(held_out[0])[None]
+    export_foreign(ExportConfig(str(strong), "merged", str(tmp_path / "out")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # no word of another target
+        lm = SpeculativeLM.from_pretrained(str(tmp_path / "out" / "target"), head=str(tmp_path / "out" / "head"))
+    before = SpeculativeLM.from_pretrained(str(taught), head=strong)
+    ours, theirs = (each.generate(prompt, max_new_tokens=24, do_sample=False) for each in (lm, before))
+    assert torch.equal(ours.sequences, theirs.sequences) and ours.stats.rows == theirs.stats.rows
+    assert lm.target.adapter is None and not (tmp_path / "out" / "head" / "adapter").exists()
+    with pytest.raises(ValueError, match="has no adapter"):
+        export_foreign(ExportConfig(str(tmp_path / "out" / "head"), "merged", str(tmp_path / "again")))
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_model_of_the_users_is_never_changed(strong, taught):
