@@ -25,6 +25,7 @@ from .base import DraftHead, TargetInfo, build_config
 from .card import Listing, model_card
 from .files import CONFIG_FILE, WEIGHTS_FILE, read_json, read_weights
 from .hub import local_folder
+from .quantized import assign, plain_tensors, quantized_tensors, unread_by
 
 SHARD = "5GB"
 """Size above which weights are cut into several files."""
@@ -108,10 +109,10 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
             "options": dataclasses.asdict(head.config),
             "target": dataclasses.asdict(head.target),
             **dataclasses.asdict(facts),
-            "unread_by": head.unread_by(),
+            "unread_by": unread_by(head),
         }
     )
-    state = {key: value.detach().cpu().contiguous() for key, value in head.state_dict().items()}
+    state = {key: value.detach().cpu().contiguous() for key, value in plain_tensors(head.state_dict()).items()}
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
     with new_folder(folder) as partial:
@@ -305,10 +306,15 @@ def _load_weights(head: DraftHead, folder: Path) -> None:
     saved = read_weights(folder, (WEIGHTS_FILE,))
     for name in head.served_names:  # a copy of the target's, for servers
         saved.pop(name, None)
+    try:
+        packed = quantized_tensors(saved, head)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
     for name, parameter in head.named_parameters():
         if name in saved:
             parameter.data = parameter.data.to(saved[name].dtype)
-    _fit(head, saved, str(folder / WEIGHTS_FILE))
+    _fit(head, saved | {name: head.state_dict()[name] for name in packed}, str(folder / WEIGHTS_FILE))
+    assign(head, packed)
     try:
         head.check_loaded()
     except ValueError as error:

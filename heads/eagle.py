@@ -233,7 +233,7 @@ class EagleHead(DraftHead):
             cache=DraftCache(self.config.num_layers, batch_size, nodes, capacity),
             lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
             nodes=0,
-            hidden_BWD=weight.new_zeros(batch_size, 1, self.shape.hidden_size),
+            hidden_BWD=torch.zeros(batch_size, 1, self.shape.hidden_size, dtype=weight.dtype, device=weight.device),
             seen_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=weight.device),
         )
 

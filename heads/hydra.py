@@ -232,7 +232,7 @@ class HydraHead(DraftHead):
             max_depth=max_depth,
             cache=DraftCache(1, batch_size, 0, capacity),
             lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
-            state_B1D=weight.new_zeros(batch_size, 1, self.target.hidden_size),
+            state_B1D=torch.zeros(batch_size, 1, self.target.hidden_size, dtype=weight.dtype, device=weight.device),
             path_BWP=torch.zeros(batch_size, 1, 0, dtype=torch.int64, device=weight.device),
         )
 

@@ -2,8 +2,9 @@
 
 from .decode import GenerateOutput, SpeculativeLM
 from .hook import custom_generate, generate_from
+from .sources import load_tokenizer, tokenizer_origin
 from .stats import Stats
-from .target import Target, load_tokenizer, tokenizer_origin
+from .target import Target
 from .tree import DraftTree, DrawnShape, DynamicShape, TreePolicy, TreeShape, tree_policy, tree_word
 from .verify import RULES
 

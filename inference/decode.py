@@ -36,8 +36,9 @@ from .loop import Rules, speculate
 from .planning import batch_budget, default_tree
 from .rounds import Drafter
 from .sampling import Draw, RandomDraw, Scorer
+from .sources import refuse_loading_options
 from .stats import Stats
-from .target import Target, refuse_loading_options
+from .target import Target
 from .tree import TreePolicy, tree_policy
 from .verify import choose_rule, greedy
 from .written import Streamer, Written

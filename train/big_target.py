@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..inference import Target
-from ..inference.target import locate
+from ..inference.sources import locate
 from .config import TrainConfig, dtype_of
 
 

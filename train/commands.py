@@ -313,7 +313,8 @@ class ExportConfig(Command):
     """The head's checkpoint folder or Hub id."""
     to: str = ""
     """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
-    target with the head's adapter (Medusa-2) merged in, and the head for it."""
+    target with the head's adapter (Medusa-2) merged in, and the head for it. Or int8: the head with weights of 8 bits
+    (torchao)."""
     output: str = ""
     """Folder to write."""
     target: str | None = None

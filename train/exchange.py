@@ -16,12 +16,16 @@ from ..heads.export import PROJECTS, export_head
 from ..heads.files import read_json, read_weights
 from ..heads.hub import local_folder, push_folder
 from ..heads.interop import import_head
-from ..inference import Target, load_tokenizer
+from ..heads.quantized import quantize, unread_by
+from ..inference import Target, TreeShape, load_tokenizer
+from .checkup import PROMPTS
 from .commands import ExportConfig, ImportConfig, PushConfig
 from .console import console
+from .data import prompt_ids
+from .evaluate import real_acceptance
 
-MERGED = "merged"
-"""The word in `--to` for a target that has its head's adapter inside."""
+NEW_TOKENS = 48
+"""Tokens of each answer by which an int8 head is compared."""
 
 
 def push_head(config: PushConfig) -> None:
@@ -45,7 +49,7 @@ def push_head(config: PushConfig) -> None:
         publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
         for path in sorted(path for path in ready.rglob("*") if path.is_file()):
             console.print(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
-        for server, reason in head.unread_by().items():
+        for server, reason in unread_by(head).items():
             console.print(f"{server} does not read this head: {reason}")
         if config.dry_run:
             console.print((ready / "README.md").read_text(encoding="utf-8"), markup=False)
@@ -87,11 +91,12 @@ def export_foreign(config: ExportConfig) -> None:
     Raises:
         ValueError: no head there, or one that the project cannot have.
     """
-    if config.to not in (*PROJECTS, MERGED):
-        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, MERGED))}")
+    own = {"merged": export_merged, "int8": export_int8}
+    if config.to not in (*PROJECTS, *own):
+        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
     head, facts = load_head(config.head)
-    if config.to == MERGED:
-        export_merged(head, facts, config)
+    if config.to in own:
+        own[config.to](head, facts, config)
         return
     embedding_VD, architectures = None, ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
@@ -126,6 +131,33 @@ def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> No
         head.target = dataclasses.replace(head.target, name=str(final / "target"))
         save_head(head, partial / "head", dataclasses.replace(facts, adapted=False, origin=origin))
     console.print(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
+
+
+def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
+    """Write a head with int8 weights, and say what they change.
+
+    Raises:
+        ValueError: a head with an adapter, which stays in its own folder; torchao is not installed.
+    """
+    if facts.adapted:
+        raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
+    source, dtype = config.target or head.target.name, next(head.parameters()).dtype
+    target, tokenizer = Target.from_pretrained(source, dtype), load_tokenizer(source)
+    head.target.check(target.info)
+    head = head.to(target.device).eval()
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
+
+    def accepted() -> float:
+        return real_acceptance(target, head, TreeShape.chain(head.max_depth), prompts, NEW_TOKENS).acceptance_length
+
+    before = accepted()
+    quantize(head)
+    after = accepted()
+    save_head(head, config.output, facts)
+    console.print(
+        f"{config.output}: int8 weights; acceptance length on a chain of {head.max_depth}, {len(prompts)} built-in "
+        f"prompts: {before:.3f} in {str(dtype).removeprefix('torch.')}, {after:.3f} in int8 ({after / before - 1:+.1%})"
+    )
 
 
 def save_model(target: Target, folder: Path) -> None:

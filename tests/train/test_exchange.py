@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.heads.files import read_weights
@@ -99,3 +100,32 @@ def test_mistakes_are_told(taught, made, tmp_path):
     with pytest.raises(ValueError, match=r"hidden_size is 5, and .* in the target"):
         import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
     assert not (tmp_path / "back").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_an_int8_head_is_loaded_as_it_was_written(taught, made, kind, tmp_path, capsys):
+    pytest.importorskip("torchao.quantization")
+    head, folder = made(kind)
+    export_foreign(ExportConfig(head=str(folder), to="int8", output=str(tmp_path / "int8")))
+    assert "in int8 (" in " ".join(capsys.readouterr().out.split())
+    found, _ = load_head(tmp_path / "int8")
+    saved = read_weights(tmp_path / "int8")
+    assert {name for name in saved if name.endswith(".qdata")} == {
+        f"{name}.weight.qdata" for name, module in head.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    for name, tensor in head.state_dict().items():
+        other = found.state_dict()[name]
+        packed = hasattr(other, "qdata")
+        assert packed == (f"{name}.qdata" in saved)
+        if packed:
+            assert (other.dequantize() - tensor).abs().max() <= tensor.abs().max() / 120
+        else:
+            assert torch.equal(other, tensor)
+    assert written(taught, tmp_path / "int8").stats.rounds > 0
+    card = (tmp_path / "int8" / "README.md").read_text()
+    assert card.count("its weights are int8") == 2
+    first = next(name for name in saved if name.endswith(".qdata"))
+    del saved[first.replace("qdata", "scale")]
+    save_file(saved, tmp_path / "int8" / "model.safetensors")
+    with pytest.raises(ValueError, match="has int8 values and no scale"):
+        load_head(tmp_path / "int8")
