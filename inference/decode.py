@@ -163,8 +163,9 @@ class SpeculativeLM:
     def compile(self) -> SpeculativeLM:
         """Run rounds in compiled graphs of target and head, which are made when they are first needed.
 
-        That takes a minute or two a process, and on a CPU a second copy of the weights; then a plain step and a round
-        cost about half. Where something cannot be compiled, a warning says so and it runs as it is.
+        That takes a minute or two a process, and on a CPU a second copy of the weights, which must not change from
+        then on; a plain step and a round cost about half of what they did. Where something cannot be compiled, a
+        warning says so and it runs as it is.
         """
         self.target.compile()
         self.drafter.compile()

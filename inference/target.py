@@ -99,7 +99,7 @@ class Target:
         return cls(cast(PreTrainedModel, frozen), str(source))
 
     def compile(self) -> None:
-        """Run forwards over trees in a compiled graph, which is made when one is first asked for."""
+        """Run forwards over trees in a graph, compiled when one is first asked for; weights must not change then."""
         if self.graph is None:
             self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
 
@@ -112,6 +112,9 @@ class Target:
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.adapter = str(Path(folder).resolve())
+        if self.graph is not None:  # which holds the weights of before
+            self.graph = None
+            self.compile()
 
     @cached_property
     def origin(self) -> dict[str, Any]:
