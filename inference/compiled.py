@@ -69,9 +69,7 @@ class Graph:
             return function(*arguments)
 
         self.kinds: set[Hashable] = set()
-        self.broken = missing_compiler(device)
-        if self.broken is not None:
-            self._give_up(self.broken)
+        self.broken = False
         self.replay = replay and device.type == "cuda"
         options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self.replay}
         self._compiled = torch.compile(traced, fullgraph=True, options=options)
@@ -84,7 +82,7 @@ class Graph:
             sizes: asked for a kind that is new: the tensors and dimensions whose size may differ within it.
             arguments: of the function.
         """
-        if self.broken is not None:
+        if self.broken:
             return self.function(*arguments)
         if kind not in self.kinds:
             for tensor, dimension in sizes():
@@ -93,7 +91,9 @@ class Graph:
         try:
             value = self._call(arguments)
         except (TorchDynamoException, InductorError) as error:
-            self._give_up(" ".join(str(error).split("\n\n")[0].split()))
+            self.broken = True
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=3)
             return self.function(*arguments)
         self.kinds.add(kind)
         return value
@@ -109,10 +109,6 @@ class Graph:
             value = self._compiled(self.word, *arguments)
         # The next replay writes over what this one returned.
         return tuple(tensor.clone() for tensor in value) if self.replay else value
-
-    def _give_up(self, reason: str) -> None:
-        self.broken = reason
-        warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=4)
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

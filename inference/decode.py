@@ -30,7 +30,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
-from .compiled import wanted
+from .compiled import missing_compiler, wanted
 from .grow import RootOnly, drafter_of
 from .loop import Rules, speculate
 from .planning import batch_budget, default_tree
@@ -167,8 +167,12 @@ class SpeculativeLM:
         then on; a plain step and a round cost about half of what they did. Where something cannot be compiled, a
         warning says so and it runs as it is.
         """
-        self.target.compile()
-        self.drafter.compile()
+        missing = missing_compiler(self.target.device)
+        if missing is None:
+            self.target.compile()
+            self.drafter.compile()
+        else:
+            warnings.warn(f"nothing is compiled: {missing}", stacklevel=2)
         return self
 
     def generate(
