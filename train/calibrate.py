@@ -102,7 +102,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     lengths = expected_lengths(target, head, accuracy_KI, examples, sizes)
     costs = measured_costs(
         target,
-        head.max_depth,
+        head,
         lambda policy: _really(target, head, policy, [prompts[longest]], config)[1],
         answered[longest],
         sizes,

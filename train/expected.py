@@ -110,13 +110,13 @@ class Costs:
 
 
 def measured_costs(
-    target: Target, depth: int, really: Callable[[TreePolicy | None], Stats], text_1T: Tensor, sizes: Sequence[int]
+    target: Target, head: DraftHead, really: Callable[[TreePolicy | None], Stats], text_1T: Tensor, sizes: Sequence[int]
 ) -> Costs:
     """Time what rounds consist of.
 
     Args:
         target: whose forwards are timed.
-        depth: the deepest draft.
+        head: whose drafts are.
         really: answers a prompt, with a tree or plainly, and tells what it took.
         text_1T: behind whose end forwards are timed.
         sizes: of the trees.
@@ -125,10 +125,11 @@ def measured_costs(
     def a_round(stats: Stats, *parts: str) -> float:
         return sum(stats.seconds[part] for part in parts) / stats.rounds
 
+    depth = head.max_depth
     drafted = {d: really(DynamicShape(TIMED, d, 4)) for d in {1, depth}}
     first, last = (a_round(drafted[d], "draft") for d in (1, depth))
     return Costs(
-        target=_forwards(target, text_1T, sizes),
+        target=forward_seconds(target, text_1T, sizes, head.feature_layers),
         draft={d: first + (last - first) * (d - 1) / max(depth - 1, 1) for d in range(1, depth + 1)},
         other=a_round(drafted[depth], "verify", "rest"),
         plain=a_round(really(None), "target", "verify", "rest"),
@@ -136,10 +137,10 @@ def measured_costs(
 
 
 @torch.inference_mode()
-def _forwards(target: Target, text_1T: Tensor, sizes: Sequence[int]) -> dict[int, float]:
-    """Seconds of a forward over chains of so many nodes behind a text, in turns."""
+def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of a forward over chains of so many nodes behind a text, in turns; by size."""
     cache, length = target.new_cache(1), text_1T.shape[1]
-    target.read_chunk(text_1T, length, cache, (), [0])
+    target.read_chunk(text_1T, length, cache, layers, [0])
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(REPEATS + 1):
         for size in sizes:
@@ -147,7 +148,7 @@ def _forwards(target: Target, text_1T: Tensor, sizes: Sequence[int]) -> dict[int
             parents_1N = torch.tensor([TreeShape.chain(size - 1).parents], device=target.device)
             tree = DraftTree(tokens_1N, parents_1N, torch.tensor([size], device=target.device), max_depth=size - 1)
             start = time.perf_counter()
-            logits = target.forward_tree(tree, length, cache, ()).logits_BNV
+            logits = target.forward_tree(tree, length, cache, layers).logits_BNV
             logits[0, -1, 0].item()  # sync: a time is asked for
             if turn > 0:
                 taken[size].append(time.perf_counter() - start)

@@ -145,7 +145,8 @@ def test_costs_are_those_of_the_parts(taught):
         draft = taken[policy and policy.depth]
         return Stats(rounds, seconds={"draft": 2 * draft, "target": 6.0, "verify": 1.0, "rest": 0.5})
 
-    costs = measured_costs(target, 4, really, torch.arange(9)[None], (2, 5))
+    head = MedusaHead(MedusaConfig(num_heads=4), target.info)
+    costs = measured_costs(target, head, really, torch.arange(9)[None], (2, 5))
     assert costs.draft == pytest.approx({1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0})
     assert costs.other == 0.75 and costs.plain == 3.75
     assert set(costs.target) == {2, 5} and min(costs.target.values()) > 0
