@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from headstart.heads.checkpoint import HeadFacts, build_head, save_head
-from headstart.inference import GenerateOutput, SpeculativeLM, TreeShape, custom_generate, loop
+from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
 
 VOCAB = 31
 ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
@@ -342,3 +349,24 @@ def test_a_started_cache_and_embeddings_are_refused(tiny_target):
     embeds = target.model.get_input_embeddings()(ROWS[0][None])
     with pytest.raises(ValueError, match="inputs_embeds are not supported"):
         target.model.generate(inputs_embeds=embeds, custom_generate=method, **PLAIN)
+
+
+@pytest.mark.parametrize("tree", ["chain:4", "dynamic:12:4:3"])
+def test_a_text_that_fills_all_positions_is_written_to_its_end(tree):
+    """Trees reach past the last position of a model that keeps a table of them; what is there is never returned."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data *= 4
+    target = Target(model)
+    head = build_head("eagle", {"depth": 4, "start": "random"}, target.info).double().eval()
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree)
+    for length in (1, 20, 31):
+        row = torch.arange(1, 1 + length)[None] % 23 + 1
+        settings = {"max_new_tokens": 32 - length, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+        expected = model.generate(row, attention_mask=torch.ones_like(row), **settings)
+        assert lm.generate(row, attention_mask=torch.ones_like(row), **settings).sequences.tolist() == expected.tolist()
+    row = torch.arange(1, 21)[None]
+    with pytest.raises(ValueError, match="a prompt of 20 tokens and 13 new ones do not fit the 32 positions"):
+        lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=13, do_sample=False)
