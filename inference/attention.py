@@ -18,6 +18,8 @@ from ..heads.attention import causal_attention, masked_attention
 
 NAME = "headstart"
 """What the function is registered as."""
+BEYOND = ("softcap", "s_aux", "position_bias")
+"""What some layers ask of attention: a bound on scores, a sink, a bias by distance."""
 
 
 def usable(model: PreTrainedModel) -> bool:
@@ -43,12 +45,18 @@ def attention(
     value_BGSE: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers expects of an attention function: [B, N, H, E], and no weights.
 
     Without a mask the queries are the last N of S tokens, each seeing itself and all before.
+
+    Raises:
+        ValueError: the model asks for what sdpa does not do either.
     """
+    beyond = [name for name in BEYOND if options.get(name) is not None]
+    if beyond:
+        raise ValueError(f"{type(module).__name__} asks for {beyond[0]}: load it with attn_implementation='eager'")
     if attention_mask is None:
         found = causal_attention(query_BHNE, key_BGSE, value_BGSE, scaling)
     else:

@@ -27,3 +27,9 @@ def test_the_shape_is_the_one_that_transformers_expects():
     masked, weights = attention(torch.nn.Module(), query, key, value, seen)
     assert causal.shape == (2, 3, 6, 8) and weights is None
     torch.testing.assert_close(causal, masked)
+
+
+def test_what_it_does_not_do_is_refused():
+    states = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="Linear asks for softcap: load it with attn_implementation='eager'"):
+        attention(torch.nn.Linear(1, 1), states, states, states, None, softcap=50.0)
