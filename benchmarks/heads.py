@@ -65,6 +65,7 @@ def main() -> None:
 
     pieces = []
     sides: dict[str, Any] = {}
+    contexts = output / "contexts.json"
     for path in args.prompts:
         for temperature in args.temperatures:
             piece = output / f"{Path(path).stem}-T{temperature:g}.json"
@@ -72,7 +73,7 @@ def main() -> None:
                 sides = sides or loaded(folders, args.compile)
                 save(piece, compared(sides, read_prompts(path, args.limit), temperature, args.new_tokens, piece.stem))
             pieces.append(piece)
-    contexts = output / "contexts.json"
+            (output / "heads.md").write_text(tables(pieces, contexts, folders), encoding="utf-8")
     if not contexts.exists():
         sides = sides or loaded(folders, args.compile)
         save(contexts, after_contexts(sides, args.conversations, args.prompts[0], args.limit, args.new_tokens))
@@ -204,9 +205,11 @@ def tables(pieces: list[Path], contexts: Path, folders: dict[str, Path]) -> str:
                 f"{spread(rates, stock)} | {spread(rates, row['rates']['plain'])} |"
             )
         lines.append("")
-    lines += ["### after longer contexts", "", "| head | " + " | ".join(map(str, CONTEXTS)) + " |"]
-    lines += ["|---|" + "---|" * len(CONTEXTS)]
-    for name, by_length in read(contexts).items():
+    after = read(contexts) if contexts.exists() else {}
+    if after:
+        lines += ["### after longer contexts", "", "| head | " + " | ".join(map(str, CONTEXTS)) + " |"]
+        lines += ["|---|" + "---|" * len(CONTEXTS)]
+    for name, by_length in after.items():
         lengths = [f"{by_length[str(length)]['acceptance_length']:.2f}" for length in CONTEXTS]
         lines.append(f"| {name} | " + " | ".join(lengths) + " |")
     lines += [

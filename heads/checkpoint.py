@@ -128,12 +128,16 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
             adapter.save_pretrained(partial / ADAPTER_FOLDER)
 
 
-def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any]) -> None:
-    """Change the draft tree of a checkpoint, and note what it was found by; the weights stay as they are."""
+def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str) -> None:
+    """Change the draft tree of a checkpoint, and note what it was found by; the weights stay as they are.
+
+    On other machines it is the one to begin with, on machines with a tree of their own theirs stays.
+    """
     config = _read_config(Path(folder))
     section = config["headstart"]
     section["tree"] = tree
     section["measured"]["calibration"] = json_ready(calibration)
+    section["measured"].setdefault("fastest", {})[machine] = tree
     card = model_card(section)
     for name, text in ((CARD_FILE, card), (CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n")):
         partial = Path(folder) / (name + ".partial")

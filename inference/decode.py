@@ -33,7 +33,7 @@ from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
 from .compiled import missing_compiler, wanted
 from .grow import RootOnly, drafter_of
 from .loop import Rules, speculate
-from .planning import batch_budget, default_tree
+from .planning import batch_budget, default_tree, machine
 from .rounds import Drafter
 from .sampling import Draw, RandomDraw, Scorer
 from .sources import refuse_loading_options
@@ -113,8 +113,9 @@ class SpeculativeLM:
             target: see `Target.from_pretrained`; or one that is loaded already.
             head: a checkpoint folder, a Hub id, or a head; None for plain decoding.
             dtype: of target and head, where they are loaded here.
-            tree: what `tree_policy` takes, or "auto" for the tree saved with the head (or a default one), made smaller
-                in batches so that a forward does not cost more than it saves.
+            tree: what `tree_policy` takes, or "auto" for the tree saved with the head, for this machine if it was
+                calibrated here (or a default one), made smaller in batches so that a forward does not cost more than
+                it saves.
             verifier: see `__init__`.
             device: of target and head.
             revision: of the target's Hub id.
@@ -154,7 +155,8 @@ class SpeculativeLM:
             policy = tree_policy(tree)
         else:
             default = default_tree(head.max_depth, head.draft_vocab_size)
-            policy = default if facts.tree is None else tree_policy(facts.tree)
+            saved = facts.measured.get("fastest", {}).get(machine(target.device, compiled), facts.tree)
+            policy = default if saved is None else tree_policy(saved)
             budget = batch_budget(policy, target.device)
         lm = cls(target, drafter_of(head.to(target.device).eval(), policy, target.ends, budget), verifier, lossy)
         lm.origin = facts.origin

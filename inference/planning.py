@@ -73,6 +73,13 @@ def cut(shape: TreeShape, nodes: int) -> TreeShape:
     return TreeShape.from_paths(worth[: max(nodes, 1) - 1])
 
 
+def machine(device: torch.device, compiled: bool) -> str:
+    """By which word a head remembers the tree that was fastest somewhere."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {torch.get_num_threads()} threads"
+    return name + (", compiled" if compiled else "")
+
+
 def batch_budget(policy: TreePolicy, device: torch.device) -> int:
     """Tokens that a forward over a batch should hold.
 

@@ -33,7 +33,7 @@ from ..inference import (
     tree_word,
 )
 from ..inference.grow import drafter_of
-from ..inference.planning import best_static_tree, expected_length
+from ..inference.planning import best_static_tree, expected_length, machine
 from ..inference.rounds import Drafter
 from .commands import TreeConfig
 from .config import dtype_of
@@ -128,12 +128,12 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         "prompts": len(prompts),
         "new_tokens": config.max_new_tokens,
         "accuracy": accuracy_KI,
-        "machine": provenance()["hardware"] + (", compiled" if config.compile else ""),
+        "hardware": provenance()["hardware"],
         "expected_speedup": rates[tried[best]] * costs.plain,
         "speedup": found[best][0] / plain,
         "trees": {name: {"nodes": tried[name].size, **summary(stats)} for name, (_, stats) in found.items()},
     }
-    save_tree(config.head, tree_word(tried[best]), measured)
+    save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile))
     console.print(f"the {best} tree is saved in {config.head}")
     return tried[best]
 

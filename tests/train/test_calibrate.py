@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from headstart.heads import MedusaConfig, MedusaHead
-from headstart.heads.checkpoint import HeadFacts, load_head, save_head
+from headstart.heads.checkpoint import HeadFacts, load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
+from headstart.inference.compiled import missing_compiler
 from headstart.inference.grow import DynamicTree, StaticTree
-from headstart.inference.planning import best_static_tree, expected_length
+from headstart.inference.planning import best_static_tree, expected_length, machine
 from headstart.inference.rounds import Passage, Start
 from headstart.inference.sampling import RandomDraw
 from headstart.inference.stats import RoundRecord, Stats
@@ -124,6 +125,7 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (trained_head, head))
     assert after["headstart"].pop("tree")
     after["headstart"]["measured"].pop("calibration")
+    assert [*after["headstart"]["measured"].pop("fastest")] == [machine(torch.device("cpu"), False)]
     before["headstart"].pop("tree")
     assert after == before
 
@@ -195,6 +197,21 @@ def test_sampling_is_calibrated_too(config, head):
     torch.manual_seed(0)
     calibrate(changed(config, temperature=1.0, nodes=4))
     assert tree_policy(load_head(head)[1].tree).size == 4
+
+
+def test_each_machine_has_its_own_tree(config, head, taught):
+    calibrate(changed(config, nodes=4))
+    here = drafted_with(taught, head)
+    save_tree(head, "chain:1", {}, machine(torch.device("cpu"), compiled=True))
+    assert drafted_with(taught, head) == here  # the one that was found without compiling
+    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile="auto")
+    assert compiled.drafter.max_nodes == (2 if missing_compiler(torch.device("cpu")) is None else here.size)
+    save_tree(head, "chain:2", {}, "elsewhere")
+    assert drafted_with(taught, head) == here
+    settings = json.loads((head / "config.json").read_text())
+    settings["headstart"]["measured"]["fastest"].pop(machine(torch.device("cpu"), compiled=False))
+    (head / "config.json").write_text(json.dumps(settings))
+    assert drafted_with(taught, head) == TreeShape.chain(2)  # the last one, whoever found it
 
 
 def refused_early(config, monkeypatch, words):
