@@ -11,7 +11,6 @@ either kind; both are then tried, and the better one is saved with the head.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +44,8 @@ from .provenance import provenance
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of trees that are considered if none is asked for."""
+TIMED_PROMPTS = 3
+"""Prompts with the longest answers, by which the parts of a round are timed."""
 Shape = TreeShape | DynamicShape
 WIDTHS = (2, 4, 8)
 """Of dynamic trees."""
@@ -88,7 +89,6 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     target = lm.target
     answered = [lm.generate(ids, **_settings(config)).sequences for ids in prompts]
     written = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, answered, strict=True)]
-    longest = written.index(max(written))
     if max(written) < 2:
         raise ValueError(
             f"no answer to {', '.join(config.prompts)} is longer than one token: there is nothing to draft"
@@ -100,11 +100,12 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     _, accuracy_KI = teacher_forced(target, head, examples)
     sizes = SIZES if config.nodes is None else (config.nodes,)
     lengths = expected_lengths(target, head, accuracy_KI, examples, sizes)
+    longest = sorted(range(len(prompts)), key=lambda number: -written[number])[:TIMED_PROMPTS]
     costs = measured_costs(
         target,
         head,
-        lambda policy: _really(target, head, policy, [prompts[longest]], config)[1],
-        answered[longest],
+        lambda policy: _really(target, head, policy, [prompts[number] for number in longest], config)[1],
+        answered[longest[0]],
         sizes,
     )
     rates = {policy: costs.rate(policy.size, policy.depth, length) for policy, length in lengths.items()}
@@ -184,12 +185,11 @@ def _settings(config: TreeConfig) -> dict[str, Any]:
 def _really(
     target: Target, head: DraftHead, policy: TreePolicy | None, prompts: list[Tensor], config: TreeConfig
 ) -> tuple[float, Stats]:
-    """Tokens per second and acceptance, by answering the prompts with a tree, or plainly."""
+    """Tokens per second of rounds, prompts left out, and acceptance: by answering them with a tree, or plainly."""
     lm = SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.ends, config.compile))
     lm.generate(prompts[0], **_settings(config))  # warm, and compiled
-    start = time.perf_counter()
     stats = Stats.merged(lm.generate(ids, **_settings(config)).stats for ids in prompts)
-    return stats.tokens / (time.perf_counter() - start), stats
+    return stats.tokens / sum(seconds for part, seconds in stats.seconds.items() if part != "prefill"), stats
 
 
 @lru_cache(maxsize=16)
