@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from itertools import count
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -68,11 +69,13 @@ class Graph:
             assert word, "read, for only what is read is compared at the next call"
             return function(*arguments)
 
+        # torch keeps what it learned of sizes with a function's code: each graph has code of its own.
+        own = FunctionType(traced.__code__.replace(), traced.__globals__, what, None, traced.__closure__)
         self.kinds: set[Hashable] = set()
         self.broken = False
         self.replay = replay and device.type == "cuda"
         options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self.replay}
-        self._compiled = torch.compile(traced, fullgraph=True, options=options)
+        self._compiled = torch.compile(own, fullgraph=True, options=options)
 
     def __call__(self, kind: Hashable, sizes: Callable[[], Sequence[tuple[Tensor, int]]], *arguments: Any) -> Any:
         """The function's value.
