@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.train.benchmark import quartiles
+from headstart.train.benchmark import quartiles, spread
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.evaluate import answer_settings
 from headstart.train.expected import forward_seconds
 from headstart.train.provenance import provenance
 
@@ -66,20 +67,17 @@ def main() -> None:
     lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens."]
     rounds = Stats()
     for temperature in args.temperatures:
-        sampling: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(0)
         lines += ["", f"### T = {temperature:g}", ""]
         lines += ["| prompts | generate tok/s | lookup vs generate | plain vs generate | speculative vs generate | "]
         lines[-1] += "vs plain | vs lookup | τ |"
         lines += ["|---|---|---|---|---|---|---|---|"]
         for name, rows in encoded.items():
-            rates, stats = compared(sides, rows, {"max_new_tokens": args.new_tokens, **sampling}, name)
+            rates, stats = compared(sides, rows, answer_settings(args.new_tokens, temperature), name)
             rounds = Stats.merged([rounds, stats])
             pairs = [(side, "generate") for side in SIDES[1:]]
             pairs += [("speculative", "plain"), ("speculative", "prompt lookup")]
-            cells = [spread(rates[one], rates[other]) for one, other in pairs]
+            cells = [ratio(rates[one], rates[other]) for one, other in pairs]
             middle = f"{quartiles(rates['generate'])['median']:.1f}"
             lines.append(f"| {name} | {middle} | " + " | ".join(cells) + f" | {stats.acceptance_length:.2f} |")
             Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -120,10 +118,9 @@ def beside_a_forward(target: Target, fast: SpeculativeLM, rounds: Stats, encoded
     ]
 
 
-def spread(ours: list[float], theirs: list[float]) -> str:
-    """The ratio's median and quartiles over prompts."""
-    row = quartiles([one / other for one, other in zip(ours, theirs, strict=True)])
-    return f"{row['median']:.2f} ({row['lower_quartile']:.2f}-{row['upper_quartile']:.2f})"
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Its median and quartiles over prompts."""
+    return spread(quartiles([one / other for one, other in zip(ours, theirs, strict=True)]))
 
 
 if __name__ == "__main__":

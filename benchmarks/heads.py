@@ -29,7 +29,7 @@ from headstart.train.benchmark import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_conversations, read_prompts
-from headstart.train.evaluate import summary
+from headstart.train.evaluate import answer_settings, summary
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
 
@@ -118,9 +118,6 @@ def compared(
 ) -> dict[str, Any]:
     """Answer every prompt with every side, each time beginning with another one."""
     tokenizer = load_tokenizer(TARGET)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     torch.manual_seed(0)
     names = list(sides)
     rates: dict[str, list[float]] = {name: [] for name in names}
@@ -129,7 +126,7 @@ def compared(
         ids = prompt_ids(tokenizer, messages)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start = time.perf_counter()
-            written, found = answer(sides[name], ids, {"max_new_tokens": new_tokens, **sampling})
+            written, found = answer(sides[name], ids, answer_settings(new_tokens, temperature))
             seconds = time.perf_counter() - start
             if number > 0:
                 rates[name].append(written / seconds)

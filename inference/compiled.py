@@ -11,7 +11,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
-from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -21,11 +20,10 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
 GRAPHS = 64
-"""Graphs of one function that a process may hold; torch's own limit is too small for several models."""
+"""Graphs of one function, at most: one for each kind; torch's own limit is too small for batches that shrink."""
 # Modules whose `patch` no annotation knows.
 inductor: Any = import_module("torch._inductor.config")
 symbols: Any = import_module("torch.fx.experimental._config")
-_numbers = count()
 
 
 def missing_compiler(device: torch.device) -> str | None:
@@ -61,15 +59,12 @@ class Graph:
             replay: as a CUDA graph on a GPU; the function returns a tuple of tensors.
         """
         self.function, self.what, self.device = function, what, device
-        # Frozen weights are constants of a graph, and what the graph was made of is not looked at again at every
-        # call: this word keeps one model's graphs from another's arguments.
-        self.word = f"{what} {next(_numbers)}"
 
-        def traced(word: str, *arguments: Any) -> Any:
-            assert word, "read, for only what is read is compared at the next call"
+        def traced(*arguments: Any) -> Any:
             return function(*arguments)
 
-        # torch keeps what it learned of sizes with a function's code: each graph has code of its own.
+        # torch keeps graphs, and what it learned of sizes, with a function's code. Frozen weights are constants of a
+        # graph and are not compared at a call: with code of its own, one model's graph never answers for another.
         own = FunctionType(traced.__code__.replace(), traced.__globals__, what, None, traced.__closure__)
         self.kinds: set[Hashable] = set()
         self.broken = False
@@ -109,7 +104,7 @@ class Graph:
             symbols.patch(use_duck_shape=False),
             torch._dynamo.config.patch(recompile_limit=GRAPHS),
         ):
-            value = self._compiled(self.word, *arguments)
+            value = self._compiled(*arguments)
         # The next replay writes over what this one returned.
         return tuple(tensor.clone() for tensor in value) if self.replay else value
 

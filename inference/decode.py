@@ -150,14 +150,11 @@ class SpeculativeLM:
                 raise ValueError(
                     f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head"
                 )
-        budget = None
-        if tree != "auto":
-            policy = tree_policy(tree)
-        else:
-            default = default_tree(head.max_depth, head.draft_vocab_size)
-            saved = facts.measured.get("fastest", {}).get(machine(target.device, compiled), facts.tree)
-            policy = default if saved is None else tree_policy(saved)
+        if tree == "auto":
+            policy = _saved_tree(head, facts, machine(target.device, compiled))
             budget = batch_budget(policy, target.device)
+        else:
+            policy, budget = tree_policy(tree), None
         lm = cls(target, drafter_of(head.to(target.device).eval(), policy, target.ends, budget), verifier, lossy)
         lm.origin = facts.origin
         return lm.compile() if compiled else lm
@@ -311,6 +308,12 @@ class SpeculativeLM:
             logits=_by_token(out.logits),
             stats=stats,
         )
+
+
+def _saved_tree(head: DraftHead, facts: HeadFacts, machine_word: str) -> TreePolicy:
+    """The tree that was fastest on this machine, or else the last that was found anywhere, or else a default one."""
+    saved = facts.measured.get("fastest", {}).get(machine_word, facts.tree)
+    return default_tree(head.max_depth, head.draft_vocab_size) if saved is None else tree_policy(saved)
 
 
 def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:

@@ -8,7 +8,7 @@ Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -178,7 +178,7 @@ class Target:
             visible_BTS = slots_S <= cache.slots_BN[..., None]
             masks = self._masks(cache.slots_BN, slots_S.expand(len(tokens_BT), -1), visible_BTS)
         rows = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        output = self._forward(tokens_BT, cache.slots_BN, masks, cache, layers, rows)
+        output = self._ask(self._run, tokens_BT, cache.slots_BN, masks, cache, layers, rows)
         cache.commit(torch.full_like(cache.lengths_B, size))
         cache.read += size
         return output
@@ -200,17 +200,17 @@ class Target:
         positions_BN = lengths_B1 + tree.depths_BN
         slot_positions_BS = torch.where(is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S)
         masks = self._masks(positions_BN, slot_positions_BS, visible_BNS)
+        given = (tree.tokens_BN, positions_BN, masks, cache, layers, 0)
         if self.graph is None or not cache.keys:
-            return self._forward(tree.tokens_BN, positions_BN, masks, cache, layers, 0)
+            return self._ask(self._run, *given)
 
         def sizes() -> list[tuple[Tensor, int]]:
-            given = [(tensor, i) for tensor in (tree.tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+            nodes_of = [(tensor, i) for tensor in (tree.tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             every = masks.values() if isinstance(masks, dict) else [masks]
-            return [*given, *((mask, i) for mask in every for i in (0, 2, 3)), *cache.sizes()]
+            return [*nodes_of, *((mask, i) for mask in every for i in (0, 2, 3)), *cache.sizes()]
 
         kind = (len(cache.lengths_B) == 1, nodes == 1, layers)
-        with attention.attending(self.config) if self.own_attention else nullcontext():
-            return TargetOutput(*self.graph(kind, sizes, tree.tokens_BN, positions_BN, masks, cache, layers, 0))
+        return self._ask(self.graph, kind, sizes, *given)
 
     @torch.no_grad()
     def read(
@@ -243,17 +243,10 @@ class Target:
         last_BTD = output.hidden_states[self.info.num_layers].to(self.device)
         return self._features(output.hidden_states, layers, tokens_BT), last_BTD
 
-    def _forward(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        masks: Any,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        logits_to_keep: int | Tensor,
-    ) -> TargetOutput:
+    def _ask(self, run: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> TargetOutput:
+        """What `_run` or its graph says; the model's layers call our attention where they can."""
         with attention.attending(self.config) if self.own_attention else nullcontext():
-            return TargetOutput(*self._run(tokens_BN, positions_BN, masks, cache, layers, logits_to_keep))
+            return TargetOutput(*run(*arguments))
 
     def _run(
         self,

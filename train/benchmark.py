@@ -25,7 +25,7 @@ from .commands import BenchConfig
 from .console import StopRequest, console, progress_bar
 from .data import check_lengths, prompt_ids, read_prompts
 from .engine import load_engine
-from .evaluate import summary
+from .evaluate import answer_settings, summary
 from .provenance import provenance
 
 SIDES = ("generate", "plain", "speculative")
@@ -135,10 +135,7 @@ def _sides(
     target: Target, fast: SpeculativeLM, config: BenchConfig
 ) -> dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]:
     plain = SpeculativeLM.from_pretrained(target)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if config.temperature > 0:
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
-    settings = {"max_new_tokens": config.max_new_tokens, **sampling}
+    settings = answer_settings(config.max_new_tokens, config.temperature)
     generator = torch.Generator(target.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)  # stock generate draws from the global generator
 
@@ -225,8 +222,8 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(
             name,
             *(f"{rates[side]:.1f}" for side in SIDES),
-            _spread(row["speedup_vs_generate"]),
-            _spread(row["speedup_vs_plain"]),
+            spread(row["speedup_vs_generate"]),
+            spread(row["speedup_vs_plain"]),
             f"{row['acceptance_length']:.2f}",
             " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_by_depth"]),
             "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
@@ -236,5 +233,6 @@ def _print(report: dict[str, Any]) -> None:
     console.print(f"a round in milliseconds: {parts}")
 
 
-def _spread(row: dict[str, float]) -> str:
+def spread(row: dict[str, float]) -> str:
+    """What `quartiles` gives, for a table."""
     return f"{row['median']:.2f} ({row['lower_quartile']:.2f}-{row['upper_quartile']:.2f})"

@@ -38,7 +38,7 @@ from .commands import TreeConfig
 from .config import dtype_of
 from .console import console
 from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
-from .evaluate import summary, teacher_forced
+from .evaluate import answer_settings, summary, teacher_forced
 from .expected import Costs, dynamic_lengths, measured_costs
 from .provenance import provenance
 
@@ -176,10 +176,7 @@ def _told(policy: Shape) -> str:
 
 
 def _settings(config: TreeConfig) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"do_sample": False}
-    if config.temperature > 0:
-        sampling = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
-    return {"max_new_tokens": config.max_new_tokens, **sampling}
+    return answer_settings(config.max_new_tokens, config.temperature)
 
 
 def _really(

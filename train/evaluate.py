@@ -128,6 +128,13 @@ def prompt_of(example: Example) -> Tensor:
     return torch.tensor(example.tokens[: example.loss_mask.index(True)])
 
 
+def answer_settings(new_tokens: int, temperature: float) -> dict[str, Any]:
+    """How `generate` is asked for an answer that is compared: greedy, or from the whole distribution."""
+    if temperature == 0:
+        return {"max_new_tokens": new_tokens, "do_sample": False}
+    return {"max_new_tokens": new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
 def summary(stats: Stats) -> dict[str, Any]:
     """Acceptance statistics as plain numbers."""
     return {

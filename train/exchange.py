@@ -102,11 +102,7 @@ def export_foreign(config: ExportConfig) -> None:
     if config.to != "fasterdecoding":
         target = Target.from_pretrained(config.target or head.target.name)
         head.target.check(target.info)
-        everything = torch.arange(target.info.vocab_size, device=target.device)
-        embedding_VD, architectures = (
-            target.ends.embed(everything).cpu(),
-            tuple(target.model.config.architectures or ()),
-        )
+        embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
     export_head(head, facts, config.to, config.output, embedding_VD, architectures)
     console.print(f"{config.output}: written for {config.to}")
 

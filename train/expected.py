@@ -18,7 +18,7 @@ from torch import Tensor
 from ..heads import DraftHead
 from ..inference import DraftTree, DynamicShape, Stats, Target, TreePolicy, TreeShape
 from ..inference.grow import DynamicTree
-from ..inference.rounds import Passage, Start
+from ..inference.rounds import Passage, Start, TargetOutput
 from ..inference.sampling import RandomDraw
 from .data import Example
 
@@ -52,14 +52,7 @@ def dynamic_lengths(
         length, first = text_1T.shape[1], example.loss_mask.index(True)
         output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
         drafter.begin(Start(1, length + drafter.max_nodes, RandomDraw(None), None))
-
-        def read(start: int, stop: int) -> None:
-            count_B = torch.tensor([stop - start], device=target.device)
-            following = text_1T[:, start + 1 : stop + 1]  # noqa: B023 - called in this turn of the loop
-            features = output.features_BNF[:, start:stop]  # noqa: B023
-            drafter.read(Passage(text_1T[:, start:stop], following, features, count_B))  # noqa: B023
-
-        read(0, first)
+        drafter.read(_passage(text_1T, output, 0, first))
         for place in range(first, length - 1):
             tokens_1C, parents_1C, values_1C = drafter.candidates(drafter.state, text_1T[:, place], head.max_depth)
             truth = example.tokens[place + 1 : place + 1 + head.max_depth]
@@ -73,8 +66,16 @@ def dynamic_lengths(
                 for size in sizes:
                     totals[size, depth] += sum(rank < size - 1 for rank in ranks)
             anchors += 1
-            read(place, place + 1)
+            drafter.read(_passage(text_1T, output, place, place + 1))
     return {key: 1 + total / anchors for key, total in totals.items()}
+
+
+def _passage(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> Passage:
+    """A part of a text that the target has read whole."""
+    count_1 = torch.tensor([stop - start], device=text_1T.device)
+    return Passage(
+        text_1T[:, start:stop], text_1T[:, start + 1 : stop + 1], output.features_BNF[:, start:stop], count_1
+    )
 
 
 def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list[int]:
