@@ -93,6 +93,7 @@ def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, hea
     assert isinstance(policy, fastest) and policy.size == 5
     calibration = facts.measured["calibration"]
     assert calibration["speedup"] == 2.0 and calibration["expected_speedup"] > 0
+    assert "The faster of them: 2.00 times plain decoding" in (head / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, monkeypatch):
