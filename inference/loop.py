@@ -8,6 +8,7 @@ verdict = the path that the acceptance rule lets stand, and one token more from 
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
         cache, roots_B = _begin(rules, drafter, out)
         roots_B = _turn_over(rules, drafter, out, cache, roots_B)
     while out.active:
+        began = time.perf_counter()
         with stats.clock("draft"):
             tree = drafter.propose(roots_B)
         with stats.clock("target"):
@@ -62,6 +64,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
             cache.keep(finished.verdict.path_BA, finished.verdict.lengths_B)
         with stats.clock("draft"):
             drafter.observe(finished)
+        stats.round_seconds.append(time.perf_counter() - began)
         with stats.clock("prefill"):
             roots_B = _turn_over(rules, drafter, out, cache, finished.verdict.next_tokens_B)
         stats.max_depth = max(stats.max_depth, tree.max_depth)

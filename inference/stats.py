@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class RoundRecord:
     """Drafted tokens that the verifier accepted."""
     returned: int
     """Tokens that were returned to the user: accepted + 1, or fewer in a row's last round."""
+    drafted: int = 0
+    """Depth of the round's trees, its draft length on a chain; 0 for a plain round."""
+    number: int = 0
+    """Which round it was, as an index into `Stats.round_seconds`."""
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Stats:
     """Depth of the draft trees."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock time by part of the work: prefill, draft, target, verify, rest."""
+    round_seconds: list[float] = field(default_factory=list)
+    """Of every round, over all rows of its batch."""
 
     @property
     def rounds(self) -> int:
@@ -81,12 +87,22 @@ class Stats:
                 went_on[depth] += depth < successes
         return [hits / tries if tries else float("nan") for hits, tries in zip(went_on, reached, strict=True)]
 
+    @property
+    def token_seconds(self) -> list[float]:
+        """What each returned token took: its round's time over the tokens that the round returned in its row."""
+        records = [record for row in self.rows for record in row if self.round_seconds]
+        return [
+            self.round_seconds[record.number] / record.returned for record in records for _ in range(record.returned)
+        ]
+
     @classmethod
     def merged(cls, parts: Iterable[Stats]) -> Stats:
         """The statistics of several generations together."""
         whole = cls()
         for part in parts:
-            whole.rows.extend(part.rows)
+            before = len(whole.round_seconds)
+            whole.rows += [[replace(record, number=before + record.number) for record in row] for row in part.rows]
+            whole.round_seconds += part.round_seconds
             whole.max_depth = max(whole.max_depth, part.max_depth)
             for name, seconds in part.seconds.items():
                 whole.seconds[name] = whole.seconds.get(name, 0.0) + seconds

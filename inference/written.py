@@ -102,7 +102,8 @@ class Written:
             self._committed[row] += length
             count = self._append(row, tokens[:length])
             self._keep(row, count, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
-            stats.rows[row].append(RoundRecord(accepted=length - 1, returned=count))
+            record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
+            stats.rows[row].append(record)
 
     def ended_places(self) -> list[int]:
         """The places in the batch of rows that have ended."""
