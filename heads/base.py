@@ -203,6 +203,8 @@ class DraftHead(nn.Module, ABC):
     max_depth: int
     feature_layers: tuple[int, ...]
     """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
+    reads_from_start: bool = False
+    """A head is shown every token with the feature before it, hence not a text's first token."""
     recompute: bool = False
     """Whether training computes activations again in the backward pass instead of keeping them; heads that feed on
     their own outputs, whose activations grow with every step of training-time test, heed it."""

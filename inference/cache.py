@@ -44,15 +44,17 @@ class TreeCache(Cache):
         self.shown: int | None = None
         """Slots that the next forward is shown; None for the whole capacity."""
 
-    def place(self, new_tokens: int, longest: int) -> None:
+    def place(self, new_tokens: int, longest: int, guesses: int = 0) -> None:
         """Make room for `new_tokens` a row and direct the next forward's entries there.
 
         Args:
             new_tokens: tokens of every row in the next forward.
             longest: length of the longest row; the host knows it, so the device need not be asked.
+            guesses: tokens of every row that forwards before wrote behind the committed ones, and that stay.
         """
-        self._grow(bucketed(longest + new_tokens))
-        self.slots_BN = self.lengths_B[:, None] + torch.arange(new_tokens, device=self.lengths_B.device)
+        self._grow(bucketed(longest + guesses + new_tokens))
+        new_N = torch.arange(guesses, guesses + new_tokens, device=self.lengths_B.device)
+        self.slots_BN = self.lengths_B[:, None] + new_N
         self.shown = None
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:

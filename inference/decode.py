@@ -30,8 +30,12 @@ from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
+from .choosing import Fallback, chosen_from
 from .compiled import missing_compiler, wanted
-from .grow import RootOnly, drafter_of
+from .drafters import drafter_from
+from .grow import RootOnly
+from .guarded import Guarded
+from .hybrid import Hybrid
 from .loop import Rules, speculate
 from .planning import batch_budget, default_tree, machine
 from .rounds import Drafter
@@ -91,6 +95,8 @@ class SpeculativeLM:
         self.sampling_rule = choose_rule(verifier, self.drafter.origin, lossy)
         self.origin: dict[str, Any] = {}
         """What the head was trained against, as its checkpoint remembers it."""
+        self.listeners: list[Callable[[Stats], None]] = []
+        """Called with the statistics of every generation."""
         target.check_layers(self.drafter.feature_layers)
 
     @classmethod
@@ -106,22 +112,27 @@ class SpeculativeLM:
         head_revision: str | None = None,
         lossy: bool = False,
         compile: bool | str = False,
+        drafter: str | Drafter | None = None,
+        fallback: bool = False,
     ) -> SpeculativeLM:
-        """Load a target and a head for it.
+        """Load a target and what drafts for it.
 
         Args:
             target: see `Target.from_pretrained`; or one that is loaded already.
-            head: a checkpoint folder, a Hub id, or a head; None for plain decoding.
+            head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none, or for plain decoding.
             dtype: of target and head, where they are loaded here.
             tree: what `tree_policy` takes, or "auto" for the tree saved with the head, for this machine if it was
                 calibrated here (or a default one), made smaller in batches so that a forward does not cost more than
-                it saves.
+                it saves. Several with | between them: each round takes the one that has been fastest so far.
             verifier: see `__init__`.
             device: of target and head.
             revision: of the target's Hub id.
             head_revision: of the head's Hub id.
             lossy: see `__init__`.
             compile: see `compile`; "auto" for True where this machine can, without a warning where it cannot.
+            drafter: a word of `drafters.WORDS`, or one of your own, which may be wrong in any way: the output stays
+                the target's. Beside a head, what it looks up is joined with the head's tree.
+            fallback: decode plainly where guesses cost more time than they save; see `Fallback`.
 
         Raises:
             ValueError: something that cannot be loaded, or a head or tree that does not fit; named.
@@ -132,31 +143,19 @@ class SpeculativeLM:
         else:
             target = Target.from_pretrained(target, dtype, device, revision)
         compiled = wanted(compile, target.device)
-        if head is None:
-            lm = cls(target, None, verifier, lossy)
-            return lm.compile() if compiled else lm
-        facts = HeadFacts()
-        if not isinstance(head, DraftHead):
-            folder = head
-            head, facts = load_head(folder, target.info, target.dtype, head_revision)
-            for difference in differences(facts.origin, target.origin):
-                warnings.warn(f"the head {str(folder)!r} may accept less here: {difference}", stacklevel=2)
-            if facts.adapted:
-                _adapt(target, adapter_of(folder, head_revision), loaded_here)
-        else:
-            head.target.check(target.info)
-            dtypes = {parameter.dtype for parameter in head.parameters()} - {target.dtype}
-            if dtypes:
-                raise ValueError(
-                    f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head"
-                )
-        if tree == "auto":
-            policy = _saved_tree(head, facts, machine(target.device, compiled))
-            budget = batch_budget(policy, target.device)
-        else:
-            policy, budget = tree_policy(tree), None
-        lm = cls(target, drafter_of(head.to(target.device).eval(), policy, target.ends, budget), verifier, lossy)
-        lm.origin = facts.origin
+        origin: dict[str, Any] = {}
+        source = _source(drafter, target, tree if head is None else "auto")
+        if head is not None:
+            ours, facts = _loaded(head, target, head_revision, loaded_here)
+            origin = facts.origin
+            policy = _saved_tree(ours, facts, machine(target.device, compiled)) if tree == "auto" else tree
+            budget = batch_budget(policy, target.device) if isinstance(policy, TreePolicy) and tree == "auto" else None
+            trees = chosen_from(ours.to(target.device).eval(), policy, target.ends, budget)
+            source = trees if source is None else Hybrid(trees, source)
+        if fallback and source is not None:
+            source = Fallback(source)
+        lm = cls(target, source, verifier, lossy)
+        lm.origin = origin
         return lm.compile() if compiled else lm
 
     def compile(self) -> SpeculativeLM:
@@ -298,6 +297,8 @@ class SpeculativeLM:
         rule = self.sampling_rule if config.do_sample else greedy
         rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
         stats = speculate(rules, self.drafter, out)
+        for listener in self.listeners:
+            listener(stats)
         if streamer is not None:
             streamer.end()
         padding = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
@@ -308,6 +309,35 @@ class SpeculativeLM:
             logits=_by_token(out.logits),
             stats=stats,
         )
+
+
+def _source(drafter: str | Drafter | None, target: Target, tree: Any) -> Drafter | None:
+    """A drafter by name, or one that is not ours, which is watched."""
+    if isinstance(drafter, str):
+        return drafter_from(drafter, target, tree)
+    return None if drafter is None else Guarded(drafter, target.info.vocab_size)
+
+
+def _loaded(
+    head: str | Path | DraftHead, target: Target, revision: str | None, loaded_here: bool
+) -> tuple[DraftHead, HeadFacts]:
+    """A head that fits the target, and what travelled with it.
+
+    Raises:
+        ValueError: a head that cannot be loaded or does not fit.
+    """
+    if isinstance(head, DraftHead):
+        head.target.check(target.info)
+        dtypes = {parameter.dtype for parameter in head.parameters()} - {target.dtype}
+        if dtypes:
+            raise ValueError(f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head")
+        return head, HeadFacts()
+    loaded, facts = load_head(head, target.info, target.dtype, revision)
+    for difference in differences(facts.origin, target.origin):
+        warnings.warn(f"the head {str(head)!r} may accept less here: {difference}", stacklevel=3)
+    if facts.adapted:
+        _adapt(target, adapter_of(head, revision), loaded_here)
+    return loaded, facts
 
 
 def _saved_tree(head: DraftHead, facts: HeadFacts, machine_word: str) -> TreePolicy:

@@ -1,21 +1,52 @@
-"""Growing a draft tree out of any head."""
+"""Growing a draft tree out of any head, or out of anything that is asked like one."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..heads import DraftHead, DraftState, TargetEnds
+from ..heads import DraftHead, TargetEnds, TargetInfo
 from ..heads.base import wide
 from .compiled import Graph
+from .draft_model import DraftModel
 from .planning import cut
 from .rounds import Drafter, Passage, Round, Start
 from .tree import DraftTree, DrawnShape, DynamicShape, Origin, TreePolicy, TreeShape
+
+
+class Guesser(Protocol):
+    """What a tree is grown from, depth by depth; see `heads.DraftHead` for what each method does.
+
+    A state is what `begin` returns and the others take; it has `select` and `replace`, as `heads.DraftState` has.
+    """
+
+    feature_layers: tuple[int, ...]
+    reads_from_start: bool
+    """Whether `observe` is shown a text's first token too."""
+    max_depth: int
+    target: TargetInfo
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that can be guessed."""
+
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> Any:
+        """An empty state."""
+
+    def observe(self, state: Any, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> Any:
+        """Take in what was committed."""
+
+    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
+        """Logits of the children of a frontier."""
+
+    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
+        """As ids of the target's."""
 
 
 class RootOnly:
@@ -49,12 +80,21 @@ class RootOnly:
         """Nothing to take over."""
 
 
+@dataclass
+class Shared:
+    """What a head has seen; several trees of one head may hold the same."""
+
+    state: Any = None
+    unread: bool = True
+    """Whether nothing was shown yet."""
+
+
 class HeadDrafter:
-    """A head whose state follows the text; a subclass says what tree is grown from it."""
+    """A head, or another guesser, whose state follows the text; a subclass says what tree is grown from it."""
 
     origin: Origin = "picked"
 
-    def __init__(self, head: DraftHead, ends: TargetEnds, depth: int, expanded: int, max_nodes: int) -> None:
+    def __init__(self, head: Guesser, ends: TargetEnds, depth: int, expanded: int, max_nodes: int) -> None:
         """Hold a head.
 
         Args:
@@ -68,31 +108,39 @@ class HeadDrafter:
             raise ValueError(f"the tree is {depth} deep, but the head drafts at most {head.max_depth} tokens")
         self.head, self.ends = head, ends
         self.feature_layers = head.feature_layers
-        self.depth, self.expanded, self.max_nodes = depth, expanded, max_nodes
-        self._state: DraftState | None = None
+        self.depth, self.max_nodes = depth, max_nodes
+        self.room = (depth, expanded)
+        """Expansions and expanded nodes of a round that a state has room for."""
+        self.shared = Shared()
         self._graphs: tuple[Graph, Graph] | None = None
 
     @property
-    def state(self) -> DraftState:
+    def state(self) -> Any:
         """The head's state after what it has seen."""
-        assert self._state is not None
-        return self._state
+        assert self.shared.state is not None
+        return self.shared.state
 
     def begin(self, start: Start) -> None:
         """An empty state."""
-        self._state = self.head.begin(self.ends, start.batch_size, start.capacity, self.depth, self.expanded)
+        self.shared = Shared(self.head.begin(self.ends, start.batch_size, start.capacity, *self.room))
 
     def read(self, passage: Passage) -> None:
         """Show the head a part of the prompts."""
-        self._state = self.head.observe(self.state, passage.features_BTF, passage.next_tokens_BT, passage.lengths_B)
+        tokens_BT, lengths_B = passage.next_tokens_BT, passage.lengths_B
+        if self.shared.unread and self.head.reads_from_start:
+            tokens_BT, lengths_B = torch.cat([passage.tokens_BT[:, :1], tokens_BT], dim=1), lengths_B + 1
+        self.shared.state = self.head.observe(self.state, passage.features_BTF, tokens_BT, lengths_B)
+        self.shared.unread = False
 
     def compile(self) -> None:
-        """Draft and observe in one graph each."""
-        if self._graphs is None:
+        """Draft and observe in one graph each; a second model compiles its own forward."""
+        if isinstance(self.head, DraftModel):
+            self.head.compile()
+        elif isinstance(self.head, DraftHead) and self._graphs is None:
             name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
             self._graphs = Graph(self._grow, name, device, replay=True), Graph(self.head.observe, name, device)
 
-    def _grow(self, state: DraftState, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """The tokens of a tree and the parents of its nodes; a graph if compiled."""
         raise NotImplementedError
 
@@ -106,25 +154,29 @@ class HeadDrafter:
         )
         return tokens_BN, parents_BN
 
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """See `Drafter`."""
+        raise NotImplementedError
+
     def observe(self, finished: Round) -> None:
         """Show the head what was accepted."""
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
         if self._graphs is None:
-            self._state = self.head.observe(self.state, *given)
+            self.shared.state = self.head.observe(self.state, *given)
             return
         kind = (len(given[1]) == 1, given[1].shape[1])
-        self._state = self._graphs[1](
+        self.shared.state = self._graphs[1](
             kind, lambda: [*self.state.sizes(), *((tensor, 0) for tensor in given)], self.state, *given
         )
 
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""
-        self._state = self.state.select(rows_R)
+        self.shared.state = self.state.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         """Take over the rows of another one of this head."""
         assert isinstance(other, HeadDrafter)
-        self._state = self.state.replace(rows_R, other.state)
+        self.shared.state = self.state.replace(rows_R, other.state)
 
 
 class StaticTree(HeadDrafter):
@@ -136,7 +188,7 @@ class StaticTree(HeadDrafter):
     """
 
     def __init__(
-        self, head: DraftHead, shape: TreeShape, ends: TargetEnds, drawn: bool = False, budget: int | None = None
+        self, head: Guesser, shape: TreeShape, ends: TargetEnds, drawn: bool = False, budget: int | None = None
     ) -> None:
         """See `drafter_of`."""
         widest = max((level.width for level in shape.levels), default=0)
@@ -175,13 +227,11 @@ class StaticTree(HeadDrafter):
         probs_BNV[:, list(shape.inner)] = inner
         return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
 
-    def _grow(self, state: DraftState, roots_B: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: Any, roots_B: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """See `HeadDrafter._grow`."""
         return self._levels(state, roots_B, plan, [])
 
-    def _levels(
-        self, state: DraftState, roots_B: Tensor, plan: Plan, drawn_from: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _levels(self, state: Any, roots_B: Tensor, plan: Plan, drawn_from: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Level by level; where siblings are drawn, `drawn_from` gets the distributions."""
         parents_N, levels = plan
         tokens = [roots_B[:, None]]
@@ -231,7 +281,7 @@ class DynamicTree(HeadDrafter):
     go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent.
     """
 
-    def __init__(self, head: DraftHead, shape: DynamicShape, ends: TargetEnds, budget: int | None = None) -> None:
+    def __init__(self, head: Guesser, shape: DynamicShape, ends: TargetEnds, budget: int | None = None) -> None:
         """See `drafter_of`."""
         self.width = min(shape.width, head.draft_vocab_size)
         candidates = self.width + (shape.depth - 1) * self.width**2
@@ -248,12 +298,12 @@ class DynamicTree(HeadDrafter):
         tokens_BN, parents_BN = self.grown(roots_B, (size, depth), (size, depth))
         return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
 
-    def _grow(self, state: DraftState, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: Any, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """See `HeadDrafter._grow`; the plan is size and depth."""
         size, depth = plan
         return _best(size, roots_B, *self.candidates(state, roots_B, depth))
 
-    def candidates(self, state: DraftState, roots_B: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self, state: Any, roots_B: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and values [B, C] of all nodes that are looked at, level by level; the root is number 0."""
         width = self.width
         frontier_BW = roots_B[:, None]
@@ -296,7 +346,7 @@ def _best(
     )
 
 
-def drafter_of(head: DraftHead, policy: TreePolicy, ends: TargetEnds, budget: int | None = None) -> Drafter:
+def drafter_of(head: Guesser, policy: TreePolicy, ends: TargetEnds, budget: int | None = None) -> HeadDrafter:
     """A head with a policy.
 
     Args:

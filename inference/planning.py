@@ -1,4 +1,4 @@
-"""Which tree to draft: static shapes from measured acceptance.
+"""Which tree to draft: static shapes from measured acceptance, and what a draft of some length gains.
 
 The expected number of accepted tokens of a static tree is the sum over its nodes of the probability that the path to
 them is accepted, taken as the product of a_{d,i}: how often the token at depth d is the head's i-th best. Adding the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -54,6 +54,49 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
 def expected_length(shape: TreeShape, accuracy_KI: Sequence[Sequence[float]]) -> float:
     """Tokens per round of a static tree, the bonus token counted."""
     return 1 + sum(math.prod(accuracy_KI[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths)
+
+
+def chain_length(rates: Sequence[float], gamma: int) -> float:
+    """Tokens a round on a chain of `gamma` drafts, the bonus token counted: 1 + a_1 + a_1 a_2 + ...
+
+    Args:
+        rates: acceptance rate at each depth; deeper ones are as the last. One rate a for all gives
+            (1 - a^(gamma+1)) / (1 - a) (Leviathan et al., arXiv:2211.17192, equation 1).
+        gamma: drafts.
+    """
+    return 1 + sum(math.prod(rates[min(i, len(rates) - 1)] for i in range(depth)) for depth in range(1, gamma + 1))
+
+
+def time_factor(
+    rates: Sequence[float], gamma: int, draft_cost: float, check_cost: Callable[[int], float] = lambda nodes: 1.0
+) -> float:
+    """How much sooner a text is written than by plain steps (arXiv:2211.17192, theorem 3.8, with measured checks).
+
+    Args:
+        rates: see `chain_length`.
+        gamma: drafts.
+        draft_cost: time of one draft in plain steps (the paper's c).
+        check_cost: time of a target forward over so many tokens, in plain steps; 1 in the paper.
+    """
+    return chain_length(rates, gamma) / (gamma * draft_cost + check_cost(gamma + 1))
+
+
+def operations_factor(rates: Sequence[float], gamma: int, draft_operations: float) -> float:
+    """How many more operations a text takes than by plain steps (arXiv:2211.17192, theorem 3.11).
+
+    Args:
+        rates: see `chain_length`.
+        gamma: drafts.
+        draft_operations: of one draft over those of one plain step.
+    """
+    return (gamma * draft_operations + gamma + 1) / chain_length(rates, gamma)
+
+
+def best_draft_length(
+    rates: Sequence[float], draft_cost: float, check_cost: Callable[[int], float] = lambda nodes: 1.0, most: int = 32
+) -> int:
+    """The number of drafts that gains most; 0 where none gains anything. See `time_factor`."""
+    return max(range(most + 1), key=lambda gamma: time_factor(rates, gamma, draft_cost, check_cost))
 
 
 def default_tree(max_depth: int, draft_vocab_size: int) -> TreeShape:

@@ -188,28 +188,52 @@ class Target:
 
         The nodes' entries are in the cache afterwards, but not committed: `cache.keep` does that.
         """
-        nodes = tree.tokens_BN.shape[1]
-        cache.place(nodes, longest)
+        return self.forward_nodes(tree.tokens_BN, tree.ancestors_BNN, tree.depths_BN, longest, cache, layers)
+
+    def forward_nodes(
+        self,
+        tokens_BN: Tensor,
+        seen_BNM: Tensor,
+        depths_BM: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits: bool = True,
+    ) -> TargetOutput:
+        """One forward over the last N of M nodes; the others were written by forwards before, none is committed.
+
+        Args:
+            tokens_BN: of the new nodes.
+            seen_BNM: which nodes each of them sees, itself too; all see the committed tokens.
+            depths_BM: places in the text behind the committed tokens, from 0.
+            longest: length of the longest row.
+            cache: where entries go.
+            layers: whose features are wanted.
+            logits: False for none at all, where a text is only read.
+        """
+        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
+        cache.place(new, longest, nodes - new)
         lengths_B1 = cache.lengths_B[:, None]
         slots_S = torch.arange(cache.capacity, device=self.device)
-        committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, nodes, -1)
+        committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, new, -1)
         node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
         is_node_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + nodes)
-        on_path_BNS = tree.ancestors_BNN.gather(2, node_of_slot_BS[:, None].expand(-1, nodes, -1))
+        on_path_BNS = seen_BNM.gather(2, node_of_slot_BS[:, None].expand(-1, new, -1))
         visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
-        positions_BN = lengths_B1 + tree.depths_BN
-        slot_positions_BS = torch.where(is_node_BS, lengths_B1 + tree.depths_BN.gather(1, node_of_slot_BS), slots_S)
+        positions_BN = lengths_B1 + depths_BM[:, nodes - new :]
+        slot_positions_BS = torch.where(is_node_BS, lengths_B1 + depths_BM.gather(1, node_of_slot_BS), slots_S)
         masks = self._masks(positions_BN, slot_positions_BS, visible_BNS)
-        given = (tree.tokens_BN, positions_BN, masks, cache, layers, 0)
-        if self.graph is None or not cache.keys:
+        kept = 0 if logits else torch.empty(0, dtype=torch.int64, device=self.device)
+        given = (tokens_BN, positions_BN, masks, cache, layers, kept)
+        if self.graph is None or not cache.keys or not logits:
             return self._ask(self._run, *given)
 
         def sizes() -> list[tuple[Tensor, int]]:
-            nodes_of = [(tensor, i) for tensor in (tree.tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+            nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             every = masks.values() if isinstance(masks, dict) else [masks]
             return [*nodes_of, *((mask, i) for mask in every for i in (0, 2, 3)), *cache.sizes()]
 
-        kind = (len(cache.lengths_B) == 1, nodes == 1, layers)
+        kind = (len(cache.lengths_B) == 1, new == 1, layers)
         return self._ask(self.graph, kind, sizes, *given)
 
     @torch.no_grad()

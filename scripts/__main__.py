@@ -1,4 +1,4 @@
-"""headstart COMMAND: data, features, train, tree, generate, bench, verify, push, import, export, demo."""
+"""headstart COMMAND: data, features, train, tree, datastore, generate, bench, verify, push, import, export, demo."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "features": "write the target's states to disk, for training to read",
     "train": "train a draft head on a frozen model",
     "tree": "find the draft tree that is fastest for a head on this machine",
+    "datastore": "sort a corpus, for guesses that are looked up",
     "generate": "answer a prompt with a head, streaming",
     "bench": "compare stock generate, the plain engine and speculation on the same prompts",
     "verify": "check a head against its target",

@@ -52,7 +52,7 @@ def answer(config: GenerateConfig) -> None:
         stats = output.stats
         return output.sequences
 
-    ours = rated("headstart" if config.head else "headstart, no head", speculate)
+    ours = rated("headstart" if config.head or config.drafter else "headstart, plain", speculate)
     line = f"{ours:.1f} tokens/s"
     if config.compare and config.max_new_tokens > 0:
         line += f" ({ours / stock:.2f} times)"

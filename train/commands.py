@@ -90,12 +90,12 @@ class SelfMadeConfig(Command):
 class BenchConfig(Command):
     """Stock `model.generate`, our engine without speculation and with it, interleaved on the same prompts."""
 
-    required = ("target", "head", "prompts")
+    required = ("target", "prompts")
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
-    head: str = ""
-    """The head's checkpoint folder or Hub id."""
+    head: str | None = None
+    """The head's checkpoint folder or Hub id; null for a drafter that needs none."""
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts; a table row each."""
     limit: int | None = None
@@ -110,12 +110,18 @@ class BenchConfig(Command):
     """Of target and head."""
     tree: str = "auto"
     """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON
-    file of paths; `drawn:` before it draws the children instead of picking them."""
+    file of paths; `drawn:` before it draws the children instead of picking them; several with | between them, of which
+    each round takes the one that has been fastest."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""
     lossy: bool = False
     """Agree that a lossy acceptance rule (typical) changes what is written."""
+    drafter: str | None = None
+    """A source of guesses that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart datastore`), lookahead,
+    ngram:ORDER, random, model:NAME (a smaller model); beside a head, prompt-lookup or retrieval add to its tree."""
+    fallback: bool = False
+    """Decode plainly where guesses cost more time than they save."""
     compile: bool = False
     """Run rounds, and plain steps, in compiled graphs: one or two minutes to make them, then about half the time."""
     seed: int = 0
@@ -130,6 +136,8 @@ class BenchConfig(Command):
             ValueError: naming the option, what was given and what is valid.
         """
         super().__post_init__()
+        if self.head is None and self.drafter is None:
+            raise ValueError("a head or a drafter is required and neither was given")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, not {self.limit}")
         if self.max_new_tokens < 2:
@@ -182,6 +190,22 @@ class TreeConfig(Command):
 
 
 @dataclass(frozen=True)
+class DatastoreConfig(Command):
+    """A corpus, sorted so that the continuations of any n-gram are found at once."""
+
+    required = ("target", "sources", "output")
+
+    target: str = ""
+    """The model whose tokens are stored: a folder, a Hub id, a GGUF file, or package:NAME."""
+    sources: list[str] = field(default_factory=list)
+    """Text files, JSONL files of conversations, or Hub data sets of conversations."""
+    output: str = ""
+    """Folder to write."""
+    limit: int | None = None
+    """Read only so many conversations of each source; null for all."""
+
+
+@dataclass(frozen=True)
 class GenerateConfig(Command):
     """One prompt, answered while you watch."""
 
@@ -192,7 +216,7 @@ class GenerateConfig(Command):
     prompt: str = ""
     """What the user says."""
     head: str | None = None
-    """The head's checkpoint folder or Hub id; null for plain decoding by the same engine."""
+    """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain decoding."""
     compare: bool = False
     """Let stock `model.generate` answer first, and print both rates."""
     max_new_tokens: int = 256
@@ -209,12 +233,18 @@ class GenerateConfig(Command):
     """Of target and head."""
     tree: str = "auto"
     """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON
-    file of paths; `drawn:` before it draws the children instead of picking them."""
+    file of paths; `drawn:` before it draws the children instead of picking them; several with | between them, of which
+    each round takes the one that has been fastest."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""
     lossy: bool = False
     """Agree that a lossy acceptance rule (typical) changes what is written."""
+    drafter: str | None = None
+    """A source of guesses that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart datastore`), lookahead,
+    ngram:ORDER, random, model:NAME (a smaller model); beside a head, prompt-lookup or retrieval add to its tree."""
+    fallback: bool = False
+    """Decode plainly where guesses cost more time than they save."""
     compile: bool = False
     """Run rounds, and plain steps, in compiled graphs: one or two minutes to make them, then about half the time."""
     seed: int = 0

@@ -11,10 +11,10 @@ from .data import check_tokenizer, warn_of_other_data
 
 
 def load_engine(config: BenchConfig | GenerateConfig) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """Load the tokenizer, whose mistakes are told first, then target and head.
+    """Load the tokenizer, whose mistakes are told first, then target and what drafts for it.
 
     Raises:
-        ValueError: a target, head, tree or verifier that cannot be used.
+        ValueError: a target, head, drafter, tree or verifier that cannot be used.
     """
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
@@ -26,6 +26,8 @@ def load_engine(config: BenchConfig | GenerateConfig) -> tuple[SpeculativeLM, Pr
         config.verifier,
         lossy=config.lossy,
         compile=config.compile,
+        drafter=config.drafter,
+        fallback=config.fallback,
     )
     warn_of_other_data(lm.origin, tokenizer, config.thinking)
     return lm, tokenizer

@@ -21,9 +21,10 @@ from headstart.heads.checkpoint import HeadFacts, head_config, save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
 from headstart.scripts.command import options
-from headstart.train import answer, benchmark, calibrate, checkup, demo, exchange, loop, precompute, selfmade
+from headstart.train import answer, benchmark, calibrate, checkup, datastore, demo, exchange, loop, precompute, selfmade
 from headstart.train.commands import (
     BenchConfig,
+    DatastoreConfig,
     DemoConfig,
     ExportConfig,
     GenerateConfig,
@@ -40,6 +41,7 @@ COMMANDS = {
     "features": (TrainConfig, precompute, "precompute"),
     "train": (TrainConfig, loop, "train"),
     "tree": (TreeConfig, calibrate, "calibrate"),
+    "datastore": (DatastoreConfig, datastore, "build_datastore"),
     "generate": (GenerateConfig, answer, "answer"),
     "bench": (BenchConfig, benchmark, "benchmark"),
     "verify": (VerifyConfig, checkup, "verify_head"),
@@ -55,6 +57,7 @@ REQUIRED = {
     "features": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
     "train": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
     "tree": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
+    "datastore": ["--target", "t", "--sources", "[d.jsonl]", "--output", "o"],
     "generate": ["--target", "t", "--prompt", "p"],
     "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "verify": ["--head", "h", "--target", "t"],
@@ -263,6 +266,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
         (["data", *REQUIRED["data"], "--min_distinct", "2"], ["min_distinct", "between 0 and 1", "2"]),
         (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
         (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),
+        (["bench", "--target", "t", "--prompts", "[p.jsonl]"], ["a head or a drafter is required"]),
         (["train", *REQUIRED["train"], "--adapter.rank", "-1"], ["adapter", "a rank of at least 0", "not -1"]),
         (["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"], ["adapter", "optim.name adamw"]),
     ],

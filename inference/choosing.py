@@ -1,0 +1,282 @@
+"""Drafters that decide, round by round, by measured time: whether to guess at all, and with which tree.
+
+Neither looks at anything but the clock and what was accepted before, so whatever they choose, the output stays exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..heads import TargetEnds
+from .grow import Guesser, HeadDrafter, RootOnly, drafter_of
+from .rounds import Drafter, Passage, Round, Start
+from .tree import DraftTree, Origin, TreePolicy, tree_policy
+
+PLAIN_ROUNDS = 15
+"""Latest plain rounds whose median is the price of a token without guesses."""
+FIRST_ROUNDS = 3
+"""Plain rounds at the very beginning: the first may compile something."""
+ODD_ROUND, ODD_ROUNDS = 20.0, 3
+"""A round that takes so many plain steps compiled something; so many of them are excused."""
+LOSS_SHARE = 0.01
+"""Of a stream's time may be lost to guesses that do not pay; what is gained is lent again."""
+STEPS_LENT = 1.0
+"""Plain steps that a stream may lose before it has gained or waited."""
+STEPS_KEPT = 2.0
+"""Plain steps that are remembered of a gain: after so much loss a stream goes plain."""
+EXPLORATION = 0.2
+"""Of a bandit: how much an arm's rate may be underestimated after few rounds, relative to the best rate."""
+ROUNDS_KEPT = 8
+"""Rounds by which an arm's rate is remembered from one stream to the next."""
+
+
+class Fallback:
+    """A drafter that is left out where it does not pay, and tried again later.
+
+    It keeps an account: what rounds with guesses took beyond what their tokens would have cost in plain ones. It
+    guesses as long as the loss is within `STEPS_LENT` and `LOSS_SHARE` of the time since the stream began; one guess
+    that pays makes room for more. The drafter learns what was written meanwhile when it is asked again.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        """Watch a drafter."""
+        self.drafter = drafter
+        self.feature_layers, self.max_nodes = drafter.feature_layers, drafter.max_nodes
+        self.origin: Origin = drafter.origin
+        self.fallbacks = 0
+        """How often a stream went plain."""
+        self._plain_seconds: deque[float] = deque(maxlen=PLAIN_ROUNDS)
+        self._excused = 0
+        self._missed: list[Passage] = []
+        self._guessing = True
+        self._told = False
+
+    def __copy__(self) -> Fallback:
+        """One for other rows, with the same clock."""
+        other = Fallback(copy.copy(self.drafter))
+        other._plain_seconds = self._plain_seconds
+        return other
+
+    def begin(self, start: Start) -> None:
+        """A new stream, and a new account."""
+        self.drafter.begin(start)
+        self._missed, self._lost, self._began = [], 0.0, time.perf_counter()
+        self._round_began: float | None = None
+        self._emitted = 0.0
+        self._guessing = True
+
+    def read(self, passage: Passage) -> None:
+        """The prompts."""
+        self.drafter.read(passage)
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """Guesses, or the roots alone."""
+        now = time.perf_counter()
+        self._account(now)
+        pays = self._pays(now)
+        if self._guessing and not pays and self._priced:
+            self.fallbacks += 1
+            if not self._told:
+                warnings.warn("speculation does not pay here: some tokens are decoded plainly", stacklevel=2)
+                self._told = True
+        self._guessing, self._round_began = pays, now
+        if not pays:
+            return RootOnly().propose(roots_B)
+        self._catch_up()
+        return self.drafter.propose(roots_B)
+
+    def observe(self, finished: Round) -> None:
+        """Learn it now, or later."""
+        lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
+        self._emitted = sum(lengths) / len(lengths)
+        if self._guessing:
+            self.drafter.observe(finished)
+        else:
+            one_B = torch.ones_like(finished.verdict.lengths_B)
+            passage = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, one_B)
+            self._missed.append(passage)
+
+    def compile(self) -> None:
+        """The drafter."""
+        self.drafter.compile()
+
+    def select(self, rows_R: Tensor) -> None:
+        """These rows only."""
+        self._catch_up()
+        self.drafter.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Take over rows of another one."""
+        assert isinstance(other, Fallback)
+        self._catch_up()
+        self.drafter.replace(rows_R, other.drafter)
+
+    def _account(self, now: float) -> None:
+        """Enter the round that has just ended."""
+        if self._round_began is None:
+            return
+        seconds = now - self._round_began
+        if not self._guessing:
+            self._plain_seconds.append(seconds)
+            return
+        step = median(self._plain_seconds)
+        if seconds > ODD_ROUND * step and self._excused < ODD_ROUNDS:
+            self._excused += 1
+            return
+        self._lost = max(self._lost + seconds - self._emitted * step, -STEPS_KEPT * step)
+
+    @property
+    def _priced(self) -> bool:
+        """Whether it is known what a plain round takes."""
+        return len(self._plain_seconds) >= FIRST_ROUNDS
+
+    def _pays(self, now: float) -> bool:
+        """Whether a loss is still allowed; the very first rounds are plain, for their price must be known."""
+        if not self._priced:
+            return False
+        return self._lost < STEPS_LENT * median(self._plain_seconds) + LOSS_SHARE * (now - self._began)
+
+    def _catch_up(self) -> None:
+        """Show the drafter what was written without it, all at once."""
+        if self._missed:
+            parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in self._missed]
+            tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+            count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
+            self.drafter.read(Passage(tokens_BT, next_BT, features_BTF, count_B))
+            self._missed = []
+
+
+@dataclass
+class Arm:
+    """What is known of one tree."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def forget(self) -> None:
+        """Keep the rate, and of the rounds no more than `ROUNDS_KEPT`."""
+        share = min(1.0, ROUNDS_KEPT / self.rounds) if self.rounds else 1.0
+        self.rounds, self.tokens, self.seconds = share * self.rounds, share * self.tokens, share * self.seconds
+
+
+class Bandit:
+    """Several trees of one head, of which each round takes the one that seems fastest (UCB1, Auer et al. 2002).
+
+    An arm is worth its tokens per second, and more the less often it was tried. What was learned fades from one
+    stream to the next.
+    """
+
+    def __init__(self, arms: Sequence[HeadDrafter]) -> None:
+        """Put trees together.
+
+        Args:
+            arms: of the same head.
+
+        Raises:
+            ValueError: fewer than two, of different heads, or made in different ways, for which no one rule is exact.
+        """
+        if len(arms) < 2 or any(arm.head is not arms[0].head for arm in arms):
+            raise ValueError("a choice of trees needs two or more, of the same head")
+        if len({arm.origin for arm in arms}) > 1:
+            raise ValueError("trees that are picked and trees that are drawn have different rules: choose among either")
+        self.arms, self.rates = list(arms), [Arm() for _ in arms]
+        self.feature_layers, self.origin = arms[0].feature_layers, arms[0].origin
+        self.max_nodes = max(arm.max_nodes for arm in arms)
+        depth, expanded = (max(arm.room[i] for arm in arms) for i in range(2))
+        for arm in arms:
+            arm.room = (depth, expanded)
+        self._chosen = 0
+        self._round_began: float | None = None
+        self._emitted = 0.0
+
+    def __copy__(self) -> Bandit:
+        """One for other rows, that learns the same rates."""
+        other = Bandit([copy.copy(arm) for arm in self.arms])
+        other.rates = self.rates
+        return other
+
+    def begin(self, start: Start) -> None:
+        """A new stream."""
+        for arm in self.arms:
+            arm.begin(start)
+            arm.shared = self.arms[0].shared
+        for rate in self.rates:
+            rate.forget()
+        self._round_began = None
+
+    def read(self, passage: Passage) -> None:
+        """The prompts, once for all."""
+        self.arms[0].read(passage)
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """Enter the round before, choose, guess."""
+        now = time.perf_counter()
+        if self._round_began is not None:
+            rate = self.rates[self._chosen]
+            rate.rounds, rate.tokens = rate.rounds + 1, rate.tokens + self._emitted
+            rate.seconds += now - self._round_began
+        self._chosen, self._round_began = self.choose(), now
+        return self.arms[self._chosen].propose(roots_B)
+
+    def choose(self) -> int:
+        """The arm with the largest upper bound; each must have been tried."""
+        untried = [number for number, arm in enumerate(self.rates) if arm.rounds == 0]
+        if untried:
+            return untried[0]
+        rates = [arm.tokens / arm.seconds for arm in self.rates]
+        tries = math.log(1 + sum(arm.rounds for arm in self.rates))
+        bounds = [
+            rate + EXPLORATION * max(rates) * math.sqrt(tries / arm.rounds)
+            for rate, arm in zip(rates, self.rates, strict=True)
+        ]
+        return bounds.index(max(bounds))
+
+    def observe(self, finished: Round) -> None:
+        """Once for all arms: they share the head's state."""
+        lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
+        self._emitted = sum(lengths) / len(lengths)
+        self.arms[0].observe(finished)
+
+    def compile(self) -> None:
+        """All arms."""
+        for arm in self.arms:
+            arm.compile()
+
+    def select(self, rows_R: Tensor) -> None:
+        """These rows only."""
+        self.arms[0].select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Take over rows of another one."""
+        assert isinstance(other, Bandit)
+        self.arms[0].replace(rows_R, other.arms[0])
+
+
+def chosen_from(
+    guesser: Guesser, tree: str | Sequence[Sequence[int]] | TreePolicy, ends: TargetEnds, budget: int | None = None
+) -> HeadDrafter | Bandit:
+    """A guesser with a tree, or with several of which each round takes one.
+
+    Args:
+        guesser: a head, or what is asked like one.
+        tree: what `tree_policy` takes, or several such words with | between them.
+        ends: see `drafter_of`.
+        budget: see `drafter_of`.
+
+    Raises:
+        ValueError: no tree, or trees that do not go together.
+    """
+    if isinstance(tree, str) and "|" in tree:
+        return Bandit([drafter_of(guesser, tree_policy(word), ends, budget) for word in tree.split("|")])
+    return drafter_of(guesser, tree_policy(tree), ends, budget)
