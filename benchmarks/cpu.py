@@ -49,20 +49,7 @@ def main() -> None:
     fast = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=True)
     plain = SpeculativeLM.from_pretrained(target, compile=True)
 
-    def stock(**more: Any) -> Side:
-        def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
-            return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more), Stats()
-
-        return answer
-
-    def ours(lm: SpeculativeLM) -> Side:
-        def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
-            output = lm.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            return output.sequences, output.stats
-
-        return answer
-
-    sides = dict(zip(SIDES, (stock(), stock(**LOOKUP), ours(plain), ours(fast)), strict=True))
+    sides = dict(zip(SIDES, (stock(target), stock(target, **LOOKUP), ours(plain), ours(fast)), strict=True))
     encoded = {name: [prompt_ids(tokenizer, messages) for messages in rows] for name, rows in prompts.items()}
     lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens."]
     rounds = Stats()
@@ -73,7 +60,8 @@ def main() -> None:
         lines[-1] += "vs plain | vs lookup | τ |"
         lines += ["|---|---|---|---|---|---|---|---|"]
         for name, rows in encoded.items():
-            rates, stats = compared(sides, rows, answer_settings(args.new_tokens, temperature), name)
+            rates, found = compared(sides, rows, answer_settings(args.new_tokens, temperature), name)
+            stats = found["speculative"]
             rounds = Stats.merged([rounds, stats])
             pairs = [(side, "generate") for side in SIDES[1:]]
             pairs += [("speculative", "plain"), ("speculative", "prompt lookup")]
@@ -86,22 +74,42 @@ def main() -> None:
     console.print("\n".join(lines), markup=False)
 
 
+def stock(target: Target, **more: Any) -> Side:
+    """transformers' own `generate`, with options of its own."""
+
+    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more), Stats()
+
+    return answer
+
+
+def ours(lm: SpeculativeLM) -> Side:
+    """Our engine."""
+
+    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        output = lm.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        return output.sequences, output.stats
+
+    return answer
+
+
 def compared(
     sides: dict[str, Side], rows: list[Tensor], settings: dict[str, Any], what: str
-) -> tuple[dict[str, list[float]], Stats]:
-    """New tokens a second of every side at every prompt, and what speculation did."""
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    found = []
+) -> tuple[dict[str, list[float]], dict[str, Stats]]:
+    """New tokens a second of every side at every prompt, and what each did."""
+    names = list(sides)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[Stats]] = {name: [] for name in names}
     for number, ids in enumerate([rows[0], *rows]):  # the first time warms up
-        shift = number % len(SIDES)
-        for name in SIDES[shift:] + SIDES[:shift]:
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
             start = time.perf_counter()
             sequences, stats = sides[name](ids, settings)
             if number > 0:
                 rates[name].append((sequences.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
-                found += [stats] if name == "speculative" else []
+                found[name].append(stats)
         console.print(f"{what}: prompt {number} of {len(rows)}")
-    return rates, Stats.merged(found)
+    return rates, {name: Stats.merged(runs) for name, runs in found.items()}
 
 
 def beside_a_forward(target: Target, fast: SpeculativeLM, rounds: Stats, encoded: dict[str, list[Tensor]]) -> list[str]:
@@ -109,7 +117,7 @@ def beside_a_forward(target: Target, fast: SpeculativeLM, rounds: Stats, encoded
     nodes = fast.drafter.max_nodes
     text = sorted((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
     bare = 1000 * forward_seconds(target, text[len(text) // 2], [nodes], fast.drafter.feature_layers)[nodes]
-    parts = {part: 1000 * rounds.seconds[part] / rounds.rounds for part in ("draft", "target", "verify", "rest")}
+    parts = {part: 1000 * seconds for part, seconds in rounds.round_parts.items()}
     whole = sum(parts.values())
     told = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in parts.items())
     return [

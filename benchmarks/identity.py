@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference import DraftTree, SpeculativeLM, Target, load_tokenizer
-from headstart.inference.grow import RootOnly
+from headstart.inference.guessing import RootOnly
 from headstart.train.benchmark import first_difference
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_prompts

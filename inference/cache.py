@@ -43,6 +43,10 @@ class TreeCache(Cache):
         """Tokens of every row that came with the prompts, padding too."""
         self.shown: int | None = None
         """Slots that the next forward is shown; None for the whole capacity."""
+        self.start = 0
+        """Place of the next forward's first token, for models that know no position ids; others are given them."""
+        self.crossed: Cache | None = None
+        """Of an encoder-decoder: what its decoder has read of the encoder."""
 
     def place(self, new_tokens: int, longest: int, guesses: int = 0) -> None:
         """Make room for `new_tokens` a row and direct the next forward's entries there.
@@ -131,7 +135,7 @@ class _TreeLayer(CacheLayerMixin):
         return self.cache.capacity, 0
 
     def get_seq_length(self) -> int:
-        return 0  # positions and masks are always given, so nobody counts with it
+        return self.cache.start
 
     def get_max_length(self) -> int:
         return -1

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import torch
 from torch import Tensor
 
 from ..heads import TargetEnds
-from .grow import Guesser, HeadDrafter, RootOnly, drafter_of
+from .grow import drafter_of
+from .guessing import Guesser, HeadDrafter, RootOnly
 from .rounds import Drafter, Passage, Round, Start
 from .tree import DraftTree, Origin, TreePolicy, tree_policy
 
@@ -45,7 +45,7 @@ class Fallback:
 
     It keeps an account: what rounds with guesses took beyond what their tokens would have cost in plain ones. It
     guesses as long as the loss is within `STEPS_LENT` and `LOSS_SHARE` of the time since the stream began; one guess
-    that pays makes room for more. The drafter learns what was written meanwhile when it is asked again.
+    that pays makes room for more.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -57,7 +57,6 @@ class Fallback:
         """How often a stream went plain."""
         self._plain_seconds: deque[float] = deque(maxlen=PLAIN_ROUNDS)
         self._excused = 0
-        self._missed: list[Passage] = []
         self._guessing = True
         self._told = False
 
@@ -70,9 +69,7 @@ class Fallback:
     def begin(self, start: Start) -> None:
         """A new stream, and a new account."""
         self.drafter.begin(start)
-        self._missed, self._lost, self._began = [], 0.0, time.perf_counter()
-        self._round_began: float | None = None
-        self._emitted = 0.0
+        self._lost, self._began = 0.0, time.perf_counter()
         self._guessing = True
 
     def read(self, passage: Passage) -> None:
@@ -82,7 +79,6 @@ class Fallback:
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Guesses, or the roots alone."""
         now = time.perf_counter()
-        self._account(now)
         pays = self._pays(now)
         if self._guessing and not pays and self._priced:
             self.fallbacks += 1
@@ -92,19 +88,13 @@ class Fallback:
         self._guessing, self._round_began = pays, now
         if not pays:
             return RootOnly().propose(roots_B)
-        self._catch_up()
         return self.drafter.propose(roots_B)
 
     def observe(self, finished: Round) -> None:
-        """Learn it now, or later."""
+        """Hand on, and enter the round."""
+        self.drafter.observe(finished)
         lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
-        self._emitted = sum(lengths) / len(lengths)
-        if self._guessing:
-            self.drafter.observe(finished)
-        else:
-            one_B = torch.ones_like(finished.verdict.lengths_B)
-            passage = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, one_B)
-            self._missed.append(passage)
+        self._account(time.perf_counter() - self._round_began, sum(lengths) / len(lengths))
 
     def compile(self) -> None:
         """The drafter."""
@@ -112,20 +102,15 @@ class Fallback:
 
     def select(self, rows_R: Tensor) -> None:
         """These rows only."""
-        self._catch_up()
         self.drafter.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         """Take over rows of another one."""
         assert isinstance(other, Fallback)
-        self._catch_up()
         self.drafter.replace(rows_R, other.drafter)
 
-    def _account(self, now: float) -> None:
-        """Enter the round that has just ended."""
-        if self._round_began is None:
-            return
-        seconds = now - self._round_began
+    def _account(self, seconds: float, tokens: float) -> None:
+        """Enter a round, which emitted so many tokens a row."""
         if not self._guessing:
             self._plain_seconds.append(seconds)
             return
@@ -133,7 +118,7 @@ class Fallback:
         if seconds > ODD_ROUND * step and self._excused < ODD_ROUNDS:
             self._excused += 1
             return
-        self._lost = max(self._lost + seconds - self._emitted * step, -STEPS_KEPT * step)
+        self._lost = max(self._lost + seconds - tokens * step, -STEPS_KEPT * step)
 
     @property
     def _priced(self) -> bool:
@@ -145,15 +130,6 @@ class Fallback:
         if not self._priced:
             return False
         return self._lost < STEPS_LENT * median(self._plain_seconds) + LOSS_SHARE * (now - self._began)
-
-    def _catch_up(self) -> None:
-        """Show the drafter what was written without it, all at once."""
-        if self._missed:
-            parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in self._missed]
-            tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-            count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
-            self.drafter.read(Passage(tokens_BT, next_BT, features_BTF, count_B))
-            self._missed = []
 
 
 @dataclass
@@ -197,8 +173,6 @@ class Bandit:
         for arm in arms:
             arm.room = (depth, expanded)
         self._chosen = 0
-        self._round_began: float | None = None
-        self._emitted = 0.0
 
     def __copy__(self) -> Bandit:
         """One for other rows, that learns the same rates."""
@@ -213,20 +187,14 @@ class Bandit:
             arm.shared = self.arms[0].shared
         for rate in self.rates:
             rate.forget()
-        self._round_began = None
 
     def read(self, passage: Passage) -> None:
         """The prompts, once for all."""
         self.arms[0].read(passage)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        """Enter the round before, choose, guess."""
-        now = time.perf_counter()
-        if self._round_began is not None:
-            rate = self.rates[self._chosen]
-            rate.rounds, rate.tokens = rate.rounds + 1, rate.tokens + self._emitted
-            rate.seconds += now - self._round_began
-        self._chosen, self._round_began = self.choose(), now
+        """Choose, guess."""
+        self._chosen, self._round_began = self.choose(), time.perf_counter()
         return self.arms[self._chosen].propose(roots_B)
 
     def choose(self) -> int:
@@ -243,10 +211,12 @@ class Bandit:
         return bounds.index(max(bounds))
 
     def observe(self, finished: Round) -> None:
-        """Once for all arms: they share the head's state."""
-        lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
-        self._emitted = sum(lengths) / len(lengths)
+        """Once for all arms, which share the head's state; and enter the round."""
         self.arms[0].observe(finished)
+        lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
+        rate = self.rates[self._chosen]
+        rate.rounds, rate.tokens = rate.rounds + 1, rate.tokens + sum(lengths) / len(lengths)
+        rate.seconds += time.perf_counter() - self._round_began
 
     def compile(self) -> None:
         """All arms."""

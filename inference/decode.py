@@ -29,21 +29,20 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
-from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
 from .choosing import Fallback, chosen_from
 from .compiled import missing_compiler, wanted
-from .drafters import drafter_from
-from .grow import RootOnly
-from .guarded import Guarded
+from .guessing import RootOnly
 from .hybrid import Hybrid
+from .loading import draft_models, loaded, saved_tree, source_of
 from .loop import Rules, speculate
-from .planning import batch_budget, default_tree, machine
+from .planning import batch_budget, machine
 from .rounds import Drafter
 from .sampling import Draw, RandomDraw, Scorer
+from .seq2seq import Seq2SeqTarget, is_encoder_decoder
 from .sources import refuse_loading_options
 from .stats import Stats
 from .target import Target
-from .tree import TreePolicy, tree_policy
+from .tree import TreePolicy
 from .verify import choose_rule, greedy
 from .written import Streamer, Written
 
@@ -140,17 +139,22 @@ class SpeculativeLM:
         loaded_here = isinstance(target, str | Path)
         if isinstance(target, Target):
             refuse_loading_options(dtype, device, revision)
+        elif is_encoder_decoder(target):
+            target = Seq2SeqTarget.load(target, dtype, device)
         else:
             target = Target.from_pretrained(target, dtype, device, revision)
         compiled = wanted(compile, target.device)
         origin: dict[str, Any] = {}
-        source = _source(drafter, target, tree if head is None else "auto")
+        source = source_of(drafter, target, tree if head is None else "auto")
         if head is not None:
-            ours, facts = _loaded(head, target, head_revision, loaded_here)
+            ours, facts = loaded(head, target, head_revision, loaded_here)
             origin = facts.origin
-            policy = _saved_tree(ours, facts, machine(target.device, compiled)) if tree == "auto" else tree
-            budget = batch_budget(policy, target.device) if isinstance(policy, TreePolicy) and tree == "auto" else None
-            trees = chosen_from(ours.to(target.device).eval(), policy, target.ends, budget)
+            ours = ours.to(target.device).eval()
+            if tree == "auto":
+                policy = saved_tree(ours, facts, machine(target.device, compiled))
+                trees = chosen_from(ours, policy, target.ends, batch_budget(policy, target.device))
+            else:
+                trees = chosen_from(ours, tree, target.ends)
             source = trees if source is None else Hybrid(trees, source)
         if fallback and source is not None:
             source = Fallback(source)
@@ -219,6 +223,10 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
+        if isinstance(self.target, Seq2SeqTarget):
+            settings |= {"encoder_outputs": self.target.encode(input_ids, attention_mask)}
+            for model in draft_models(self.drafter):
+                model.encode(input_ids, attention_mask)
         output = self.target.model.generate(
             input_ids,
             attention_mask=attention_mask,
@@ -245,6 +253,9 @@ class SpeculativeLM:
         ) -> GenerateOutput:
             # transformers passes parameters named here twice, hence the mask among the rest
             mask = inputs.get("attention_mask")
+            if isinstance(self.target, Seq2SeqTarget):
+                self.target.hear(inputs["encoder_outputs"], mask)
+                mask = None  # it is the encoder's
             cached = inputs.get("past_key_values")
             if cached is not None and cached.get_seq_length() > 0:
                 raise ValueError(
@@ -309,53 +320,6 @@ class SpeculativeLM:
             logits=_by_token(out.logits),
             stats=stats,
         )
-
-
-def _source(drafter: str | Drafter | None, target: Target, tree: Any) -> Drafter | None:
-    """A drafter by name, or one that is not ours, which is watched."""
-    if isinstance(drafter, str):
-        return drafter_from(drafter, target, tree)
-    return None if drafter is None else Guarded(drafter, target.info.vocab_size)
-
-
-def _loaded(
-    head: str | Path | DraftHead, target: Target, revision: str | None, loaded_here: bool
-) -> tuple[DraftHead, HeadFacts]:
-    """A head that fits the target, and what travelled with it.
-
-    Raises:
-        ValueError: a head that cannot be loaded or does not fit.
-    """
-    if isinstance(head, DraftHead):
-        head.target.check(target.info)
-        dtypes = {parameter.dtype for parameter in head.parameters()} - {target.dtype}
-        if dtypes:
-            raise ValueError(f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head")
-        return head, HeadFacts()
-    loaded, facts = load_head(head, target.info, target.dtype, revision)
-    for difference in differences(facts.origin, target.origin):
-        warnings.warn(f"the head {str(head)!r} may accept less here: {difference}", stacklevel=3)
-    if facts.adapted:
-        _adapt(target, adapter_of(head, revision), loaded_here)
-    return loaded, facts
-
-
-def _saved_tree(head: DraftHead, facts: HeadFacts, machine_word: str) -> TreePolicy:
-    """The tree that was fastest on this machine, or else the last that was found anywhere, or else a default one."""
-    saved = facts.measured.get("fastest", {}).get(machine_word, facts.tree)
-    return default_tree(head.max_depth, head.draft_vocab_size) if saved is None else tree_policy(saved)
-
-
-def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:
-    """Give the target the adapter that the head was trained with; a model of the user's is never changed."""
-    if target.adapter == str(adapter.resolve()):
-        return
-    if not loaded_here:
-        raise ValueError(
-            f"the head drafts for the target with the adapter {str(adapter)!r}; call target.merge_adapter with it, or "
-            "give the target by name"
-        )
-    target.merge_adapter(adapter)
 
 
 def with_stop_strings(

@@ -11,6 +11,7 @@ from .draft_model import DraftModel
 from .lookahead import Lookahead
 from .ngrams import NgramModel
 from .rounds import Drafter
+from .seq2seq import Seq2SeqTarget, is_encoder_decoder
 from .sources import load_tokenizer, tokenizer_origin
 from .target import Target
 from .texts import Lookup
@@ -55,8 +56,10 @@ def draft_model(model: Target, target: Target, tree: str | Sequence[Sequence[int
     """A second model as a drafter.
 
     Raises:
-        ValueError: a model with other tokens.
+        ValueError: a model with other tokens, or of another kind.
     """
+    if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
+        raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
     _check_tokenizers(model, target)
     chosen = f"chain:{MODEL_CHAIN}" if tree == "auto" else tree
     return chosen_from(DraftModel(model, target.info, _depth(chosen)), chosen, target.ends)
@@ -65,6 +68,8 @@ def draft_model(model: Target, target: Target, tree: str | Sequence[Sequence[int
 def _model(name: str, target: Target, tree: Any) -> Drafter:
     if not name:
         raise ValueError(f"the drafter model needs a model: {WORDS['model']}")
+    if is_encoder_decoder(name):
+        return draft_model(Seq2SeqTarget.load(name, target.dtype, target.device), target, tree)
     return draft_model(Target.from_pretrained(name, target.dtype, target.device), target, tree)
 
 

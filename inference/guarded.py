@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from .grow import RootOnly
+from .guessing import RootOnly
 from .rounds import Drafter, Passage, Round, Start
 from .tree import DraftTree, Origin
 

@@ -17,30 +17,35 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..heads import DraftHead
 from .decode import GenerateOutput, SpeculativeLM, with_stop_strings
+from .rounds import Drafter
 from .sampling import RandomDraw
 from .tree import TreePolicy
 from .written import Streamer
 
 
 def custom_generate(
-    head: str | Path | DraftHead,
+    head: str | Path | DraftHead | None = None,
     tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
     verifier: str = "auto",
     lossy: bool = False,
     generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
     head_revision: str | None = None,
+    drafter: str | Drafter | None = None,
+    fallback: bool = False,
 ) -> Callable[..., Tensor | GenerateOutput]:
-    """A head for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
+    """What drafts for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
     Args:
-        head: a checkpoint folder, a Hub id, or a head.
+        head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none.
         tree: see `SpeculativeLM.from_pretrained`.
         verifier: see `SpeculativeLM`.
         lossy: see `SpeculativeLM`.
         generator: of the random draws; None for torch's global one.
         streamer: transformers hands its own on to no decoding method but its own, so it is given here.
         head_revision: of the head's Hub id.
+        drafter: see `SpeculativeLM.from_pretrained`.
+        fallback: decode plainly where guesses cost more time than they save.
 
     Returns:
         A function that keeps what it loaded for the last model. It returns the sequences, or with
@@ -53,7 +58,14 @@ def custom_generate(
         nonlocal engine
         if engine is None or engine.target.model is not model:
             engine = SpeculativeLM.from_pretrained(
-                model, head, tree=tree, verifier=verifier, lossy=lossy, head_revision=head_revision
+                model,
+                head,
+                tree=tree,
+                verifier=verifier,
+                lossy=lossy,
+                head_revision=head_revision,
+                drafter=drafter,
+                fallback=fallback,
             )
         return _method(engine, generator, streamer)(model, *args, **inputs)
 

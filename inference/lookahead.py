@@ -122,7 +122,8 @@ class Lookahead(TextDrafter):
         super().observe(finished)
         said_BN = finished.output.logits_BNV.argmax(-1).tolist()
         for text, window, said, first in zip(self.texts, self.windows, said_BN, before, strict=True):
-            window.learn(said)
+            if finished.tree.max_depth > 0:  # else somebody decided not to guess in this round
+                window.learn(said)
             self._keep_all(text, window, first)
 
     def select(self, rows_R: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .cache import TreeCache
-from .grow import RootOnly
+from .guessing import RootOnly
 from .rounds import Drafter, Passage, Round, Start
 from .sampling import Draw, Scorer
 from .stats import Stats
@@ -56,11 +56,13 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
             tree = drafter.propose(roots_B)
         with stats.clock("target"):
             output = rules.target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
-        with stats.clock("verify"):
+        with stats.clock("processors"):
             scores_BNV = rules.score(output.logits_BNV, tree, out)
+        with stats.clock("verify"):
             finished = Round(tree, output, rules.verify(tree, scores_BNV, rules.draw))
+        with stats.clock("host"):
             out.add(finished, scores_BNV, stats)
-        with stats.clock("rest"):
+        with stats.clock("cache"):
             cache.keep(finished.verdict.path_BA, finished.verdict.lengths_B)
         with stats.clock("draft"):
             drafter.observe(finished)

@@ -12,6 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+PARTS = ("draft", "target", "processors", "verify", "host", "cache")
+"""Of a round: the draft with what the drafter learns, the target's forward with its mask, the logits processors, the
+acceptance rule, what the host waits for and does with the tokens, and the cache's gather."""
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -35,7 +39,7 @@ class Stats:
     max_depth: int = 0
     """Depth of the draft trees."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock time by part of the work: prefill, draft, target, verify, rest."""
+    """Wall-clock time by part of the work: prefill, and of rounds `PARTS`."""
     round_seconds: list[float] = field(default_factory=list)
     """Of every round, over all rows of its batch."""
 
@@ -86,6 +90,11 @@ class Stats:
                 reached[depth] += depth < successes or (depth == successes and not cut)
                 went_on[depth] += depth < successes
         return [hits / tries if tries else float("nan") for hits, tries in zip(went_on, reached, strict=True)]
+
+    @property
+    def round_parts(self) -> dict[str, float]:
+        """Seconds of a mean round, by part."""
+        return {part: self.seconds.get(part, 0.0) / self.rounds for part in PARTS} if self.rounds else {}
 
     @property
     def token_seconds(self) -> list[float]:

@@ -51,7 +51,7 @@ class Target:
         self.adapter: str | None = None
         """The peft adapter that was merged in."""
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
-        self.attention_kinds = attention_kinds(model)
+        self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
         self.own_attention = attention.usable(model)
         self.graph: Graph | None = None
@@ -59,6 +59,11 @@ class Target:
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
+
+    @staticmethod
+    def kinds(model: PreTrainedModel) -> tuple[str, ...]:
+        """Which masks the model's layers need; see `attention_kinds`."""
+        return attention_kinds(model)
 
     @classmethod
     def from_pretrained(
@@ -213,16 +218,7 @@ class Target:
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.place(new, longest, nodes - new)
-        lengths_B1 = cache.lengths_B[:, None]
-        slots_S = torch.arange(cache.capacity, device=self.device)
-        committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, new, -1)
-        node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
-        is_node_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + nodes)
-        on_path_BNS = seen_BNM.gather(2, node_of_slot_BS[:, None].expand(-1, new, -1))
-        visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
-        positions_BN = lengths_B1 + depths_BM[:, nodes - new :]
-        slot_positions_BS = torch.where(is_node_BS, lengths_B1 + depths_BM.gather(1, node_of_slot_BS), slots_S)
-        masks = self._masks(positions_BN, slot_positions_BS, visible_BNS)
+        positions_BN, masks = self.sight(seen_BNM, depths_BM, cache)
         kept = 0 if logits else torch.empty(0, dtype=torch.int64, device=self.device)
         given = (tokens_BN, positions_BN, masks, cache, layers, kept)
         if self.graph is None or not cache.keys or not logits:
@@ -235,6 +231,20 @@ class Target:
 
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
         return self._ask(self.graph, kind, sizes, *given)
+
+    def sight(self, seen_BNM: Tensor, depths_BM: Tensor, cache: TreeCache) -> tuple[Tensor, Any]:
+        """The positions of the last N of M nodes, and the mask by which they see the committed tokens and nodes."""
+        new, nodes = seen_BNM.shape[1:]
+        lengths_B1 = cache.lengths_B[:, None]
+        slots_S = torch.arange(cache.capacity, device=self.device)
+        committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, new, -1)
+        node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
+        is_node_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + nodes)
+        on_path_BNS = seen_BNM.gather(2, node_of_slot_BS[:, None].expand(-1, new, -1))
+        visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
+        positions_BN = lengths_B1 + depths_BM[:, nodes - new :]
+        slot_positions_BS = torch.where(is_node_BS, lengths_B1 + depths_BM.gather(1, node_of_slot_BS), slots_S)
+        return positions_BN, self._masks(positions_BN, slot_positions_BS, visible_BNS)
 
     @torch.no_grad()
     def read(

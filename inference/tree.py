@@ -179,7 +179,45 @@ class DrawnShape:
                 )
 
 
-TreePolicy = TreeShape | DynamicShape | DrawnShape
+STOPPER_WEIGHTS = 4
+"""Of a trained stopper: for what `stopping.signs` sees."""
+
+
+@dataclass(frozen=True)
+class StoppingShape:
+    """A chain that ends where the next token's chance of being accepted falls below a threshold."""
+
+    length: int
+    """Tokens, at most."""
+    threshold: float
+    """From 0, never to stop, to 1."""
+    drawn: bool = False
+    """Whether its tokens are drawn instead of picked."""
+    weights: tuple[float, ...] | None = None
+    """Of a trained stopper; None to take the draft's own probability of its best token for the chance."""
+
+    @property
+    def size(self) -> int:
+        """Number of nodes, the root counted, at most."""
+        return self.length + 1
+
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest path."""
+        return self.length
+
+    def __post_init__(self) -> None:
+        """Refuse what never drafts or is no probability."""
+        if self.length < 1 or not 0 <= self.threshold <= 1:
+            raise ValueError(
+                f"a chain that stops needs a length of at least 1 and a threshold from 0 to 1, not {self.length} and "
+                f"{self.threshold}"
+            )
+        if self.weights is not None and len(self.weights) != STOPPER_WEIGHTS:
+            raise ValueError(f"a trained stopper has {STOPPER_WEIGHTS} weights, not {len(self.weights)}")
+
+
+TreePolicy = TreeShape | DynamicShape | DrawnShape | StoppingShape
 """How a head's trees are grown."""
 
 
@@ -190,7 +228,8 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
         tree: `chain:LENGTH`, `root` (no guesses), `branch:2x2x1` (children of every node, depth by depth),
             `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of paths such as
             [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list draws the
-            children instead of picking them.
+            children instead of picking them. `stop:0.4:` before a chain, drawn or not, ends it where the draft is less
+            sure than that; `stop:0.4@WEIGHTS:` asks a stopper that was trained.
 
     Raises:
         ValueError: none of these.
@@ -204,6 +243,11 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
         shape = tree_policy(tree.removeprefix("drawn:"))
         if isinstance(shape, TreeShape) and shape.paths:
             return DrawnShape(shape)
+    number = r"-?\d+(?:\.\d+)?"
+    stopping = re.fullmatch(rf"stop:({number})(?:@({number}(?:,{number})*))?:(drawn:)?chain:(\d+)", tree)
+    if stopping:
+        weights = tuple(map(float, stopping[2].split(","))) if stopping[2] else None
+        return StoppingShape(int(stopping[4]), float(stopping[1]), stopping[3] is not None, weights)
     if tree == "root":
         return TreeShape(())
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
@@ -221,7 +265,7 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
             raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}") from error
     raise ValueError(
         f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, a JSON "
-        "file of paths, or drawn: and one of these that is not dynamic"
+        "file of paths, or drawn: and one of these that is not dynamic, or stop:0.4: and a chain"
     )
 
 
@@ -231,6 +275,9 @@ def tree_word(policy: TreePolicy) -> str | list[list[int]]:
         return f"dynamic:{policy.size}:{policy.depth}:{policy.width}"
     if isinstance(policy, DrawnShape):
         return f"drawn:{tree_word(policy.shape)}"
+    if isinstance(policy, StoppingShape):
+        weights = "" if policy.weights is None else "@" + ",".join(map(str, policy.weights))
+        return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.drawn else ''}chain:{policy.length}"
     return [list(path) for path in policy.paths]
 
 

@@ -13,11 +13,16 @@ from headstart.train.commands import TreeConfig
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse and calibrate."""
+    """Parse, then calibrate or explain."""
     config = options(TreeConfig, "tree", __doc__, arguments)
-    from headstart.train.calibrate import calibrate  # not before the options are known to be good
+    # not before the options are known to be good
+    from headstart.train.calibrate import calibrate
+    from headstart.train.explain import explain_chains
 
-    calibrate(config)
+    if config.explain:
+        explain_chains(config)
+    else:
+        calibrate(config)
 
 
 if __name__ == "__main__":

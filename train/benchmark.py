@@ -26,6 +26,7 @@ from .console import StopRequest, console, progress_bar
 from .data import check_lengths, prompt_ids, read_prompts
 from .engine import load_engine
 from .evaluate import answer_settings, summary
+from .floors import profile
 from .provenance import provenance
 
 SIDES = ("generate", "plain", "speculative")
@@ -78,6 +79,10 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
         "total": figures([row for rows in answered.values() for row in rows], greedy),
         **provenance(),
     }
+    if config.profile and report["total"]["prompts"]:
+        longest = max((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
+        stats = Stats.merged(row.stats for rows in answered.values() for row in rows)
+        report["profile"] = profile(fast, stats, longest)
     _print(report)
     if config.output:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
@@ -231,6 +236,15 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["total"]["milliseconds_per_round"].items())
     console.print(f"a round in milliseconds: {parts}")
+    if "profile" in report:
+        found = report["profile"]
+        console.print(
+            f"of {found['round']:.1f} ms, {found['milliseconds']['mask']:.1f} are the mask's (of the target's part); "
+            f"the bare forward over {found['nodes']} nodes takes {found['floors']['forward']:.1f} "
+            f"({found['of_the_round']['forward']:.0%}), reading its {found['bytes_read'] / 1e6:.0f} MB at "
+            f"{found['bytes_per_second'] / 1e9:.1f} GB/s {found['floors']['bytes']:.1f} "
+            f"({found['of_the_round']['bytes']:.0%})"
+        )
 
 
 def spread(row: dict[str, float]) -> str:

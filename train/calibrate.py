@@ -34,6 +34,7 @@ from ..inference import (
 from ..inference.grow import drafter_of
 from ..inference.planning import best_static_tree, expected_length, machine
 from ..inference.rounds import Drafter
+from ..inference.tree import StoppingShape
 from .commands import TreeConfig
 from .config import dtype_of
 from .console import console
@@ -41,12 +42,13 @@ from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prom
 from .evaluate import answer_settings, summary, teacher_forced
 from .expected import Costs, dynamic_lengths, measured_costs
 from .provenance import provenance
+from .stopper import train_stopper
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of trees that are considered if none is asked for."""
 TIMED_PROMPTS = 3
 """Prompts with the longest answers, by which the parts of a round are timed."""
-Shape = TreeShape | DynamicShape
+Shape = TreeShape | DynamicShape | StoppingShape
 WIDTHS = (2, 4, 8)
 """Of dynamic trees."""
 
@@ -115,6 +117,9 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
         for name, kind in kinds.items()
     }
+    if config.stopper:
+        stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, _settings(config))
+        tried["stopping"] = stopping
     found = {name: _really(target, head, policy, prompts, config) for name, policy in tried.items()}
     plain, _ = _really(target, head, None, prompts, config)
     for name, (rate, stats) in found.items():

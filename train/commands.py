@@ -128,6 +128,8 @@ class BenchConfig(Command):
     """Of the draws, if the temperature is above 0."""
     output: str | None = None
     """JSON file for all figures."""
+    profile: bool = False
+    """Set a round's parts beside the target's bare forward and the time to read its bytes."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run.
@@ -152,7 +154,7 @@ class BenchConfig(Command):
 class TreeConfig(Command):
     """The draft tree that suits a head on this machine."""
 
-    required = ("target", "head", "prompts")
+    required = ("target", "prompts")
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
@@ -174,6 +176,12 @@ class TreeConfig(Command):
     """Of target and head."""
     compile: bool = False
     """Measure compiled rounds: the best tree of these is another one."""
+    stopper: bool = False
+    """Train a stopper too, which ends a chain where the next draft would hardly be accepted."""
+    explain: bool = False
+    """Print what chains of each length gain, by the formulas and measured, and write nothing."""
+    drafter: str | None = None
+    """With --explain, in place of a head: ngram:ORDER, random, or model:NAME (a smaller model)."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run.
@@ -182,6 +190,10 @@ class TreeConfig(Command):
             ValueError: naming the option, what was given and what is valid.
         """
         super().__post_init__()
+        if self.drafter is not None and not self.explain:
+            raise ValueError(f"drafter {self.drafter!r} has no tree to find; give --explain with it")
+        if not self.head and self.drafter is None:
+            raise ValueError("option 'head' is required and was not given")
         least = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
@@ -344,7 +356,7 @@ class ExportConfig(Command):
     to: str = ""
     """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
     target with the head's adapter (Medusa-2) merged in, and the head for it. Or int8: the head with weights of 8 bits
-    (torchao)."""
+    (torchao). Or model: a cut head as a model by itself."""
     output: str = ""
     """Folder to write."""
     target: str | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..heads import DraftHead
+from ..heads import CutHead, DraftHead
 from ..heads.card import Listing
 from ..heads.checkpoint import HeadFacts, adapter_of, load_head, new_folder, publishable, save_head
 from ..heads.export import PROJECTS, export_head
@@ -91,7 +93,7 @@ def export_foreign(config: ExportConfig) -> None:
     Raises:
         ValueError: no head there, or one that the project cannot have.
     """
-    own = {"merged": export_merged, "int8": export_int8}
+    own = {"merged": export_merged, "int8": export_int8, "model": export_model}
     if config.to not in (*PROJECTS, *own):
         raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
     head, facts = load_head(config.head)
@@ -154,6 +156,32 @@ def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None
         f"{config.output}: int8 weights; acceptance length on a chain of {head.max_depth}, {len(prompts)} built-in "
         f"prompts: {before:.3f} in {str(dtype).removeprefix('torch.')}, {after:.3f} in int8 ({after / before - 1:+.1%})"
     )
+
+
+def export_model(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
+    """Write a model that was cut out of its target as one by itself, in transformers' format.
+
+    Raises:
+        ValueError: a head that is no model.
+    """
+    if not isinstance(head, CutHead):
+        raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
+    source, dtype = config.target or head.target.name, next(head.parameters()).dtype
+    target, tokenizer = Target.from_pretrained(source, dtype), load_tokenizer(source)
+    head.target.check(target.info)
+    keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
+    tied = bool(target.config.tie_word_embeddings)
+    whole = LlamaConfig(**keys | {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters})
+    model: Any = LlamaForCausalLM._from_config(whole, dtype=dtype)
+    ours = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
+    ours |= {"model.embed_tokens.weight": embedding_of(target), "lm_head.weight": target.ends.lm_head.weight}
+    model.load_state_dict(ours)
+    model.generation_config = target.model.generation_config
+    with new_folder(Path(config.output)) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    size = sum(weight.numel() for weight in model.parameters())
+    console.print(f"{config.output}: a model of {size:,} parameters, for transformers, vLLM and SGLang")
 
 
 def save_model(target: Target, folder: Path) -> None:

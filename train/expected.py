@@ -32,7 +32,7 @@ TIMED = 8
 def dynamic_lengths(
     target: Target, head: DraftHead, width: int, examples: Sequence[Example], sizes: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Tokens a round, the bonus token counted, of dynamic trees.
+    """Tokens a round, the bonus token counted, of dynamic trees: greedy decoding would find the same.
 
     Args:
         target: whose answers they are.
@@ -46,13 +46,14 @@ def dynamic_lengths(
     """
     depths = range(1, head.max_depth + 1)
     drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.ends)
-    totals, anchors = dict.fromkeys(((size, depth) for size in sizes for depth in depths), 0), 0
+    lengths: dict[tuple[int, int], list[int]] = {(size, depth): [] for size in sizes for depth in depths}
     for example in examples:
         text_1T = torch.tensor([example.tokens], device=target.device)
         length, first = text_1T.shape[1], example.loss_mask.index(True)
         output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
         drafter.begin(Start(1, length + drafter.max_nodes, RandomDraw(None), None))
         drafter.read(_passage(text_1T, output, 0, first))
+        accepted: dict[tuple[int, int], list[int]] = {key: [] for key in lengths}
         for place in range(first, length - 1):
             tokens_1C, parents_1C, values_1C = drafter.candidates(drafter.state, text_1T[:, place], head.max_depth)
             truth = example.tokens[place + 1 : place + 1 + head.max_depth]
@@ -64,10 +65,20 @@ def dynamic_lengths(
                     int((seen_C > seen_C[node]).sum() + (seen_C[:node] == seen_C[node]).sum()) for node in found[:depth]
                 ]
                 for size in sizes:
-                    totals[size, depth] += sum(rank < size - 1 for rank in ranks)
-            anchors += 1
+                    accepted[size, depth].append(sum(rank < size - 1 for rank in ranks))
             drafter.read(_passage(text_1T, output, place, place + 1))
-    return {key: 1 + total / anchors for key, total in totals.items()}
+        for key, found_P in accepted.items():
+            lengths[key] += _rounds(found_P)
+    return {key: statistics.mean(found) for key, found in lengths.items()}
+
+
+def _rounds(accepted_P: list[int]) -> list[int]:
+    """Tokens of each round through an answer, from what would be accepted at each of its places."""
+    place, returned = 0, []
+    while place < len(accepted_P):
+        returned.append(min(accepted_P[place] + 1, len(accepted_P) - place))
+        place += returned[-1]
+    return returned
 
 
 def _passage(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> Passage:
@@ -123,17 +134,17 @@ def measured_costs(
         sizes: of the trees.
     """
 
-    def a_round(stats: Stats, *parts: str) -> float:
-        return sum(stats.seconds[part] for part in parts) / stats.rounds
+    def without(stats: Stats, *parts: str) -> float:
+        return sum(seconds for part, seconds in stats.round_parts.items() if part not in parts)
 
     depth = head.max_depth
     drafted = {d: really(DynamicShape(TIMED, d, 4)) for d in {1, depth}}
-    first, last = (a_round(drafted[d], "draft") for d in (1, depth))
+    first, last = (drafted[d].round_parts["draft"] for d in (1, depth))
     return Costs(
         target=forward_seconds(target, text_1T, sizes, head.feature_layers),
         draft={d: first + (last - first) * (d - 1) / max(depth - 1, 1) for d in range(1, depth + 1)},
-        other=a_round(drafted[depth], "verify", "rest"),
-        plain=a_round(really(None), "target", "verify", "rest"),
+        other=without(drafted[depth], "draft", "target"),
+        plain=without(really(None)),
     )
 
 

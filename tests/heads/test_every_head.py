@@ -26,6 +26,7 @@ DEPTH = 3
 WIDTH = 3
 """Nodes of a frontier below the root."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "cut": {"plain": {"depth": DEPTH}, "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"}},
     # Noise would make training's states other than decoding's, as it is meant to.
     "eagle": {
         "plain": {"depth": DEPTH, "noise": 0.0},
@@ -181,7 +182,10 @@ def decoding_logits(
         for row, (start, count) in enumerate(zip(lengths, commit)):
             features_BAF[row, :count] = features.features_BTF[row, start : start + count]
             next_BA[row, :count] = tokens_BT[row, start + 1 : start + count + 1]
-        state = head.observe(state, features_BAF, next_BA, torch.tensor(commit))
+        counts_B = torch.tensor(commit)
+        if head.reads_from_start and number == 0:
+            next_BA, counts_B = torch.cat([tokens_BT[:, :1], next_BA], dim=1), counts_B + 1
+        state = head.observe(state, features_BAF, next_BA, counts_B)
         lengths = [start + count for start, count in zip(lengths, commit)]
         grown = state
         width, true_B = 1, torch.zeros(batch, dtype=torch.int64)
@@ -227,7 +231,7 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
     features = features_of(target, head, torch.randint(11, (3, TIME)), mask_BT)
     trained = training_logits(head, features, monkeypatch)
     depths = {depth for *_, depth in trained}
-    steps = options.get("train_steps", 1) if name == "eagle" else options.get("train_steps") or head.max_depth
+    steps = options.get("train_steps", 1) if name in ("cut", "eagle") else options.get("train_steps") or head.max_depth
     assert depths == set(range(steps if training else head.max_depth))
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     assert largest > 0.3
@@ -251,7 +255,7 @@ def test_a_row_that_ended_full_leaves_the_others_alone(
     trained = training_logits(head, features, monkeypatch)
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     commits = [[10, 3], [3, 1], [0, 4], [0, 2], [0, 3]]
-    for place, logits_V in decoding_logits(head, features, commits, capacity=13):
+    for place, logits_V in decoding_logits(head, features, commits, capacity=13 + head.reads_from_start):
         assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
 
 

@@ -17,13 +17,14 @@ from headstart.heads import HEADS, DraftHead, DraftState, HeadOutput, TargetEnds
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.heads.losses import Anchors, Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target
-from headstart.inference.grow import HeadDrafter
+from headstart.inference.guessing import HeadDrafter
 from headstart.train.data import Batch
 from headstart.train.features import online_features
 
 VOCAB = 60
 OPTIONS: dict[str, dict[str, Any]] = {
     # Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall.
+    "cut": {"loss": {"ce": 1.0}},
     "eagle3": {"feature_layers": [0, -1], "loss": {"ce": 1.0}},
     "hydra++": {"loss": {"ce": 1.0}},
 }
@@ -156,7 +157,7 @@ def test_a_new_head_is_one_class_and_one_row(
     run_main_path("bigram", {"feature_layers": layers}, target, tmp_path / "head")
     with pytest.raises(ValueError, match="unknown bigram head option 'depth'; choose from feature_layers, width"):
         build_head("bigram", {"depth": 1}, target.info)
-    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, eagle"):
+    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, cut, eagle"):
         build_head("bigrams", {}, target.info)
 
 

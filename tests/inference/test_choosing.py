@@ -12,7 +12,7 @@ from headstart.inference import DraftTree, SpeculativeLM, TreeShape
 from headstart.inference import choosing as module
 from headstart.inference.choosing import Bandit, Fallback, chosen_from
 from headstart.inference.drafters import draft_model, drafter_from
-from headstart.inference.grow import RootOnly
+from headstart.inference.guessing import RootOnly
 
 VOCAB, STEP, NODE = 20, 1.0, 0.1
 
@@ -93,15 +93,7 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
 
         def propose(self, roots_B):
             self.wrong = 1.0 if len(self.written[0]) < 75 else 0.0
-            self.asked = True
             return super().propose(roots_B)
-
-        def read(self, passage):
-            """The prompt, and later what was written plainly."""
-            if hasattr(self, "asked"):
-                self.written[0].extend(passage.next_tokens_BT[0].tolist())
-            else:
-                super().read(passage)
 
     late = Fallback(Late(chain, [truth], VOCAB, wrong=1.0))
     late._plain_seconds.extend([STEP] * 3)

@@ -259,12 +259,13 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_t
     assert all(nodes == budget for _, nodes in seen)
 
 
-@pytest.mark.parametrize("source", ["head", "folder"])
-def test_a_plain_model_generates_with_a_head(tiny_target, tmp_path, source):
+@pytest.mark.parametrize("source", ["head", "folder", "drafter"])
+def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     head = a_head(target)
     save_head(head, tmp_path / "head", HeadFacts(tree="dynamic:9:3:3"))
-    method = custom_generate(head if source == "head" else tmp_path / "head")
+    given = {"head": {"head": head}, "folder": {"head": tmp_path / "head"}, "drafter": {"drafter": "prompt-lookup"}}
+    method = custom_generate(**given[source])
     input_ids, mask = padded(ROWS)
     expected = [stock(target, row).tolist() for row in ROWS]
     written = target.model.generate(input_ids, attention_mask=mask, custom_generate=method, **PLAIN)

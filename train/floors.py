@@ -1,0 +1,93 @@
+"""What a round cannot be faster than: the target's bare forward, and reading its bytes from memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
+from .expected import forward_seconds
+
+READ_BYTES = {"cuda": 2**31, "cpu": 2**28}
+"""That are read to measure a device's bandwidth; far more than its caches hold."""
+REPEATS = 15
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once everything that was asked for is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a sum over a large tensor reads."""
+    read = torch.zeros(READ_BYTES.get(device.type, 2**28) // 4, device=device)
+    taken = []
+    for _ in range(REPEATS):
+        start = now(device)
+        read.sum()
+        taken.append(now(device) - start)
+    return read.numel() * 4 / statistics.median(taken)
+
+
+def weight_bytes(target: Target) -> int:
+    """That a step reads: all weights but an embedding that is not the LM head too."""
+    embedding = target.model.get_input_embeddings().weight
+    every = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
+    return every if embedding is target.ends.lm_head.weight else every - embedding.numel() * embedding.element_size()
+
+
+def cache_bytes(target: Target, batch: int, tokens: int) -> int:
+    """Keys and values of so many tokens."""
+    info = target.info
+    size = torch.finfo(target.dtype).bits // 8
+    return 2 * size * info.num_layers * batch * tokens * info.num_key_value_heads * info.head_dim
+
+
+@torch.inference_mode()
+def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
+    """Where a round's time goes, in milliseconds, beside its two floors.
+
+    Args:
+        lm: whose rounds they were.
+        stats: of the rounds, one row each.
+        text_1T: behind whose end the bare forward is timed.
+    """
+    target, nodes = lm.target, lm.drafter.max_nodes
+    parts = {part: 1000 * seconds for part, seconds in stats.round_parts.items()}
+    forward = 1000 * forward_seconds(target, text_1T, [nodes], lm.drafter.feature_layers)[nodes]
+    mask = 1000 * _mask_seconds(target, text_1T, nodes)
+    bandwidth = memory_bandwidth(target.device)
+    read = weight_bytes(target) + cache_bytes(target, 1, text_1T.shape[1])
+    whole = sum(parts.values())
+    return {
+        "nodes": nodes,
+        "milliseconds": parts | {"mask": mask, "target": max(parts["target"] - mask, 0.0)},
+        "round": whole,
+        "floors": {"forward": forward - mask, "bytes": 1000 * read / bandwidth},
+        "of_the_round": {"forward": (forward - mask) / whole, "bytes": 1000 * read / bandwidth / whole},
+        "bytes_read": read,
+        "bytes_per_second": bandwidth,
+    }
+
+
+def _mask_seconds(target: Target, text_1T: Tensor, nodes: int) -> float:
+    """Of building the mask of a chain of so many nodes."""
+    cache, length = target.new_cache(1), text_1T.shape[1]
+    target.read_chunk(text_1T, length, cache, (), [0])
+    cache.place(nodes, length)
+    shape = TreeShape.chain(nodes - 1)
+    parents_1N = torch.tensor([shape.parents], device=target.device)
+    tokens_1N, sizes_1 = torch.zeros_like(parents_1N), torch.tensor([nodes], device=target.device)
+    taken = []
+    for _ in range(REPEATS):
+        start = now(target.device)
+        tree = DraftTree(tokens_1N, parents_1N, sizes_1, shape.depth)
+        target.sight(tree.ancestors_BNN, tree.depths_BN, cache)
+        taken.append(now(target.device) - start)
+    return statistics.median(taken)

@@ -1,0 +1,273 @@
+"""What rounds cost on a GPU: a small real model with its head, and the shapes of large ones with random weights.
+
+    python scripts/bench_gpu.py --output benchmarks/gpu
+
+The large models' acceptance is SYNTHETIC: their weights are random, so each round's accepted tokens are drawn from a
+rate that gives the acceptance length published for EAGLE-3 (arXiv:2503.01840, table 1). What is measured is what rounds
+cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from ..heads import DraftHead
+from ..heads.checkpoint import build_head, json_ready
+from ..inference import DynamicShape, Target, TreeShape
+from ..inference.compiled import missing_compiler
+from ..inference.grow import drafter_of
+from ..inference.guessing import HeadDrafter, RootOnly
+from ..inference.rounds import Drafter, Passage, Round, Start, Verdict
+from ..inference.sampling import RandomDraw
+from ..inference.tree import DraftTree
+from .console import console
+from .floors import cache_bytes, memory_bandwidth, now, weight_bytes
+from .gpu_options import GpuBenchConfig
+from .provenance import provenance
+
+LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-3.1-8b": lambda: LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, **LLAMA_3
+    ),
+    "qwen3-8b": lambda: Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    ),
+    "llama-3.3-70b": lambda: LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, **LLAMA_3
+    ),
+}
+"""Published dimensions; the largest that fits the device's memory are measured."""
+DEPTH, WIDTH = 7, 10
+"""Of the trees, as in EAGLE-2."""
+RATE = 0.93
+"""Synthetic acceptance rate at every depth: 1 + sum of RATE^d over 7 depths is 6.3, near the published 6.13."""
+HEADROOM = 0.85
+"""Share of the device's memory that weights and caches may take."""
+
+
+def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
+    """Measure, print, write JSON and a table; what is measured already stays if a later shape fails.
+
+    Raises:
+        ValueError: an unknown shape.
+    """
+    unknown = sorted(set(config.shapes) - set(SHAPES))
+    if unknown:
+        raise ValueError(f"unknown shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bandwidth = memory_bandwidth(device)
+    console.print(f"{provenance()['hardware']}: reads {bandwidth / 1e9:.0f} GB/s")
+    report: dict[str, Any] = {
+        "synthetic": "acceptance of random weights is drawn, not measured",
+        "bandwidth": bandwidth,
+        **provenance(),
+        "shapes": {},
+    }
+    deadline = time.monotonic() + 60 * config.minutes
+    for name in config.shapes:
+        report["shapes"][name] = rows = []
+        shape = SHAPES[name]()
+        free = HEADROOM * free_memory(device)
+        weights = 2 * parameters_of(shape)
+        if weights > free:
+            console.print(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
+            continue
+        target, head = random_pair(shape, device)
+        if missing_compiler(device) is None:
+            target.compile()
+        for batch in config.batches:
+            for context in config.contexts:
+                if weights + cache_bytes(target, batch, context + max(config.nodes)) > free:
+                    console.print(f"{name}, batch {batch}, context {context}: does not fit, left out")
+                    continue
+                for nodes in config.nodes:
+                    if time.monotonic() > deadline:
+                        console.print(f"{config.minutes:g} minutes are over: the rest is left out")
+                        return written(report, config)
+                    rows.append(rounds_of(target, head, batch, context, nodes, bandwidth, config.repeats))
+                    console.print(told(name, rows[-1]))
+                    written(report, config)
+            rows += stock(target, batch, config.repeats, name)
+        del target, head
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return written(report, config)
+
+
+def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, DraftHead]:
+    """A target with random weights, and an EAGLE-3 head for it, in bfloat16."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval().requires_grad_(False)
+        target = Target(model)
+        layers = target.info.num_layers
+        options = {"depth": DEPTH, "draft_vocab_size": min(32000, target.info.vocab_size), "start": "random"}
+        if layers < 7:
+            options["feature_layers"] = sorted({0, layers - 2})
+        head = build_head("eagle3", options, target.info).to(device, torch.bfloat16)
+        head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return target, head.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def rounds_of(
+    target: Target, head: DraftHead, batch: int, context: int, nodes: int, bandwidth: float, repeats: int
+) -> dict[str, Any]:
+    """Milliseconds of a round's parts behind a text of some length, whose cache holds anything."""
+    drafter: Drafter
+    if nodes == 1:
+        drafter = RootOnly()
+    elif nodes <= DEPTH:
+        drafter = drafter_of(head, TreeShape.chain(nodes - 1), target.ends)
+    else:
+        drafter = drafter_of(head, DynamicShape(nodes, DEPTH, WIDTH), target.ends)
+    if target.graph is not None:
+        drafter.compile()
+    room = (repeats + 3) * (DEPTH + 1)
+    roots_B = torch.zeros(batch, dtype=torch.int64, device=target.device)
+    drafter.begin(Start(batch, context + room + nodes, RandomDraw(None), None))
+    cache = target.new_cache(batch)
+    longest = context
+    target.forward_tree(RootOnly().propose(roots_B), context + room, cache, drafter.feature_layers)  # allocates
+    cache.rewind(torch.full_like(roots_B, context))
+    if isinstance(drafter, HeadDrafter):
+        width = len(drafter.feature_layers) * target.info.hidden_size
+        features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
+        drafter.read(Passage(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
+        drafter.shared.state = dataclasses.replace(drafter.state, lengths_B=torch.full_like(roots_B, context))
+    draw = torch.Generator().manual_seed(0)
+    parts: dict[str, list[float]] = {"draft": [], "target": [], "rest": []}
+    emitted = []
+    for turn in range(repeats + 3):  # the first ones compile
+        marks = [now(target.device)]
+        tree = drafter.propose(roots_B)
+        marks.append(now(target.device))
+        output = target.forward_tree(tree, longest, cache, drafter.feature_layers)
+        marks.append(now(target.device))
+        verdict = synthetic_verdict(tree, output.logits_BNV, draw)
+        cache.keep(verdict.path_BA, verdict.lengths_B)
+        marks.append(now(target.device))
+        drafter.observe(Round(tree, output, verdict))
+        marks.append(now(target.device))
+        longest += tree.max_depth + 1
+        if turn >= 3:
+            parts["draft"].append(marks[1] - marks[0] + marks[4] - marks[3])
+            parts["target"].append(marks[2] - marks[1])
+            parts["rest"].append(marks[3] - marks[2])
+            emitted.append(float(verdict.lengths_B.float().mean()))
+    middle = {part: 1000 * statistics.median(seconds) for part, seconds in parts.items()}
+    read = weight_bytes(target) + cache_bytes(target, batch, context)
+    return {
+        "batch": batch,
+        "context": context,
+        "nodes": nodes,
+        "milliseconds": middle,
+        "round": sum(middle.values()),
+        "bandwidth_share": read / (middle["target"] / 1000) / bandwidth,
+        "synthetic_tokens": statistics.mean(emitted),
+        "synthetic_tokens_per_second": 1000 * batch * statistics.mean(emitted) / sum(middle.values()),
+    }
+
+
+def synthetic_verdict(tree: DraftTree, logits_BNV: Tensor, draw: torch.Generator) -> Verdict:
+    """As if each depth were accepted with `RATE`: a path of drawn length down the tree, whatever the target says."""
+    batch, places = len(tree.tokens_BN), tree.max_depth + 1
+    passed_BD = torch.rand(batch, tree.max_depth, generator=draw) < RATE
+    lengths_B = (1 + passed_BD.long().cumprod(-1).sum(-1)).to(tree.tokens_BN.device)
+    path_BA = torch.arange(places, device=lengths_B.device).expand(batch, -1)  # any nodes do: costs do not depend on it
+    return Verdict(path_BA, lengths_B, logits_BNV[:, 0].argmax(-1))
+
+
+def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str, Any]]:
+    """Milliseconds of a step of transformers' own `generate`: eager, and with its compiled static cache."""
+    ids = torch.zeros(batch, 512, dtype=torch.int64, device=target.device)
+    found = []
+    for what, more in (("eager", {}), ("static cache, compiled", {"cache_implementation": "static"})):
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **more}
+        tokens = 2 + repeats
+
+        def seconds(count: int, settings: dict[str, Any] = settings) -> float:
+            start = now(target.device)
+            target.model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
+            return now(target.device) - start
+
+        seconds(tokens)  # warm, and compiled
+        step = 1000 * (seconds(tokens) - seconds(2)) / (tokens - 2)
+        found.append({"transformers": what, "batch": batch, "context": 512, "step": step})
+        console.print(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
+    return found
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    pages = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024.0 * int(pages["MemAvailable"].split()[0])
+
+
+def parameters_of(shape: PretrainedConfig) -> int:
+    """Of a model that is not made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def told(name: str, row: dict[str, Any]) -> str:
+    """One line for the screen."""
+    parts = ", ".join(f"{part} {value:.2f}" for part, value in row["milliseconds"].items())
+    return (
+        f"{name}, batch {row['batch']}, context {row['context']}, {row['nodes']} nodes: {row['round']:.2f} ms "
+        f"({parts}), {row['bandwidth_share']:.0%} of the bandwidth, "
+        f"{row['synthetic_tokens_per_second']:.0f} tokens/s (synthetic)"
+    )
+
+
+def written(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, Any]:
+    """JSON, and the same as Markdown."""
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = report | {"options": dataclasses.asdict(config)}
+    (folder / "rounds.json").write_text(json.dumps(json_ready(whole), indent=1) + "\n", encoding="utf-8")
+    lines = [
+        f"Hardware: {report['hardware']}. Acceptance is synthetic (random weights): a rate of {RATE} at each depth."
+    ]
+    for name, rows in report["shapes"].items():
+        lines += ["", f"### {name}", "", "| batch | context | nodes | round, ms | draft | target | rest | bandwidth | "]
+        lines[-1] += "synthetic tokens/s |"
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+        for row in rows:
+            if "transformers" in row:
+                lines.append(f"| {row['batch']} | {row['context']} | {row['transformers']} | {row['step']:.2f} |||||| ")
+                continue
+            parts = " | ".join(f"{row['milliseconds'][part]:.2f}" for part in ("draft", "target", "rest"))
+            lines.append(
+                f"| {row['batch']} | {row['context']} | {row['nodes']} | {row['round']:.2f} | {parts} | "
+                f"{row['bandwidth_share']:.0%} | {row['synthetic_tokens_per_second']:.0f} |"
+            )
+    (folder / "rounds.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return whole
