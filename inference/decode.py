@@ -139,8 +139,8 @@ class SpeculativeLM:
         loaded_here = isinstance(target, str | Path)
         if isinstance(target, Target):
             refuse_loading_options(dtype, device, revision)
-        elif is_encoder_decoder(target):
-            target = Seq2SeqTarget.load(target, dtype, device)
+        elif is_encoder_decoder(target, revision):
+            target = Seq2SeqTarget.load(target, dtype, device, revision)
         else:
             target = Target.from_pretrained(target, dtype, device, revision)
         compiled = wanted(compile, target.device)

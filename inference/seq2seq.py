@@ -25,7 +25,7 @@ FAMILIES = ("t5", "mt5")
 """Model types whose decoder places tokens by the cache alone."""
 
 
-def is_encoder_decoder(source: Any) -> bool:
+def is_encoder_decoder(source: Any, revision: str | None = None) -> bool:
     """Whether a loaded model, or a folder or Hub id, is one; what cannot be read is left to who loads it."""
     if isinstance(source, PreTrainedModel):
         return bool(source.config.is_encoder_decoder)
@@ -35,7 +35,7 @@ def is_encoder_decoder(source: Any) -> bool:
     if gguf is not None:
         return False
     try:
-        return bool(AutoConfig.from_pretrained(folder).is_encoder_decoder)
+        return bool(AutoConfig.from_pretrained(folder, revision=revision).is_encoder_decoder)
     except (OSError, ValueError):
         return False
 
@@ -64,7 +64,9 @@ class Seq2SeqTarget(Target):
         return ("full_attention",)
 
     @classmethod
-    def load(cls, source: str | Path | PreTrainedModel, dtype: Any = "auto", device: Any = None) -> Seq2SeqTarget:
+    def load(
+        cls, source: str | Path | PreTrainedModel, dtype: Any = "auto", device: Any = None, revision: str | None = None
+    ) -> Seq2SeqTarget:
         """A model by its folder or Hub id, or one that is loaded already.
 
         Raises:
@@ -73,7 +75,7 @@ class Seq2SeqTarget(Target):
         if isinstance(source, PreTrainedModel):
             return cls(source)
         try:
-            model = AutoModelForSeq2SeqLM.from_pretrained(str(source), dtype=dtype)
+            model = AutoModelForSeq2SeqLM.from_pretrained(str(source), dtype=dtype, revision=revision)
         except OSError as error:
             raise ValueError(f"no target model at {str(source)!r}: {error}") from error
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
