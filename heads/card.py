@@ -59,7 +59,8 @@ SGLang: {sglang}
 
 Acceptance length: tokens emitted per round, the bonus token counted. Acceptance rate at depth d: how often the
 accepted path reaches depth d, given that it reached d - 1. Measured again by
-`headstart bench --target {target} --head {repo} --prompts FILE.jsonl`, which also says how much faster it is.
+`headstart bench --target {target} --head {repo} --prompts FILE.jsonl`, which
+also says how much faster it is.
 
 ## Head
 

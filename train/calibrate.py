@@ -134,7 +134,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         "prompts": len(prompts),
         "new_tokens": config.max_new_tokens,
         "accuracy": accuracy_KI,
-        "hardware": provenance()["hardware"],
+        "hardware": provenance()["hardware"] + (", compiled" if config.compile else ""),
         "expected_speedup": rates[tried[best]] * costs.plain,
         "speedup": found[best][0] / plain,
         "trees": {name: {"nodes": tried[name].size, **summary(stats)} for name, (_, stats) in found.items()},
