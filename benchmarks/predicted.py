@@ -61,11 +61,13 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--output", default="predicted.md")
     args = parser.parse_args()
+    if len(args.drafters) < 2:
+        parser.error("a correlation needs two drafters or more")
     target, tokenizer = Target.from_pretrained(TARGET, torch.bfloat16), load_tokenizer(TARGET)
     prompts = [prompt_ids(tokenizer, row) for path in args.prompts for row in read_prompts(path, args.limit)]
     settings = answer_settings(args.new_tokens, 1.0)
     plain = SpeculativeLM(target)
-    answers = [plain.generate(ids, generator=seeded(i), **settings).sequences for i, ids in enumerate(prompts)]
+    answers = [plain.generate(ids, generator=seeded(target, i), **settings).sequences for i, ids in enumerate(prompts)]
     rows = {}
     for name, _, what in (pair.partition("=") for pair in args.drafters):
         rows[name] = judged(target, what, prompts, answers, args.depth, settings)
@@ -75,9 +77,9 @@ def main() -> None:
     console.print(text, markup=False)
 
 
-def seeded(seed: int) -> torch.Generator:
+def seeded(target: Target, seed: int) -> torch.Generator:
     """Another stream for each prompt."""
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(target.device).manual_seed(seed)
 
 
 def judged(
@@ -102,7 +104,7 @@ def judged(
     ]
     drafter = drafter_of(lead.head, DrawnShape(TreeShape.chain(depth)), target.ends)
     lm = SpeculativeLM(target, drafter, verifier="token")
-    runs = [lm.generate(ids, generator=seeded(1000 + i), **settings).stats for i, ids in enumerate(prompts)]
+    runs = [lm.generate(ids, generator=seeded(target, 1000 + i), **settings).stats for i, ids in enumerate(prompts)]
     return Row(
         overlaps_PK.mean(0).tolist(),
         float(signs[:, 0].mean()),
@@ -126,12 +128,14 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
     for place in range(first, length - depth, STRIDE):
         following = text_1T[:, read + 1 : place + 1]
         features = output.features_BNF[:, read:place]
-        drafter.read(Passage(text_1T[:, read:place], following, features, torch.tensor([place - read])))
+        drafter.read(
+            Passage(text_1T[:, read:place], following, features, torch.tensor([place - read], device=target.device))
+        )
         read, state = place, drafter.state
         overlaps, signs = [], []
         for k in range(depth):
             logits, state = drafter.head.expand(
-                state, text_1T[:, place + k, None], torch.full((1, 1), -1 if k == 0 else 0)
+                state, text_1T[:, place + k, None], torch.full((1, 1), -1 if k == 0 else 0, device=target.device)
             )
             q_V = over_target(drafter.head, logits)[0, 0].softmax(-1)
             p_V = p_TV[place + k - first + 1]
@@ -139,7 +143,7 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
             kl = (p_V * ((p_V + 1e-12).log() - (q_V + 1e-12).log())).sum()
             entropies = [-(each * (each + 1e-12).log()).sum() for each in (p_V, q_V)]
             right = float(q_V.argmax() == text_1T[0, place + k + 1])
-            signs.append(torch.stack([kl, entropies[1] - entropies[0], q_V.max(), torch.tensor(right)]))
+            signs.append(torch.stack([kl, entropies[1] - entropies[0], q_V.max(), q_V.new_tensor(right)]))
         found.append((torch.stack(overlaps), torch.stack(signs)))
     return found
 

@@ -25,7 +25,7 @@ from .tree import DraftTree, Origin, TreePolicy, tree_policy
 PLAIN_ROUNDS = 15
 """Latest plain rounds whose median is the price of a token without guesses."""
 FIRST_ROUNDS = 3
-"""Plain rounds at the very beginning: the first may compile something."""
+"""Plain rounds before anything is guessed: a plain round's price must be known, and the first may compile something."""
 ODD_ROUND, ODD_ROUNDS = 20.0, 3
 """A round that takes so many plain steps compiled something; so many of them are excused."""
 LOSS_SHARE = 0.01
@@ -55,7 +55,8 @@ class Fallback:
         self.origin: Origin = drafter.origin
         self.fallbacks = 0
         """How often a stream went plain."""
-        self._plain_seconds: deque[float] = deque(maxlen=PLAIN_ROUNDS)
+        self.plain_seconds: dict[int, deque[float]] = {}
+        """Of plain rounds, by the number of rows."""
         self._excused = 0
         self._guessing = True
         self._told = False
@@ -63,7 +64,7 @@ class Fallback:
     def __copy__(self) -> Fallback:
         """One for other rows, with the same clock."""
         other = Fallback(copy.copy(self.drafter))
-        other._plain_seconds = self._plain_seconds
+        other.plain_seconds = self.plain_seconds
         return other
 
     def begin(self, start: Start) -> None:
@@ -79,8 +80,10 @@ class Fallback:
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Guesses, or the roots alone."""
         now = time.perf_counter()
-        pays = self._pays(now)
-        if self._guessing and not pays and self._priced:
+        self._prices = self.plain_seconds.setdefault(len(roots_B), deque(maxlen=PLAIN_ROUNDS))
+        priced = len(self._prices) >= FIRST_ROUNDS
+        pays = priced and self._pays(now - self._began)
+        if self._guessing and not pays and priced:
             self.fallbacks += 1
             if not self._told:
                 warnings.warn("speculation does not pay here: some tokens are decoded plainly", stacklevel=2)
@@ -112,24 +115,17 @@ class Fallback:
     def _account(self, seconds: float, tokens: float) -> None:
         """Enter a round, which emitted so many tokens a row."""
         if not self._guessing:
-            self._plain_seconds.append(seconds)
+            self._prices.append(seconds)
             return
-        step = median(self._plain_seconds)
+        step = median(self._prices)
         if seconds > ODD_ROUND * step and self._excused < ODD_ROUNDS:
             self._excused += 1
             return
         self._lost = max(self._lost + seconds - tokens * step, -STEPS_KEPT * step)
 
-    @property
-    def _priced(self) -> bool:
-        """Whether it is known what a plain round takes."""
-        return len(self._plain_seconds) >= FIRST_ROUNDS
-
-    def _pays(self, now: float) -> bool:
-        """Whether a loss is still allowed; the very first rounds are plain, for their price must be known."""
-        if not self._priced:
-            return False
-        return self._lost < STEPS_LENT * median(self._plain_seconds) + LOSS_SHARE * (now - self._began)
+    def _pays(self, seconds: float) -> bool:
+        """Whether a loss is still allowed, so long after the stream began."""
+        return self._lost < STEPS_LENT * median(self._prices) + LOSS_SHARE * seconds
 
 
 @dataclass
@@ -182,6 +178,7 @@ class Bandit:
 
     def begin(self, start: Start) -> None:
         """A new stream."""
+        self._round_began: float | None = None
         for arm in self.arms:
             arm.begin(start)
             arm.shared = self.arms[0].shared
@@ -213,10 +210,13 @@ class Bandit:
     def observe(self, finished: Round) -> None:
         """Once for all arms, which share the head's state; and enter the round."""
         self.arms[0].observe(finished)
+        if self._round_began is None:  # somebody decided not to guess in this round
+            return
         lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
         rate = self.rates[self._chosen]
         rate.rounds, rate.tokens = rate.rounds + 1, rate.tokens + sum(lengths) / len(lengths)
         rate.seconds += time.perf_counter() - self._round_began
+        self._round_began = None
 
     def compile(self) -> None:
         """All arms."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -71,8 +72,12 @@ class Datastore:
 
     def __init__(self, tokens: np.ndarray, order: np.ndarray, tokenizer: str) -> None:
         self.tokens, self.order, self.tokenizer = tokens, order, tokenizer
-        counted = np.asarray(tokens)
-        self._unigrams = np.unique(counted[counted != SEPARATOR].astype(np.int64), return_counts=True)
+
+    @cached_property
+    def unigrams(self) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens, and how often each stands there; counted once, through the whole corpus."""
+        counted = np.asarray(self.tokens)
+        return np.unique(counted[counted != SEPARATOR].astype(np.int64), return_counts=True)
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]], tokenizer: str = "") -> Datastore:
@@ -95,8 +100,8 @@ class Datastore:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
-        return int(self._unigrams[0][-1]) + 1
+        """One more than the largest token, which begins the last place of all."""
+        return int(self.tokens[self.order[-1]]) + 1
 
     def save(self, folder: Path) -> None:
         """Write the files; the manifest, without which nothing is a datastore, comes last."""
@@ -143,7 +148,7 @@ class Datastore:
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """See `Corpus`."""
         if not gram:
-            return self._unigrams
+            return self.unigrams
         first, last = self._range(gram)
         found = np.asarray(self.tokens)[np.asarray(self.order[first:last]) + len(gram)].astype(np.int64)
         return np.unique(found[found != SEPARATOR], return_counts=True)

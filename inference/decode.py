@@ -156,7 +156,9 @@ class SpeculativeLM:
             else:
                 trees = chosen_from(ours, tree, target.ends)
             source = trees if source is None else Hybrid(trees, source)
-        if fallback and source is not None:
+        if fallback:
+            if source is None:
+                raise ValueError("fallback=True needs something to fall back from: a head or a drafter")
             source = Fallback(source)
         lm = cls(target, source, verifier, lossy)
         lm.origin = origin
@@ -235,6 +237,8 @@ class SpeculativeLM:
             custom_generate=self.decoding_method(RandomDraw(generator), streamer, slots),
             **with_stop_strings(settings, generation_config, tokenizer),
         )
+        for model in draft_models(self.drafter):
+            model.encoded = None
         assert isinstance(output, GenerateOutput)
         return output
 
@@ -255,6 +259,8 @@ class SpeculativeLM:
             mask = inputs.get("attention_mask")
             if isinstance(self.target, Seq2SeqTarget):
                 self.target.hear(inputs["encoder_outputs"], mask)
+                for drafting in draft_models(self.drafter):
+                    drafting.check_heard()
                 mask = None  # it is the encoder's
             cached = inputs.get("past_key_values")
             if cached is not None and cached.get_seq_length() > 0:

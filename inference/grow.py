@@ -190,7 +190,7 @@ def drafter_of(head: Guesser, policy: TreePolicy, ends: TargetEnds, budget: int 
     if isinstance(policy, DynamicShape):
         return DynamicTree(head, policy, ends, budget)
     if isinstance(policy, StoppingShape):
-        return StoppingChain(head, policy, ends)
+        return StoppingChain(head, policy, ends, budget)
     if isinstance(policy, DrawnShape):
         return StaticTree(head, policy.shape, ends, drawn=True, budget=budget)
     return StaticTree(head, policy, ends, budget=budget)

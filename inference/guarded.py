@@ -25,7 +25,15 @@ class Guarded:
         Args:
             drafter: what guesses.
             vocab_size: of the target.
+
+        Raises:
+            ValueError: a drafter that draws.
         """
+        if drafter.origin != "picked":
+            raise ValueError(
+                f"a drafter of your own must pick its guesses, and {type(drafter).__name__} says that they are "
+                f"{drafter.origin!r}: with wrong draft probabilities the output would not be the target's"
+            )
         self.drafter, self.vocab_size = drafter, vocab_size
         self.feature_layers, self.max_nodes = drafter.feature_layers, drafter.max_nodes
         self.origin: Origin = drafter.origin
@@ -105,6 +113,8 @@ class Guarded:
                 if not 0 <= parents[node] < node:
                     raise ValueError(f"node {node} lies below node {parents[node]}, which does not stand before it")
                 depths.append(depths[parents[node]] + 1)
-            if max(depths) > tree.max_depth:
-                raise ValueError(f"the tree is {max(depths)} deep, and {tree.max_depth} was said")
+            if len(set(zip(parents, tokens, strict=True))) < nodes:
+                raise ValueError("a node has the same token as its sibling: both would be drawn for")
+            if not max(depths) <= tree.max_depth < nodes:
+                raise ValueError(f"the tree is {max(depths)} deep and has {nodes} nodes, and {tree.max_depth} was said")
         return tree

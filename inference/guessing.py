@@ -16,6 +16,9 @@ from .draft_model import DraftModel
 from .rounds import Drafter, Passage, Round, Start
 from .tree import DraftTree, Origin
 
+MISSED = 64
+"""Rounds without guesses whose features are kept, at most, before the head is shown them."""
+
 
 class Guesser(Protocol):
     """What a tree is grown from, depth by depth; see `heads.DraftHead` for what each method does.
@@ -116,14 +119,20 @@ class HeadDrafter:
     @property
     def state(self) -> Any:
         """The head's state after all that was written."""
+        self._catch_up()
+        assert self.shared.state is not None
+        return self.shared.state
+
+    def _catch_up(self) -> None:
+        """Show the head what it missed: all but the newest token at once, and that one as after any round."""
         missed, self.shared.missed = self.shared.missed, []
-        if missed:
-            parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in missed]
+        if len(missed) > 1:
+            parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in missed[:-1]]
             tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
             count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
             self.read(Passage(tokens_BT, next_BT, features_BTF, count_B))
-        assert self.shared.state is not None
-        return self.shared.state
+        if missed:
+            self.read(missed[-1])
 
     def begin(self, start: Start) -> None:
         """An empty state."""
@@ -169,6 +178,8 @@ class HeadDrafter:
             lengths_B = finished.verdict.lengths_B
             missed = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, lengths_B)
             self.shared.missed.append(missed)
+            if len(self.shared.missed) >= MISSED:
+                self._catch_up()
             return
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
         if self._graphs is None:

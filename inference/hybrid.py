@@ -81,8 +81,9 @@ class Hybrid:
     def observe(self, finished: Round) -> None:
         """Show both; count whose guesses were right."""
         paths, lengths = finished.verdict.path_BA.tolist(), finished.verdict.lengths_B.tolist()
-        for owners, path, length in zip(self._owners, paths, lengths, strict=True):
-            self.accepted.update(owners[node] for node in path[1:length])
+        if finished.tree.max_depth > 0:  # else somebody decided not to guess in this round
+            for owners, path, length in zip(self._owners, paths, lengths, strict=True):
+                self.accepted.update(owners[node] for node in path[1:length])
         self.head.observe(finished)
         self.source.observe(finished)
 

@@ -8,15 +8,17 @@ from typing import Any
 
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
-from .choosing import Fallback
+from .choosing import Bandit, Fallback
 from .draft_model import DraftModel
 from .drafters import drafter_from
 from .guarded import Guarded
-from .guessing import HeadDrafter
+from .guessing import HeadDrafter, RootOnly
+from .hybrid import Hybrid
 from .planning import default_tree
 from .rounds import Drafter
 from .seq2seq import Seq2SeqTarget
 from .target import Target
+from .texts import TextDrafter
 from .tree import TreePolicy, tree_policy
 
 
@@ -24,15 +26,26 @@ def draft_models(drafter: Drafter) -> list[Seq2SeqTarget]:
     """The encoder-decoders that a drafter asks."""
     if isinstance(drafter, Fallback):
         return draft_models(drafter.drafter)
+    if isinstance(drafter, Bandit):
+        return draft_models(drafter.arms[0])
     model = drafter.head.model if isinstance(drafter, HeadDrafter) and isinstance(drafter.head, DraftModel) else None
     return [model] if isinstance(model, Seq2SeqTarget) else []
 
 
 def source_of(drafter: str | Drafter | None, target: Target, tree: Any) -> Drafter | None:
-    """A drafter by name, or one that is not ours, which is watched."""
+    """A drafter by name, or as it is; one that is not ours is watched.
+
+    Raises:
+        ValueError: see `drafter_from`, or a tree for a drafter that is made already.
+    """
     if isinstance(drafter, str):
         return drafter_from(drafter, target, tree)
-    return None if drafter is None else Guarded(drafter, target.info.vocab_size)
+    if drafter is None:
+        return None
+    if tree != "auto":
+        raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
+    ours = isinstance(drafter, HeadDrafter | Bandit | TextDrafter | Hybrid | Fallback | RootOnly)
+    return drafter if ours else Guarded(drafter, target.info.vocab_size)
 
 
 def loaded(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..heads import TargetEnds, TargetInfo
-from .corpus import Corpus, RunningText
+from .corpus import SORTED_TOKENS, Corpus, RunningText
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class NgramModel:
             corpus: what is counted beside the text itself.
 
         Raises:
-            ValueError: a negative order.
+            ValueError: an order that is negative or too long.
         """
-        if order < 0:
-            raise ValueError(f"an n-gram model needs an order of at least 0, not {order}")
+        if not 0 <= order <= SORTED_TOKENS:
+            raise ValueError(f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}")
         self.target, self.order, self.max_depth, self.corpus = target, order, max_depth, corpus
         self.draft_vocab_size = target.vocab_size
         self._uniform = np.full(target.vocab_size, 1 / target.vocab_size)

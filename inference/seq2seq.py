@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import TreeCache
 from .rounds import TargetOutput
-from .sources import locate
+from .sources import locate, refuse_loading_options
 from .target import Target
 from .tree import DraftTree
 
@@ -73,6 +73,7 @@ class Seq2SeqTarget(Target):
             ValueError: nothing to load at `source`, or another family than T5.
         """
         if isinstance(source, PreTrainedModel):
+            refuse_loading_options(dtype, device, revision)
             return cls(source)
         try:
             model = AutoModelForSeq2SeqLM.from_pretrained(str(source), dtype=dtype, revision=revision)
@@ -108,6 +109,18 @@ class Seq2SeqTarget(Target):
                 "its rows would have to be equally long"
             )
         self.encoded, self.encoded_mask = encoded, mask
+
+    def check_heard(self) -> None:
+        """Refuse to draft for a text that this model was not shown.
+
+        Raises:
+            ValueError: naming the way out.
+        """
+        if self.encoded is None:
+            raise ValueError(
+                f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which only "
+                "SpeculativeLM.generate hands on; call that"
+            )
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """No head reads an encoder-decoder.

@@ -27,7 +27,7 @@ class RoundRecord:
     """Tokens that were returned to the user: accepted + 1, or fewer in a row's last round."""
     drafted: int = 0
     """Depth of the round's trees, its draft length on a chain; 0 for a plain round."""
-    number: int = 0
+    number: int = field(default=0, compare=False)
     """Which round it was, as an index into `Stats.round_seconds`."""
 
 

@@ -38,10 +38,10 @@ def sureness(signs_BX: Tensor, weights: tuple[float, ...] | None) -> Tensor:
 class StoppingChain(HeadDrafter):
     """A chain of up to so many tokens; it goes on while any row of the batch is sure enough."""
 
-    def __init__(self, head: Guesser, shape: StoppingShape, ends: TargetEnds) -> None:
-        """Hold a head; see `StoppingShape`."""
+    def __init__(self, head: Guesser, shape: StoppingShape, ends: TargetEnds, budget: int | None = None) -> None:
+        """Hold a head; see `StoppingShape` and `drafter_of`."""
         super().__init__(head, ends, shape.length, shape.length, shape.length + 1)
-        self.shape = shape
+        self.shape, self.budget = shape, budget
         self.origin = "chain" if shape.drawn else "picked"
         self.seen: list[Tensor] | None = None
         """The signs at each depth of the last chain, for whoever trains a stopper; None to keep none."""
@@ -63,7 +63,8 @@ class StoppingChain(HeadDrafter):
         state, parents_B1 = self.state, torch.full_like(roots_B[:, None], -1)
         if self.seen is not None:
             self.seen.clear()
-        for depth in range(self.depth):
+        longest = self.depth if self.budget is None else min(self.depth, self.budget // len(roots_B) - 1)
+        for depth in range(longest):
             logits_B1V, state = self.head.expand(state, tokens[-1][:, None], parents_B1)
             found_BX = signs(logits_B1V[:, 0], depth)
             if self.seen is not None:

@@ -33,14 +33,12 @@ class Trie:
     children: dict[tuple[int, int], int] = field(default_factory=dict)
     """The node below a node with a token."""
 
-    def add(self, path: Sequence[int], parent: int = 0, room: int | None = None) -> list[int]:
-        """Put a path below a node; the numbers of its nodes, fewer if there is no room for more."""
+    def add(self, path: Sequence[int], parent: int = 0) -> list[int]:
+        """Put a path below a node; the numbers of its nodes."""
         nodes = []
         for token in path:
             node = self.children.get((parent, token))
             if node is None:
-                if room is not None and len(self.tokens) >= room:
-                    break
                 node = self.children[parent, token] = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(parent)
@@ -177,10 +175,9 @@ class Lookup(TextDrafter):
         Raises:
             ValueError: limits that allow nothing.
         """
-        most = SORTED_TOKENS if corpus is not None else longest
-        if size < 2 or length < 1 or not 1 <= shortest <= longest <= most:
+        if size < 2 or length < 1 or not 1 <= shortest <= longest <= SORTED_TOKENS:
             raise ValueError(
-                f"a lookup needs at least 2 nodes, continuations of 1 token, and n-grams from 1 to at most {most}; not "
+                f"a lookup needs at least 2 nodes, continuations of 1 token, and n-grams of 1 to {SORTED_TOKENS}; not "
                 f"{size}, {length}, and {shortest} to {longest}"
             )
         super().__init__(size, longest if corpus is None else 0)

@@ -138,7 +138,7 @@ class BenchConfig(Command):
             ValueError: naming the option, what was given and what is valid.
         """
         super().__post_init__()
-        if self.head is None and self.drafter is None:
+        if not self.head and not self.drafter:
             raise ValueError("a head or a drafter is required and neither was given")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, not {self.limit}")
@@ -194,6 +194,8 @@ class TreeConfig(Command):
             raise ValueError(f"drafter {self.drafter!r} has no tree to find; give --explain with it")
         if not self.head and self.drafter is None:
             raise ValueError("option 'head' is required and was not given")
+        if self.explain and self.stopper:
+            raise ValueError("explain writes nothing, so a stopper would be lost; choose one of them")
         least = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
         for name, minimum in least.items():
             value = getattr(self, name)

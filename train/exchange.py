@@ -170,11 +170,13 @@ def export_model(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> Non
     target, tokenizer = Target.from_pretrained(source, dtype), load_tokenizer(source)
     head.target.check(target.info)
     keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
-    tied = bool(target.config.tie_word_embeddings)
+    embedding_VD, lm_head_VD = embedding_of(target), target.ends.lm_head.weight.cpu()
+    # A target may scale what its embedding gives: then the two are no longer one.
+    tied = bool(target.config.tie_word_embeddings) and torch.equal(embedding_VD, lm_head_VD)
     whole = LlamaConfig(**keys | {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters})
     model: Any = LlamaForCausalLM._from_config(whole, dtype=dtype)
     ours = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
-    ours |= {"model.embed_tokens.weight": embedding_of(target), "lm_head.weight": target.ends.lm_head.weight}
+    ours |= {"model.embed_tokens.weight": embedding_VD, "lm_head.weight": lm_head_VD}
     model.load_state_dict(ours)
     model.generation_config = target.model.generation_config
     with new_folder(Path(config.output)) as partial:

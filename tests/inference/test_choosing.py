@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from headstart.inference import DraftTree, SpeculativeLM, TreeShape
 from headstart.inference import choosing as module
 from headstart.inference.choosing import Bandit, Fallback, chosen_from
 from headstart.inference.drafters import draft_model, drafter_from
-from headstart.inference.guessing import RootOnly
 
 VOCAB, STEP, NODE = 20, 1.0, 0.1
 
@@ -50,10 +50,15 @@ def plainly(target, tokens=150, start=1):
     return target.model.generate(torch.tensor([[start, 2, 3]]), **settings)
 
 
-class Useless(RootOnly):
+class Useless:
     """The same wrong token, again and again."""
 
-    max_nodes = 8
+    feature_layers, max_nodes, origin = (), 8, "picked"
+
+    def nothing(self, *_):
+        """All that there is to do."""
+
+    begin = read = observe = compile = select = replace = nothing
 
     def propose(self, roots_B):
         tokens = torch.full((len(roots_B), 8), VOCAB - 1)
@@ -83,7 +88,7 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
     truth = plainly(target)[0, 3:].tolist()
     chain = TreeShape.chain(4)
     good = Fallback(tools.Oracle(chain, [truth], VOCAB, wrong=0.0))
-    good._plain_seconds.extend([STEP] * 3)
+    good.plain_seconds[1] = deque([STEP] * 3)
     before = clock.now
     written(SpeculativeLM(target, good))
     assert clock.now - before < 0.4 * 149 * STEP and good.fallbacks == 0
@@ -96,7 +101,7 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
             return super().propose(roots_B)
 
     late = Fallback(Late(chain, [truth], VOCAB, wrong=1.0))
-    late._plain_seconds.extend([STEP] * 3)
+    late.plain_seconds[1] = deque([STEP] * 3)
     before = clock.now
     with pytest.warns(UserWarning, match="does not pay"):
         written(SpeculativeLM(target, late))
@@ -107,9 +112,9 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
 def test_what_was_written_plainly_is_shown_later(target, clock, slots):
     """A model that drafts for itself stays right about everything after plain rounds."""
     drafter = Fallback(draft_model(target, target, "chain:3"))
-    drafter._plain_seconds.extend([STEP] * 3)
-    choices = iter([True, False, False, True, False, True, True, False] * 100)
-    drafter._pays = lambda now: next(choices)
+    drafter.plain_seconds = {rows: deque([STEP] * 3) for rows in (1, 2, 3)}
+    choices = iter([True, *[False] * 9, True, False, True, True, False] * 100)
+    drafter._pays = lambda seconds: next(choices)
     rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     with pytest.warns(UserWarning, match="does not pay"):
         stats = (
@@ -132,6 +137,37 @@ def test_a_bandit_finds_the_fastest_tree(target, clock):
     rates = [rate.tokens / rate.seconds for rate in bandit.rates]
     assert bandit.rates[rates.index(max(rates))].rounds == max(rounds) and min(rounds) > 0
     assert original is target.forward_nodes
+
+
+@pytest.mark.parametrize("tree", ["chain:1|chain:3", "auto"])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "ngram:2", None])
+def test_everything_falls_back(target, clock, tree, drafter):
+    """A hybrid, a choice of trees, a source: rounds that they did not guess in are not theirs to count."""
+    head = None
+    if drafter != "ngram:2":
+        torch.manual_seed(0)
+        head = build_head("medusa", {"num_heads": 3}, target.info).double()
+        head.initialize(target.ends, torch.ones(VOCAB, dtype=torch.int64))
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, drafter=drafter, fallback=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for start in range(3):
+            assert torch.equal(written(lm, start=start).sequences, plainly(target, start=start))
+
+
+def test_what_is_given_and_would_be_ignored_is_refused(target):
+    with pytest.raises(ValueError, match="needs something to fall back from"):
+        SpeculativeLM.from_pretrained(target, fallback=True)
+    with pytest.raises(ValueError, match="a drafter that is made already"):
+        SpeculativeLM.from_pretrained(target, drafter=Useless(), tree="chain:3")
+
+
+def test_a_drafter_of_somebody_elses_may_not_draw(target):
+    class Odd(Useless):
+        origin = "chain"
+
+    with pytest.raises(ValueError, match="must pick its guesses, and Odd says that they are 'chain'"):
+        SpeculativeLM.from_pretrained(target, drafter=Odd())
 
 
 def test_trees_that_do_not_go_together_are_refused(target):
@@ -175,7 +211,9 @@ def tree(tokens, parents, depth):
         (lambda root: tree([root] * 9, list(range(-1, 8)), 8), "9 nodes, and at most 8 were announced"),
         (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 lies below node 2"),
         (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "not the root"),
-        (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep, and 1 was said"),
+        (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep and has 3 nodes, and 1 was said"),
+        (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "the same token as its sibling"),
+        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and 3 was said"),
     ],
 )
 def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):

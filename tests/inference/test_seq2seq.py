@@ -116,6 +116,16 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
 
 
+def test_several_chains_are_chosen_from_and_a_text_that_was_not_shown_is_refused(target):
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
+    lm = SpeculativeLM(target, draft_model(small, target, "chain:1|chain:3"))
+    ids, settings = source(6), {"max_new_tokens": 20, "do_sample": False}
+    expected = target.model.generate(ids, **settings)
+    assert torch.equal(lm.generate(ids, **settings).sequences, expected)
+    with pytest.raises(ValueError, match="was not shown its input"):
+        target.model.generate(ids, custom_generate=lm.decoding_method(RandomDraw()), **settings)
+
+
 def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
     big, small = t5(), t5(seed=1, layers=1, decoder_layers=1)
     big.save_pretrained(tmp_path / "big")

@@ -264,6 +264,8 @@ def test_a_copy_of_a_drafter_is_independent(target, tiny_target):
         ("prompt-lookup:1", "at least 2 nodes"),
         ("prompt-lookup:a", r"not understood; it is written prompt-lookup\[:NODES"),
         ("lookahead:0", "window of at least 1 column"),
+        ("ngram:99", "an order from 0 to 16, not 99"),
+        ("prompt-lookup:12:10:50", "n-grams of 1 to 16; not 12, 10, and 1 to 50"),
         ("random:3", "not understood; it is written random"),
         ("retrieval", "needs a datastore"),
         ("retrieval:nowhere", "no datastore in 'nowhere'"),
