@@ -12,11 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, compiled
 from headstart.inference.compiled import Graph
+from headstart.inference.drafters import draft_model
 
 CPU = torch.device("cpu")
 CASES = {
     "plain": (None, "auto"),
     "eagle3, dynamic": ({"type": "eagle3", "depth": 3, "feature_layers": [0, -1]}, "dynamic:9:3:3"),
+    "cut, chain": ({"type": "cut", "depth": 3}, "chain:3"),
     "medusa, static": ({"type": "medusa", "num_heads": 3}, "auto"),
     "eagle, static": ({"type": "eagle", "depth": 3}, "auto"),
     "hydra++, dynamic": ({"type": "hydra++", "num_heads": 3}, "dynamic:9:3:3"),
@@ -149,3 +151,19 @@ def test_what_cannot_be_traced_runs_as_it_is():
 def test_another_word_is_refused(tiny_target):
     with pytest.raises(ValueError, match=r"compile must be True, False or 'auto', not 'yes'"):
         SpeculativeLM.from_pretrained(tiny_target(), compile="yes")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["model", "prompt-lookup", "lookahead:2:3:2", "ngram:2"])
+def test_sources_are_compiled_too(tiny_target, drafter):
+    """What they have to compile: the target's forward over trees of all sizes, and a second model's."""
+    target = tiny_target(vocab_size=20)
+    small = tiny_target(vocab_size=20, layers=1, seed=3)
+    source = draft_model(small, target, "branch:2x1") if drafter == "model" else drafter
+    lm = SpeculativeLM.from_pretrained(target, drafter=source, compile=True)
+    for row, expected in zip(prompts(), alone(target), strict=True):
+        written = lm.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS).sequences
+        assert written[0, len(row) :].tolist() == expected
+    assert target.graph is not None and not target.graph.broken
+    assert drafter != "model" or not small.graph.broken
