@@ -246,6 +246,16 @@ def test_a_hybrid_joins_what_begins_alike_and_counts_whose_guesses_were_right(ta
         Hybrid(drafter_from("random", target, "drawn:chain:2"), Lookup())
 
 
+@pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
+def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
+    """From the prompt's first token on, prompts of one token too."""
+    lm = SpeculativeLM(target, source(word, target, tiny_target))
+    for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
+        written = lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False).sequences[0].tolist()
+        texts = lm.drafter.state.texts if word == "ngram:2" else lm.drafter.texts
+        assert texts[0].tokens[: len(written)] == written
+
+
 def test_a_copy_of_a_drafter_is_independent(target, tiny_target):
     """Continuous batching reads a new prompt with a copy while the others go on."""
     for word in (*LOOKED_UP, "ngram:2", "model"):
