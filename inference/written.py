@@ -81,7 +81,7 @@ class Written:
             if not fine:
                 self._refuse(row, 0, logits_B1V[place, 0])
             self._append(row, [token])
-            self._keep(row, 1, scores_B1V[place], logits_B1V[place])
+            self._keep(row, scores_B1V[place], logits_B1V[place])
 
     def add(self, finished: Round, scores_BNV: Tensor, stats: Stats) -> None:
         """Take what a round emitted.
@@ -101,7 +101,7 @@ class Written:
                 self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, path_A[fine]])
             self._committed[row] += length
             count = self._append(row, tokens[:length])
-            self._keep(row, count, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
+            self._keep(row, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
             record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
 
@@ -144,10 +144,10 @@ class Written:
         text_1T = self.text(row)[None]
         return any(bool(criterion(text_1T, None)) for criterion in self.criteria)
 
-    def _keep(self, row: int, count: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
+    def _keep(self, row: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
         for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):
             if kept is not None:
-                kept[row].append(tensor[:count].clone())
+                kept[row].append(tensor.clone())
 
     def _refuse(self, row: int, place: int, logits_V: Tensor) -> None:
         if logits_V.isnan().any():

