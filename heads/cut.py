@@ -21,7 +21,6 @@ from .layers import (
     DraftCache,
     LayerShape,
     Memory,
-    PathState,
     RMSNorm,
     Rotary,
     TrainingTimeTest,
@@ -30,6 +29,7 @@ from .layers import (
     target_layer_weights,
 )
 from .losses import Anchors, Objective, draft_loss
+from .path import PathState
 
 
 @dataclass(frozen=True)
@@ -105,34 +105,15 @@ class CutHead(DraftHead):
 
     def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
         """See `DraftHead.begin`."""
-        weight = self.norm.weight
-        return PathState(
-            ends,
-            depth=0,
-            max_depth=max_depth,
-            cache=DraftCache(self.num_layers, batch_size, nodes, capacity),
-            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
-            nodes=0,
-            hidden_BWD=torch.zeros(batch_size, 1, self.shape.hidden_size, dtype=weight.dtype, device=weight.device),
-            seen_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=weight.device),
-        )
+        cache = DraftCache(self.num_layers, batch_size, nodes, capacity)
+        return PathState.empty(ends, self.norm.weight, self.shape.hidden_size, cache, max_depth, nodes)
 
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
         """See `DraftHead.observe`: the committed tokens, the text's first one too."""
         assert isinstance(state, PathState)
-        accepted = next_tokens_BA.shape[1]
-        memory = state.cache.commit(state.lengths_B, accepted)
-        positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
+        positions_BA, memory = state.committing(next_tokens_BA.shape[1])
         out_BAD = self._run(next_tokens_BA, positions_BA, memory, state.ends)
-        last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
-        return replace(
-            state,
-            depth=0,
-            lengths_B=state.lengths_B + lengths_B,
-            nodes=0,
-            hidden_BWD=out_BAD.gather(1, last_B11.expand(-1, 1, out_BAD.shape[-1])),
-            seen_BWN=torch.zeros_like(state.seen_BWN[:, :1]),
-        )
+        return state.committed(out_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
         """See `DraftHead.expand`; the root was read by `observe`."""
@@ -143,14 +124,8 @@ class CutHead(DraftHead):
 
     def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
         """Run the layers on a frontier below the root."""
-        width = tokens_BW.shape[1]
-        place = torch.arange(state.seen_BWN.shape[-1], device=tokens_BW.device)
-        myself = place == state.nodes + torch.arange(width, device=tokens_BW.device)[:, None]
-        seen_BWN = state.seen_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, len(place))) | myself
-        memory = state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
-        positions_BW = (state.lengths_B[:, None] + state.depth - 1).expand_as(tokens_BW)
-        out_BWD = self._run(tokens_BW, positions_BW, memory, state.ends)
-        return replace(state, nodes=state.nodes + width, hidden_BWD=out_BWD, seen_BWN=seen_BWN)
+        positions_BW, memory, below = state.below(parents_BW)
+        return replace(below, hidden_BWD=self._run(tokens_BW, positions_BW, memory, state.ends))
 
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, memory: Memory, ends: TargetEnds) -> Tensor:
         """The input of the LM head: training and decoding both come here."""

@@ -30,7 +30,6 @@ from .layers import (
     GatedMLP,
     LayerShape,
     Memory,
-    PathState,
     RMSNorm,
     Rotary,
     TrainingTimeTest,
@@ -39,6 +38,7 @@ from .layers import (
     target_layer_weights,
 )
 from .losses import Anchors, Objective, draft_loss
+from .path import PathState
 from .vocabulary import check_ids, check_size, most_frequent
 
 
@@ -257,35 +257,16 @@ class Eagle3Head(DraftHead):
 
     def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
         """See `DraftHead.begin`."""
-        weight = self.lm_head.weight
-        return PathState(
-            ends,
-            depth=0,
-            max_depth=max_depth,
-            cache=DraftCache(self.config.num_layers, batch_size, nodes, capacity),
-            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
-            nodes=0,
-            hidden_BWD=torch.zeros(batch_size, 1, self.shape.hidden_size, dtype=weight.dtype, device=weight.device),
-            seen_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=weight.device),
-        )
+        cache = DraftCache(self.config.num_layers, batch_size, nodes, capacity)
+        return PathState.empty(ends, self.lm_head.weight, self.shape.hidden_size, cache, max_depth, nodes)
 
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
         """See `DraftHead.observe`: step 0 at the committed tokens, with true features."""
         assert isinstance(state, PathState)
-        accepted = next_tokens_BA.shape[1]
-        memory = state.cache.commit(state.lengths_B, accepted)
-        positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
+        positions_BA, memory = state.committing(next_tokens_BA.shape[1])
         embeds = self._embed(next_tokens_BA, state.ends)
         out_BAD = self._run(embeds, self._fuse(features_BAF), positions_BA, memory)
-        last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
-        return replace(
-            state,
-            depth=0,
-            lengths_B=state.lengths_B + lengths_B,
-            nodes=0,
-            hidden_BWD=out_BAD.gather(1, last_B11.expand(-1, 1, out_BAD.shape[-1])),
-            seen_BWN=torch.zeros_like(state.seen_BWN[:, :1]),
-        )
+        return state.committed(out_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
         """See `DraftHead.expand`; the root's own step was run by `observe`."""
@@ -296,19 +277,9 @@ class Eagle3Head(DraftHead):
 
     def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
         """Run the layers on a frontier below the root."""
-        width = tokens_BW.shape[1]
-
-        def of_parents(values_BWX: Tensor) -> Tensor:
-            return values_BWX.gather(1, parents_BW[:, :, None].expand(-1, -1, values_BWX.shape[-1]))
-
-        place = torch.arange(state.seen_BWN.shape[-1], device=tokens_BW.device)
-        myself = place == state.nodes + torch.arange(width, device=tokens_BW.device)[:, None]
-        seen_BWN = of_parents(state.seen_BWN) | myself
-        memory = state.cache.draft(state.lengths_B, state.nodes, seen_BWN)
-        positions_BW = (state.lengths_B[:, None] + state.depth - 1).expand_as(tokens_BW)
-        fed_BWD = self._fed_back(of_parents(state.hidden_BWD))
-        out_BWD = self._run(self._embed(tokens_BW, state.ends), fed_BWD, positions_BW, memory)
-        return replace(state, nodes=state.nodes + width, hidden_BWD=out_BWD, seen_BWN=seen_BWN)
+        positions_BW, memory, below = state.below(parents_BW)
+        fed_BWD = self._fed_back(state.hidden_of(parents_BW))
+        return replace(below, hidden_BWD=self._run(self._embed(tokens_BW, state.ends), fed_BWD, positions_BW, memory))
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:
         """The chosen layers' features as one state."""

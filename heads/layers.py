@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .attention import masked_attention
-from .base import DraftState, RowCache, TargetInfo
+from .base import RowCache, TargetInfo
 
 SCORES = 2**22
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
@@ -303,21 +303,6 @@ class _Entries:
                 write_slots(states[layer], self.slots_BT, new)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return masked_attention(query_BHTE, keys, values, self.visible_BTS[:, None])
-
-
-@dataclass(frozen=True)
-class PathState(DraftState):
-    """Of a head whose layers read their own outputs: the KV cache, and the states from which the next drafts go on."""
-
-    cache: DraftCache
-    lengths_B: Tensor
-    """Committed tokens of each row."""
-    nodes: int
-    """Nodes in the cache since the last `observe`."""
-    hidden_BWD: Tensor
-    """The frontier's outputs: at the root the last committed one."""
-    seen_BWN: Tensor
-    """The nodes in the cache that lie on the path to each frontier node."""
 
 
 def llama_config(
