@@ -266,6 +266,19 @@ def write(
     return out.rows, stats
 
 
+def exactly(target: Target, prompt: Tensor, new_tokens: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the next tokens, by one forward for every token of every text."""
+    weights = {}
+    for text in itertools.product(range(target.info.vocab_size), repeat=new_tokens):
+        weight, ids = 1.0, prompt.tolist()
+        for token in text:
+            logits = target.model(torch.tensor([ids])).logits[0, -1] / temperature
+            weight *= float(logits.softmax(-1)[token])
+            ids.append(token)
+        weights[text] = weight
+    return weights
+
+
 @pytest.fixture
 def tools() -> Any:
     """The helpers above, by name."""
@@ -274,7 +287,7 @@ def tools() -> Any:
         pass
 
     Tools.Oracle, Tools.AllDraws = Oracle, AllDraws
-    for helper in (every_branch, random_shape, write):
+    for helper in (every_branch, exactly, random_shape, write):
         setattr(Tools, helper.__name__, staticmethod(helper))
     return Tools
 

@@ -133,12 +133,7 @@ def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, 
         return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
 
     found = tools.every_branch(run)
-    for text in itertools.product(range(3), repeat=new):
-        weight, ids = 1.0, prompt.tolist()
-        for token in text:
-            logits = target.model(torch.tensor([ids])).logits[0, -1] / 0.8
-            weight *= float(logits.softmax(-1)[token])
-            ids.append(token)
+    for text, weight in tools.exactly(target, prompt, new, 0.8).items():
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
 
 

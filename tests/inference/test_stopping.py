@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
@@ -81,12 +79,7 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ve
 
     found = tools.every_branch(run)
     assert len(lengths) > 1  # some chains stop, and others do not
-    for text in itertools.product(range(3), repeat=new):
-        weight, ids = 1.0, prompt.tolist()
-        for token in text:
-            logits = target.model(torch.tensor([ids])).logits[0, -1] / 0.8
-            weight *= float(logits.softmax(-1)[token])
-            ids.append(token)
+    for text, weight in tools.exactly(target, prompt, new, 0.8).items():
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
 
 
