@@ -20,23 +20,31 @@ BLOCK = 256
 """Queries of a passage that share a view of the cache: the last of them sees this many slots more than the first."""
 
 
+def repeated(mask_BXNS: Tensor, heads: int) -> Tensor:
+    """A mask for the queries of a group of so many heads side by side, if they are few; once for all layers."""
+    return mask_BXNS.repeat(1, 1, heads, 1) if heads * mask_BXNS.shape[2] <= FEW else mask_BXNS
+
+
 def masked_attention(
     query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, mask_BXNS: Tensor, scale: float | None = None
 ) -> Tensor:
-    """What queries find where a mask lets them look, [B, H, N, E]; the mask is additive, or True where they look."""
-    repeat = query_BHNE.shape[1] // key_BGSE.shape[1]
-    size = max(1, FEW // repeat)
+    """What queries find where a mask lets them look, [B, H, N, E].
+
+    The mask is additive, or True where they look; one that is `repeated` already is taken as it is.
+    """
+    heads, queries = query_BHNE.shape[1] // key_BGSE.shape[1], query_BHNE.shape[2]
 
     def side_by_side(query_BHCE: Tensor, mask_BXCS: Tensor) -> Tensor:
-        packed = query_BHCE.unflatten(1, (-1, repeat)).flatten(2, 3)
-        mask = mask_BXCS.repeat(1, 1, repeat, 1)
-        found = F.scaled_dot_product_attention(packed, key_BGSE, value_BGSE, attn_mask=mask, scale=scale)
-        return found.unflatten(2, (repeat, -1)).flatten(1, 2)
+        packed = query_BHCE.unflatten(1, (-1, heads)).flatten(2, 3)
+        found = F.scaled_dot_product_attention(packed, key_BGSE, value_BGSE, attn_mask=mask_BXCS, scale=scale)
+        return found.unflatten(2, (heads, -1)).flatten(1, 2)
 
-    if query_BHNE.shape[2] <= size:
+    if mask_BXNS.shape[2] == heads * queries:
         return side_by_side(query_BHNE, mask_BXNS)
+    mask_BXNS = mask_BXNS[:, :, :queries]  # it may be repeated for groups of another size
+    size = max(1, FEW // heads)
     blocks = zip(query_BHNE.split(size, 2), mask_BXNS.split(size, 2), strict=True)
-    return torch.cat([side_by_side(query, mask) for query, mask in blocks], dim=2)
+    return torch.cat([side_by_side(query, repeated(mask, heads)) for query, mask in blocks], dim=2)
 
 
 def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None) -> Tensor:

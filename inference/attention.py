@@ -22,9 +22,10 @@ BEYOND = ("softcap", "s_aux", "position_bias")
 """What some layers ask of attention: a bound on scores, a sink, a bias by distance."""
 
 
-def usable(model: PreTrainedModel) -> bool:
-    """Whether the model's layers would call our function: they ask transformers' table, and run sdpa now."""
-    return model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+def usable(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether the decoder's layers would call our function: they look by this config, and run sdpa now."""
+    looked_up = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    return looked_up and all(getattr(each, "config", config) is config for each in model.get_decoder().modules())
 
 
 @contextmanager
@@ -49,7 +50,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers expects of an attention function: [B, N, H, E], and no weights.
 
-    Without a mask the queries are the last N of S tokens, each seeing itself and all before.
+    Without a mask the queries are the last N of S tokens, each seeing itself and all before. Slots behind the end of a
+    mask are not looked at.
 
     Raises:
         ValueError: the model asks for what sdpa does not do either.
@@ -60,7 +62,8 @@ def attention(
     if attention_mask is None:
         found = causal_attention(query_BHNE, key_BGSE, value_BGSE, scaling)
     else:
-        found = masked_attention(query_BHNE, key_BGSE, value_BGSE, attention_mask, scaling)
+        seen = attention_mask.shape[-1]
+        found = masked_attention(query_BHNE, key_BGSE[:, :, :seen], value_BGSE[:, :, :seen], attention_mask, scaling)
     return found.transpose(1, 2).contiguous(), None
 
 

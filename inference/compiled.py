@@ -21,6 +21,8 @@ from torch._inductor.exc import InductorError
 
 GRAPHS = 64
 """Graphs of one function, at most: one for each kind; torch's own limit is too small for batches that shrink."""
+ON_CPU = {"freezing": True, "cpp.enable_concat_linear": True}
+"""Inductor's options there: weights packed into the graph, and those that read the same input as one."""
 # Modules whose `patch` no annotation knows.
 inductor: Any = import_module("torch._inductor.config")
 symbols: Any = import_module("torch.fx.experimental._config")
@@ -100,7 +102,7 @@ class Graph:
         if self.replay:
             torch.compiler.cudagraph_mark_step_begin()
         with (
-            inductor.patch(freezing=self.device.type == "cpu"),
+            inductor.patch(ON_CPU if self.device.type == "cpu" else {}),
             symbols.patch(use_duck_shape=False),
             torch._dynamo.config.patch(recompile_limit=GRAPHS),
         ):

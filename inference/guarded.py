@@ -100,8 +100,10 @@ class Guarded:
         if nodes > self.max_nodes:
             raise ValueError(f"a tree of {nodes} nodes, and at most {self.max_nodes} were announced")
         # sync: such trees come from the host
-        rows = zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), roots_B.tolist(), strict=True)
-        for tokens, parents, root in rows:
+        columns = (tree.tokens_BN.tolist(), tree.parents_BN.tolist(), roots_B.tolist(), tree.sizes_B.tolist())
+        for tokens, parents, root, size in zip(*columns, strict=True):
+            if not 1 <= size <= nodes:
+                raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")
             if tokens[0] != root or parents[0] != -1:
                 raise ValueError(
                     f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1"
@@ -113,7 +115,7 @@ class Guarded:
                 if not 0 <= parents[node] < node:
                     raise ValueError(f"node {node} lies below node {parents[node]}, which does not stand before it")
                 depths.append(depths[parents[node]] + 1)
-            if len(set(zip(parents, tokens, strict=True))) < nodes:
+            if len(set(zip(parents[:size], tokens[:size], strict=True))) < size:
                 raise ValueError("a node has the same token as its sibling: both would be drawn for")
             if not max(depths) <= tree.max_depth < nodes:
                 raise ValueError(f"the tree is {max(depths)} deep and has {nodes} nodes, and {tree.max_depth} was said")

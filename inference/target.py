@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from ..heads import TargetEnds, TargetInfo
+from ..heads.attention import repeated
 from . import attention
 from .cache import TreeCache
 from .compiled import Graph
@@ -53,7 +54,7 @@ class Target:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
-        self.own_attention = attention.usable(model)
+        self.own_attention = attention.usable(model, self.config)
         self.graph: Graph | None = None
         """The compiled forward over a tree; see `compile`."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
@@ -227,7 +228,8 @@ class Target:
         def sizes() -> list[tuple[Tensor, int]]:
             nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             every = masks.values() if isinstance(masks, dict) else [masks]
-            return [*nodes_of, *((mask, i) for mask in every for i in (0, 2, 3)), *cache.sizes()]
+            of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
+            return [*nodes_of, *of_masks, *cache.sizes()]
 
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
         return self._ask(self.graph, kind, sizes, *given)
@@ -236,7 +238,9 @@ class Target:
         """The positions of the last N of M nodes, and the mask by which they see the committed tokens and nodes."""
         new, nodes = seen_BNM.shape[1:]
         lengths_B1 = cache.lengths_B[:, None]
-        slots_S = torch.arange(cache.capacity, device=self.device)
+        # A captured graph is for one shape; elsewhere our attention looks no further than the mask reaches.
+        short = self.own_attention and self.device.type == "cpu"
+        slots_S = torch.arange(cache.used if short else cache.capacity, device=self.device)
         committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, new, -1)
         node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
         is_node_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + nodes)
@@ -313,6 +317,8 @@ class Target:
                 window = self.config.sliding_window
                 seen_BNS = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
             masks[kind] = self._block_mask(seen_BNS) if self.flex else self._additive_mask(seen_BNS)
+            if self.own_attention:
+                masks[kind] = repeated(masks[kind], self.info.num_attention_heads // self.info.num_key_value_heads)
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
 
     def _additive_mask(self, seen_BNS: Tensor) -> Tensor:

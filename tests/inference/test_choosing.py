@@ -199,8 +199,9 @@ def test_a_drafter_that_raises_is_reported_once_and_nothing_is_lost(target, wher
         assert len(told) == 1 and Broken.calls == 1
 
 
-def tree(tokens, parents, depth):
-    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(tokens)]), max_depth=depth)
+def tree(tokens, parents, depth, size=None):
+    sizes_B = torch.tensor([len(tokens) if size is None else size])
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), sizes_B, max_depth=depth)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,8 @@ def tree(tokens, parents, depth):
         (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep and has 3 nodes, and 1 was said"),
         (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "the same token as its sibling"),
         (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and 3 was said"),
+        (lambda root: tree([root, 1], [-1, 0], 1, size=3), "said to have 3 nodes, of 2"),
+        (lambda root: tree([root, 1], [-1, 0], 1, size=0), "said to have 0 nodes, of 2"),
     ],
 )
 def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):
@@ -224,3 +227,13 @@ def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):
     lm = SpeculativeLM.from_pretrained(target, drafter=Odd())
     with pytest.warns(UserWarning, match=message):
         assert torch.equal(written(lm, 20).sequences, plainly(target, 20))
+
+
+@pytest.mark.filterwarnings("error")
+def test_padding_may_repeat_a_token(target):
+    class Ragged(Useless):
+        def propose(self, roots_B):
+            return tree([int(roots_B[0]), 1, 1], [-1, 0, 0], 1, size=2)
+
+    lm = SpeculativeLM.from_pretrained(target, drafter=Ragged())
+    assert torch.equal(written(lm, 20).sequences, plainly(target, 20))
