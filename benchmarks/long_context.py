@@ -71,8 +71,7 @@ def measured(source: str, head: str, side: str, length: int, new_tokens: int) ->
     start = time.perf_counter()
     generate(input_ids, **settings)
     seconds = time.perf_counter() - start
-    per_token = 2 * target.info.num_layers * target.info.num_key_value_heads * target.info.head_dim * 2
-    cache = per_token * (length + new_tokens) / MIB
+    cache = target.cache_bytes(1, length + new_tokens) / MIB
     return {"peak": status("VmHWM") - before, "cache": cache, "seconds": seconds}
 
 

@@ -5,16 +5,18 @@
 
 Every source answers every prompt in turn, greedy, our engine compiled; ratios are medians and quartiles over prompts,
 to our plain steps and to transformers' own prompt lookup. The copying task asks for a text of the conversations with
-one word changed. Retrieval and the n-grams of a corpus look in the conversations.
+one word changed. Retrieval and the n-grams of a corpus look in the other conversations.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from cpu import LOOKUP, Side, compared, ours, ratio, stock
@@ -50,9 +52,14 @@ def main() -> None:
     encoded = {
         Path(path).stem: [prompt_ids(tokenizer, row) for row in read_prompts(path, args.limit)] for path in args.prompts
     }
-    encoded["copying"] = [prompt_ids(tokenizer, row) for row in copying(args.conversations, args.limit)]
+    texts = read_conversations(args.conversations)
+    copied, others = texts[: 50 * args.limit], texts[50 * args.limit :]
+    if not others:
+        parser.error(f"--conversations holds {len(texts)}; copying looks at {50 * args.limit}, retrieval at the others")
+    encoded["copying"] = [prompt_ids(tokenizer, row) for row in copying(copied, args.limit)]
     with tempfile.TemporaryDirectory() as scratch:
-        build_datastore(DatastoreConfig(TARGET, [args.conversations], f"{scratch}/store"))
+        Path(scratch, "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others), encoding="utf-8")
+        build_datastore(DatastoreConfig(TARGET, [f"{scratch}/others.jsonl"], f"{scratch}/store"))
         sides = engines(args.head, args.cut, f"{scratch}/store")
         lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} tokens."]
         for name, rows in encoded.items():
@@ -61,10 +68,10 @@ def main() -> None:
     console.print("\n".join(lines), markup=False)
 
 
-def copying(conversations: str, limit: int) -> list[list[dict[str, str]]]:
-    """Texts of the conversations, each to be written again with its commonest long word changed."""
+def copying(conversations: list[dict[str, Any]], limit: int) -> list[list[dict[str, str]]]:
+    """Texts of conversations, each to be written again with its commonest long word changed."""
     asked = []
-    for row in read_conversations(conversations, 50 * limit):
+    for row in conversations:
         text = row["messages"][-1]["content"]
         words = re.findall(r"[a-z]{5,}", text)
         if COPIED_WORDS[0] <= len(text.split()) <= COPIED_WORDS[1] and words and text.isascii():
@@ -125,7 +132,7 @@ def table(name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tens
             told += " (" + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items()) + ")"
         if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, Fallback):
             told += f" ({engine.drafter.fallbacks} fallbacks)"
-        cells = (ratio(rates[side], rates["plain"]), ratio(rates[side], rates["transformers' prompt lookup"]))
+        cells = [ratio(rates[side], rates[other]) for other in ("plain", "transformers' prompt lookup")]
         lines.append(f"| {side} | " + " | ".join(cells) + f" | {told} |")
     return lines
 

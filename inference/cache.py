@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +26,26 @@ STEP = 64
 def rounded(slots: int, step: int) -> int:
     """The smallest number of whole steps that holds `slots`."""
     return -(-slots // step) * step
+
+
+def check_room(needed: int, rows: int, tokens: int, device: torch.device) -> None:
+    """Refuse a cache that the device cannot hold, before anything is read.
+
+    Raises:
+        ValueError: naming its size in GiB, what is free, and what would make it smaller.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free -= torch.cuda.memory_allocated(device)
+    elif device.type == "cpu":
+        free = psutil.virtual_memory().available
+    else:
+        return
+    if needed > free:
+        raise ValueError(
+            f"a cache of {rows} rows of {tokens} tokens takes {needed / 2**30:.1f} GiB, and {device} has "
+            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (slots)"
+        )
 
 
 class TreeCache(Cache):
@@ -119,8 +140,9 @@ class TreeCache(Cache):
         if grown <= 0:
             return
         self.capacity = capacity
-        self.keys = [F.pad(states, (0, 0, 0, grown)) for states in self.keys]
-        self.values = [F.pad(states, (0, 0, 0, grown)) for states in self.values]
+        for kept in (self.keys, self.values):
+            for layer, states in enumerate(kept):  # one at a time: both sizes of all would be twice the memory
+                kept[layer] = F.pad(states, (0, 0, 0, grown))
 
 
 class _TreeLayer(CacheLayerMixin):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import InductorError
 
 GRAPHS = 64
@@ -90,9 +90,11 @@ class Graph:
                     torch._dynamo.mark_dynamic(tensor, dimension)
         try:
             value = self._call(arguments)
-        except (TorchDynamoException, InductorError) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
+            if isinstance(error, FailOnRecompileLimitHit):
+                reason = f"it needs more than {GRAPHS} graphs"
             warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=3)
             return self.function(*arguments)
         self.kinds.add(kind)

@@ -29,6 +29,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
+from .cache import check_room
 from .choosing import Fallback, chosen_from
 from .compiled import missing_compiler, wanted
 from .guessing import RootOnly
@@ -308,6 +309,9 @@ class SpeculativeLM:
                 f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {self.target.max_positions} "
                 f"positions of {self.target.name!r}"
             )
+        together = min(len(prompts), slots or len(prompts))
+        room = longest + new_tokens + self.drafter.max_nodes
+        check_room(self.target.cache_bytes(together, room), together, room, self.target.device)
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
         out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots)

@@ -156,6 +156,11 @@ class Target:
                     f"choose from 0 to {last} for a block's output, or -1 for the state after the final norm"
                 )
 
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """Of keys and values of so many tokens in each row."""
+        info, size = self.info, torch.finfo(self.dtype).bits // 8
+        return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
+
     def new_cache(self, batch_size: int) -> TreeCache:
         """An empty cache for this model."""
         return TreeCache(self.info.num_layers, batch_size, self.device)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..heads import DraftHead
 from ..inference import DraftTree, DynamicShape, Stats, Target, TreePolicy, TreeShape
 from ..inference.grow import DynamicTree
+from ..inference.loop import PREFILL_TOKENS
 from ..inference.rounds import Passage, Start, TargetOutput
 from ..inference.sampling import RandomDraw
 from .data import Example
@@ -149,16 +150,19 @@ def measured_costs(
 
 
 @torch.inference_mode()
-def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of a forward over chains of so many nodes behind a text, in turns; by size."""
-    cache, length = target.new_cache(1), text_1T.shape[1]
-    target.read_chunk(text_1T, length, cache, layers, [0])
+def forward_seconds(target: Target, text_BT: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of a forward over chains of so many nodes behind texts of one length, in turns; by size."""
+    batch, length = text_BT.shape
+    cache = target.new_cache(batch)
+    for start in range(0, length, PREFILL_TOKENS):
+        target.read_chunk(text_BT[:, start : start + PREFILL_TOKENS], length, cache, layers, [])
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(REPEATS + 1):
         for size in sizes:
-            tokens_1N = text_1T[:, :1].expand(1, size).contiguous()
-            parents_1N = torch.tensor([TreeShape.chain(size - 1).parents], device=target.device)
-            tree = DraftTree(tokens_1N, parents_1N, torch.tensor([size], device=target.device), max_depth=size - 1)
+            tokens_BN = text_BT[:, :1].expand(-1, size).contiguous()
+            parents_BN = torch.tensor([TreeShape.chain(size - 1).parents], device=target.device).expand(batch, -1)
+            sizes_B = torch.full((batch,), size, device=target.device)
+            tree = DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=size - 1)
             start = time.perf_counter()
             logits = target.forward_tree(tree, length, cache, layers).logits_BNV
             logits[0, -1, 0].item()  # sync: a time is asked for

@@ -42,13 +42,6 @@ def weight_bytes(target: Target) -> int:
     return every if embedding is target.ends.lm_head.weight else every - embedding.numel() * embedding.element_size()
 
 
-def cache_bytes(target: Target, batch: int, tokens: int) -> int:
-    """Keys and values of so many tokens."""
-    info = target.info
-    size = torch.finfo(target.dtype).bits // 8
-    return 2 * size * info.num_layers * batch * tokens * info.num_key_value_heads * info.head_dim
-
-
 @torch.inference_mode()
 def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
     """Where a round's time goes, in milliseconds, beside its two floors.
@@ -63,7 +56,7 @@ def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
     forward = 1000 * forward_seconds(target, text_1T, [nodes], lm.drafter.feature_layers)[nodes]
     mask = 1000 * _mask_seconds(target, text_1T, nodes)
     bandwidth = memory_bandwidth(target.device)
-    read = weight_bytes(target) + cache_bytes(target, 1, text_1T.shape[1])
+    read = weight_bytes(target) + target.cache_bytes(1, text_1T.shape[1])
     whole = sum(parts.values())
     return {
         "nodes": nodes,

@@ -32,7 +32,7 @@ from ..inference.rounds import Drafter, Passage, Round, Start, Verdict
 from ..inference.sampling import RandomDraw
 from ..inference.tree import DraftTree
 from .console import console
-from .floors import cache_bytes, memory_bandwidth, now, weight_bytes
+from .floors import memory_bandwidth, now, weight_bytes
 from .gpu_options import GpuBenchConfig
 from .provenance import provenance
 
@@ -100,7 +100,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
             target.compile()
         for batch in config.batches:
             for context in config.contexts:
-                if weights + cache_bytes(target, batch, context + max(config.nodes)) > free:
+                if weights + target.cache_bytes(batch, context + max(config.nodes)) > free:
                     console.print(f"{name}, batch {batch}, context {context}: does not fit, left out")
                     continue
                 for nodes in config.nodes:
@@ -180,7 +180,7 @@ def rounds_of(
             parts["rest"].append(marks[3] - marks[2])
             emitted.append(float(verdict.lengths_B.float().mean()))
     middle = {part: 1000 * statistics.median(seconds) for part, seconds in parts.items()}
-    read = weight_bytes(target) + cache_bytes(target, batch, context)
+    read = weight_bytes(target) + target.cache_bytes(batch, context)
     return {
         "batch": batch,
         "context": context,

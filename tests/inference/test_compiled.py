@@ -76,6 +76,17 @@ def test_the_same_tokens_by_one_graph_of_each_kind(tiny_target, case):
 
 
 @needs_compiler
+def test_one_graph_too_many_is_told_once_and_runs_as_it_is(monkeypatch):
+    monkeypatch.setattr(compiled, "GRAPHS", 2)
+    graph = Graph(lambda tensor, word: (tensor + len(word),), "a sum", CPU)
+    words = ("a", "bb", "ccc", "dddd")
+    with pytest.warns(UserWarning, match="a sum runs without compiling: it needs more than 2 graphs") as told:
+        found = [graph(word, list, torch.ones(1), word)[0].item() for word in words]
+    assert found == [1.0 + len(word) for word in words]
+    assert sum("a sum" in str(each.message) for each in told) == 1 and graph.kinds == {"a", "bb"}
+
+
+@needs_compiler
 @pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])])
 def test_a_batch_whose_rows_end_shares_graphs(tiny_target, case):
     target = tiny_target(vocab_size=20)

