@@ -22,10 +22,15 @@ from .guessing import Guesser, HeadDrafter, RootOnly
 from .rounds import Drafter, Passage, Round, Start
 from .tree import DraftTree, Origin, TreePolicy, tree_policy
 
-PLAIN_ROUNDS = 15
+PLAIN_ROUNDS = 5
 """Latest plain rounds whose median is the price of a token without guesses."""
-FIRST_ROUNDS = 3
-"""Plain rounds before anything is guessed: a plain round's price must be known, and the first may compile something."""
+ASKED_ROUNDS = 3
+"""Plain rounds by which a price is asked, at first and again; the first of all may compile something."""
+DOUBTED, TRUSTED = 8, 64
+"""Rounds with guesses after which the price is asked again, for the machine's speed drifts: of guesses that are seldom
+right, to which plain rounds are no loss, and of others."""
+SELDOM_RIGHT = 1.5
+"""Tokens a round, fewer than which guesses are doubted."""
 ODD_ROUND, ODD_ROUNDS = 20.0, 3
 """A round that takes so many plain steps compiled something; so many of them are excused."""
 LOSS_SHARE = 0.01
@@ -71,7 +76,8 @@ class Fallback:
         """A new stream, and a new account."""
         self.drafter.begin(start)
         self._lost, self._began = 0.0, time.perf_counter()
-        self._guessing = True
+        self._guessing, self._asking = True, 0
+        self._rounds = self._tokens = 0.0
 
     def read(self, passage: Passage) -> None:
         """The prompts."""
@@ -81,7 +87,7 @@ class Fallback:
         """Guesses, or the roots alone."""
         now = time.perf_counter()
         self._prices = self.plain_seconds.setdefault(len(roots_B), deque(maxlen=PLAIN_ROUNDS))
-        priced = len(self._prices) >= FIRST_ROUNDS
+        priced = len(self._prices) >= ASKED_ROUNDS and self._asking == 0
         pays = priced and self._pays(now - self._began)
         if self._guessing and not pays and priced:
             self.fallbacks += 1
@@ -116,12 +122,19 @@ class Fallback:
         """Enter a round, which emitted so many tokens a row."""
         if not self._guessing:
             self._prices.append(seconds)
+            if self._asking == 1:
+                self._lost = max(self._lost, 0.0)  # what seemed a gain may have been the machine's
+            self._asking = max(0, self._asking - 1)
+            self._rounds = self._tokens = 0.0
             return
         step = median(self._prices)
         if seconds > ODD_ROUND * step and self._excused < ODD_ROUNDS:
             self._excused += 1
             return
         self._lost = max(self._lost + seconds - tokens * step, -STEPS_KEPT * step)
+        self._rounds, self._tokens = self._rounds + 1, self._tokens + tokens
+        if self._rounds >= (DOUBTED if self._tokens < SELDOM_RIGHT * self._rounds else TRUSTED):
+            self._asking = ASKED_ROUNDS
 
     def _pays(self, seconds: float) -> bool:
         """Whether a loss is still allowed, so long after the stream began."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headstart.heads import attention
-from headstart.heads.attention import causal_attention, masked_attention
+from headstart.heads.attention import causal_attention, masked_attention, repeated
 
 SIZE, SLOTS = 8, 23
 
@@ -28,13 +28,15 @@ def states(heads, groups, queries, slots=SLOTS):
 @pytest.mark.parametrize("few", [1, 6, 256])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_masked_queries_find_what_softmax_finds(monkeypatch, few, heads, groups, queries):
+@pytest.mark.parametrize("before", [1, 2, 3], ids="repeated {}".format)
+def test_masked_queries_find_what_softmax_finds(monkeypatch, few, heads, groups, queries, before):
+    """Also where the mask was repeated before, for groups of this size or of another."""
     monkeypatch.setattr(attention, "FEW", few)
     query, key, value = states(heads, groups, queries)
     seen = torch.rand(2, queries, SLOTS, generator=torch.Generator().manual_seed(1)) < 0.4
     seen[..., 0] = True
     mask = torch.zeros_like(seen, dtype=torch.float64).masked_fill(~seen, -1e300)[:, None]
-    found = masked_attention(query, key, value, mask, 0.3)
+    found = masked_attention(query, key, value, repeated(mask, before), 0.3)
     torch.testing.assert_close(found, written_out(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-12)
 
 

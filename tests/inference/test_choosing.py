@@ -84,6 +84,15 @@ def test_a_useless_drafter_costs_no_more_than_three_percent(target, clock):
     assert clock.now - before > 1.3 * 149 * STEP  # without the fallback
 
 
+def test_a_machine_that_becomes_faster_is_no_gain_of_the_guesses(target, clock, monkeypatch):
+    monkeypatch.setitem(globals(), "NODE", 0.02)
+    useless = Fallback(Useless())
+    useless.plain_seconds[1] = deque([2 * STEP] * 5, maxlen=module.PLAIN_ROUNDS)
+    before = clock.now
+    written(SpeculativeLM(target, useless))
+    assert clock.now - before <= 1.03 * 149 * STEP
+
+
 def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target, clock, tools):
     truth = plainly(target)[0, 3:].tolist()
     chain = TreeShape.chain(4)
