@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--only", nargs="+", help="sources by their names in the table; plain and generate always run")
     parser.add_argument("--output", default="sources.md")
     args = parser.parse_args()
     tokenizer = load_tokenizer(TARGET)
@@ -61,6 +62,11 @@ def main() -> None:
         Path(scratch, "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others), encoding="utf-8")
         build_datastore(DatastoreConfig(TARGET, [f"{scratch}/others.jsonl"], f"{scratch}/store"))
         sides = engines(args.head, args.cut, f"{scratch}/store")
+        unknown = sorted(set(args.only or ()) - set(sides))
+        if unknown:
+            parser.error(f"unknown source {unknown[0]!r}; choose from {', '.join(sides)}")
+        if args.only:
+            sides = {name: side for name, side in sides.items() if name in ("generate", "plain", *args.only)}
         lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} tokens."]
         for name, rows in encoded.items():
             lines += table(name, sides, rows, args.new_tokens)

@@ -322,14 +322,14 @@ class Target:
                 window = self.config.sliding_window
                 seen_BNS = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
             masks[kind] = self._block_mask(seen_BNS) if self.flex else self._additive_mask(seen_BNS)
-            if self.own_attention:
-                masks[kind] = repeated(masks[kind], self.info.num_attention_heads // self.info.num_key_value_heads)
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
 
     def _additive_mask(self, seen_BNS: Tensor) -> Tensor:
         """What sdpa and eager take."""
         lowest = torch.finfo(self.dtype).min
-        return torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, lowest)[:, None]
+        mask_B1NS = torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, lowest)[:, None]
+        heads = self.info.num_attention_heads // self.info.num_key_value_heads
+        return repeated(mask_B1NS, heads) if self.own_attention else mask_B1NS
 
     def _block_mask(self, seen_BNS: Tensor) -> BlockMask:
         """What flex attention takes."""

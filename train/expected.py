@@ -154,8 +154,8 @@ def forward_seconds(target: Target, text_BT: Tensor, sizes: Sequence[int], layer
     """Seconds of a forward over chains of so many nodes behind texts of one length, in turns; by size."""
     batch, length = text_BT.shape
     cache = target.new_cache(batch)
-    for start in range(0, length, PREFILL_TOKENS):
-        target.read_chunk(text_BT[:, start : start + PREFILL_TOKENS], length, cache, layers, [])
+    for chunk_BT in text_BT.split(PREFILL_TOKENS, dim=1):
+        target.read_chunk(chunk_BT, length, cache, layers, [])
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(REPEATS + 1):
         for size in sizes:
