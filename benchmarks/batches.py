@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu import ratio
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.checkpoint import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.train.benchmark import quartiles
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_prompts
 from headstart.train.provenance import provenance
@@ -66,9 +66,9 @@ def main() -> None:
                     stats[name].append(found)
         length = {name: Stats.merged(found).acceptance_length for name, found in stats.items()}
         lines.append(
-            f"| {size} | {sum(rates['plain']) / len(groups):.1f} | {ratio(rates, 'plain', 'generate')} | "
-            f"{ratio(rates, 'whole tree', 'plain')} | {length['whole tree']:.2f} | {max(1, nodes // size)} | "
-            f"{ratio(rates, 'auto', 'plain')} | {length['auto']:.2f} |"
+            f"| {size} | {sum(rates['plain']) / len(groups):.1f} | {ratio(rates['plain'], rates['generate'])} | "
+            f"{ratio(rates['whole tree'], rates['plain'])} | {length['whole tree']:.2f} | {max(1, nodes // size)} | "
+            f"{ratio(rates['auto'], rates['plain'])} | {length['auto']:.2f} |"
         )
         console.print(lines[-1])
     Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -88,12 +88,6 @@ def answered(side: Any, rows: list[torch.Tensor], settings: dict[str, Any], padd
     output = side.generate(input_ids, attention_mask=mask, **settings)
     seconds = time.perf_counter() - start
     return (output.stats.tokens + len(rows)) / seconds, output.stats
-
-
-def ratio(rates: dict[str, list[float]], ours: str, theirs: str) -> str:
-    """Median and quartiles over batches."""
-    row = quartiles([one / other for one, other in zip(rates[ours], rates[theirs], strict=True)])
-    return f"{row['median']:.2f} ({row['lower_quartile']:.2f}-{row['upper_quartile']:.2f})"
 
 
 if __name__ == "__main__":

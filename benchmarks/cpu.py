@@ -135,7 +135,7 @@ def beside_a_forward(target: Target, fast: SpeculativeLM, rounds: Stats, encoded
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Its median and quartiles over prompts."""
+    """Its median and quartiles."""
     return spread(quartiles([one / other for one, other in zip(ours, theirs, strict=True)]))
 
 

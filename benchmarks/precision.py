@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from cpu import compared, ours, ratio, stock
 
+from headstart.heads.quantized import torchao
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.benchmark import quartiles
 from headstart.train.console import console
@@ -62,34 +63,20 @@ def main() -> None:
     console.print("\n".join(lines), markup=False)
 
 
-def quantized(config: Callable[[], Any]) -> Target:
+def quantized(config: str, **options: Any) -> Target:
     """A bfloat16 target whose linear layers are torchao's."""
-    from torchao.quantization import quantize_  # only these rows need it
-
+    library = torchao()
     target = Target.from_pretrained(TARGET, torch.bfloat16)
-    quantize_(target.model, config())
+    library.quantize_(target.model, getattr(library, config)(**options))
     return target
-
-
-def int8() -> Any:
-    """Weights of 8 bits, one scale a row."""
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return Int8WeightOnlyConfig()
-
-
-def int4() -> Any:
-    """Weights of 4 bits, one scale for 32 of them, as CPUs read them."""
-    from torchao.quantization import Int4WeightOnlyConfig
-
-    return Int4WeightOnlyConfig(group_size=32, int4_packing_format="opaque")
 
 
 LOADERS: dict[str, Callable[[], Target]] = {
     "bfloat16": lambda: Target.from_pretrained(TARGET, torch.bfloat16),
     "float32": lambda: Target.from_pretrained(TARGET, torch.float32),
-    "int8": lambda: quantized(int8),
-    "int4": lambda: quantized(int4),
+    "int8": lambda: quantized("Int8WeightOnlyConfig"),
+    # One scale for 32 weights, packed as CPUs read them.
+    "int4": lambda: quantized("Int4WeightOnlyConfig", group_size=32, int4_packing_format="opaque"),
 }
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from cpu import ratio
 from torch import Tensor
 
 from headstart.inference import Target
-from headstart.train.benchmark import quartiles, spread
 from headstart.train.console import console
 from headstart.train.expected import forward_seconds
 from headstart.train.provenance import provenance
@@ -44,10 +44,13 @@ def main() -> None:
         return torch.randint(1, target.info.vocab_size, (rows, length), generator=generator)
 
     ours, stock = prefills(target, texts(1, PREFILL))
-    ratio = spread(quartiles([one / other for one, other in zip(ours, stock, strict=True)]))
-    lines = [f"Hardware: {provenance()['hardware']}; bfloat16. Milliseconds of a compiled forward.", ""]
-    lines += [f"Prefill of {PREFILL} tokens: ours {1000 * statistics.median(ours):.0f} ms, the stock model "
-              f"{1000 * statistics.median(stock):.0f} ms, ratio {ratio}."]  # fmt: skip
+    milliseconds = [f"{1000 * statistics.median(seconds):.0f} ms" for seconds in (ours, stock)]
+    lines = [
+        f"Hardware: {provenance()['hardware']}; bfloat16. Milliseconds of a compiled forward.",
+        "",
+        f"Prefill of {PREFILL} tokens: ours {milliseconds[0]}, the stock model {milliseconds[1]}, ratio "
+        f"{ratio(ours, stock)}.",
+    ]
     target.compile()
     lines += table("context", CONTEXTS, lambda length: forward_seconds(target, texts(1, length), NODES, ()))
     lines += table(

@@ -28,19 +28,21 @@ def rounded(slots: int, step: int) -> int:
     return -(-slots // step) * step
 
 
+def free_memory(device: torch.device) -> float:
+    """Bytes, those that torch holds without using them too; infinite for a device that does not tell."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + held)
+    return float(psutil.virtual_memory().available) if device.type == "cpu" else float("inf")
+
+
 def check_room(needed: int, rows: int, tokens: int, device: torch.device) -> None:
     """Refuse a cache that the device cannot hold, before anything is read.
 
     Raises:
         ValueError: naming its size in GiB, what is free, and what would make it smaller.
     """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        free -= torch.cuda.memory_allocated(device)
-    elif device.type == "cpu":
-        free = psutil.virtual_memory().available
-    else:
-        return
+    free = free_memory(device)
     if needed > free:
         raise ValueError(
             f"a cache of {rows} rows of {tokens} tokens takes {needed / 2**30:.1f} GiB, and {device} has "

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from ..heads import DraftHead
 from ..heads.checkpoint import build_head, json_ready
 from ..inference import DynamicShape, Target, TreeShape
+from ..inference.cache import free_memory
 from ..inference.compiled import missing_compiler
 from ..inference.grow import drafter_of
 from ..inference.guessing import HeadDrafter, RootOnly
@@ -220,14 +221,6 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
         found.append({"transformers": what, "batch": batch, "context": 512, "step": step})
         console.print(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
     return found
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    pages = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024.0 * int(pages["MemAvailable"].split()[0])
 
 
 def parameters_of(shape: PretrainedConfig) -> int:
