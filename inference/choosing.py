@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from torch import Tensor
@@ -34,23 +34,34 @@ SELDOM_RIGHT = 1.5
 ODD_ROUND, ODD_ROUNDS = 20.0, 3
 """A round that takes so many plain steps compiled something; so many of them are excused."""
 LOSS_SHARE = 0.01
-"""Of a stream's time may be lost to guesses that do not pay; what is gained is lent again."""
+"""Of all time may be lost to guesses that do not pay; what is gained is lent again."""
 STEPS_LENT = 1.0
-"""Plain steps that a stream may lose before it has gained or waited."""
+"""Plain steps that may be lost before anything was gained or waited for."""
 STEPS_KEPT = 2.0
-"""Plain steps that are remembered of a gain: after so much loss a stream goes plain."""
+"""Plain steps that are remembered of a gain: after so much more loss a stream goes plain."""
 EXPLORATION = 0.2
 """Of a bandit: how much an arm's rate may be underestimated after few rounds, relative to the best rate."""
 ROUNDS_KEPT = 8
 """Rounds by which an arm's rate is remembered from one stream to the next."""
 
 
+@dataclass
+class Account:
+    """What guesses cost and saved, over all streams, so that short ones lose no more than their share either."""
+
+    plain_seconds: dict[int, deque[float]] = field(default_factory=dict)
+    """Of plain rounds, by the number of rows."""
+    lost: float = 0.0
+    """Seconds that rounds with guesses took beyond what their tokens would have cost in plain ones, less what was
+    lent since."""
+
+
 class Fallback:
     """A drafter that is left out where it does not pay, and tried again later.
 
     It keeps an account: what rounds with guesses took beyond what their tokens would have cost in plain ones. It
-    guesses as long as the loss is within `STEPS_LENT` and `LOSS_SHARE` of the time since the stream began; one guess
-    that pays makes room for more.
+    guesses as long as the loss is within `STEPS_LENT`; a guess that pays makes room for more, and so does time, by
+    its `LOSS_SHARE`.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -60,22 +71,20 @@ class Fallback:
         self.origin: Origin = drafter.origin
         self.fallbacks = 0
         """How often a stream went plain."""
-        self.plain_seconds: dict[int, deque[float]] = {}
-        """Of plain rounds, by the number of rows."""
+        self.account = Account()
         self._excused = 0
         self._guessing = True
         self._told = False
 
     def __copy__(self) -> Fallback:
-        """One for other rows, with the same clock."""
+        """One for other rows, with the same account."""
         other = Fallback(copy.copy(self.drafter))
-        other.plain_seconds = self.plain_seconds
+        other.account = self.account
         return other
 
     def begin(self, start: Start) -> None:
-        """A new stream, and a new account."""
+        """A new stream."""
         self.drafter.begin(start)
-        self._lost, self._began = 0.0, time.perf_counter()
         self._guessing, self._asking = True, 0
         self._rounds = self._tokens = 0.0
 
@@ -85,16 +94,15 @@ class Fallback:
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Guesses, or the roots alone."""
-        now = time.perf_counter()
-        self._prices = self.plain_seconds.setdefault(len(roots_B), deque(maxlen=PLAIN_ROUNDS))
+        self._prices = self.account.plain_seconds.setdefault(len(roots_B), deque(maxlen=PLAIN_ROUNDS))
         priced = len(self._prices) >= ASKED_ROUNDS and self._asking == 0
-        pays = priced and self._pays(now - self._began)
+        pays = priced and self._pays()
         if self._guessing and not pays and priced:
             self.fallbacks += 1
             if not self._told:
                 warnings.warn("speculation does not pay here: some tokens are decoded plainly", stacklevel=2)
                 self._told = True
-        self._guessing, self._round_began = pays, now
+        self._guessing, self._round_began = pays, time.perf_counter()
         if not pays:
             return RootOnly().propose(roots_B)
         return self.drafter.propose(roots_B)
@@ -120,25 +128,28 @@ class Fallback:
 
     def _account(self, seconds: float, tokens: float) -> None:
         """Enter a round, which emitted so many tokens a row."""
+        account = self.account
         if not self._guessing:
             self._prices.append(seconds)
             if self._asking == 1:
-                self._lost = max(self._lost, 0.0)  # what seemed a gain may have been the machine's
+                account.lost = max(account.lost, 0.0)  # what seemed a gain may have been the machine's
             self._asking = max(0, self._asking - 1)
             self._rounds = self._tokens = 0.0
+            account.lost -= LOSS_SHARE * seconds
             return
         step = median(self._prices)
         if seconds > ODD_ROUND * step and self._excused < ODD_ROUNDS:
             self._excused += 1
             return
-        self._lost = max(self._lost + seconds - tokens * step, -STEPS_KEPT * step)
+        account.lost += (1 - LOSS_SHARE) * seconds - tokens * step
+        account.lost = max(account.lost, -STEPS_KEPT * step)
         self._rounds, self._tokens = self._rounds + 1, self._tokens + tokens
         if self._rounds >= (DOUBTED if self._tokens < SELDOM_RIGHT * self._rounds else TRUSTED):
             self._asking = ASKED_ROUNDS
 
-    def _pays(self, seconds: float) -> bool:
-        """Whether a loss is still allowed, so long after the stream began."""
-        return self._lost < STEPS_LENT * median(self._prices) + LOSS_SHARE * seconds
+    def _pays(self) -> bool:
+        """Whether a loss is still allowed."""
+        return self.account.lost < STEPS_LENT * median(self._prices)
 
 
 @dataclass

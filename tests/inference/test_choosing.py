@@ -84,10 +84,36 @@ def test_a_useless_drafter_costs_no_more_than_three_percent(target, clock):
     assert clock.now - before > 1.3 * 149 * STEP  # without the fallback
 
 
+def test_many_short_streams_lose_no_more_than_a_long_one(target, clock):
+    lm = SpeculativeLM(target, Fallback(Useless()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(40):
+            written(lm, tokens=9, start=number % 5)
+    assert clock.now <= 1.03 * 40 * 8 * STEP
+    assert lm.drafter.fallbacks > 0
+
+
+def test_a_gain_is_not_lent_without_end(target, clock, tools):
+    """After a long time of right guesses, wrong ones cost a few steps."""
+    truth = plainly(target)[0, 3:].tolist()
+    oracle = tools.Oracle(TreeShape.chain(4), [truth], VOCAB, wrong=0.0)
+    changing = Fallback(oracle)
+    lm = SpeculativeLM(target, changing)
+    for _ in range(20):
+        written(lm)
+    oracle.wrong = 1.0
+    before = clock.now
+    with pytest.warns(UserWarning, match="does not pay"):
+        written(lm)
+    lost = clock.now - before - 149 * STEP
+    assert lost <= (module.STEPS_KEPT + module.STEPS_LENT + 0.01 * 149 + 0.5) * STEP
+
+
 def test_a_machine_that_becomes_faster_is_no_gain_of_the_guesses(target, clock, monkeypatch):
     monkeypatch.setitem(globals(), "NODE", 0.02)
     useless = Fallback(Useless())
-    useless.plain_seconds[1] = deque([2 * STEP] * 5, maxlen=module.PLAIN_ROUNDS)
+    useless.account.plain_seconds[1] = deque([2 * STEP] * 5, maxlen=module.PLAIN_ROUNDS)
     before = clock.now
     written(SpeculativeLM(target, useless))
     assert clock.now - before <= 1.03 * 149 * STEP
@@ -97,7 +123,7 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
     truth = plainly(target)[0, 3:].tolist()
     chain = TreeShape.chain(4)
     good = Fallback(tools.Oracle(chain, [truth], VOCAB, wrong=0.0))
-    good.plain_seconds[1] = deque([STEP] * 3)
+    good.account.plain_seconds[1] = deque([STEP] * 3)
     before = clock.now
     written(SpeculativeLM(target, good))
     assert clock.now - before < 0.4 * 149 * STEP and good.fallbacks == 0
@@ -110,7 +136,7 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
             return super().propose(roots_B)
 
     late = Fallback(Late(chain, [truth], VOCAB, wrong=1.0))
-    late.plain_seconds[1] = deque([STEP] * 3)
+    late.account.plain_seconds[1] = deque([STEP] * 3)
     before = clock.now
     with pytest.warns(UserWarning, match="does not pay"):
         written(SpeculativeLM(target, late))
@@ -121,9 +147,9 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
 def test_what_was_written_plainly_is_shown_later(target, clock, slots):
     """A model that drafts for itself stays right about everything after plain rounds."""
     drafter = Fallback(draft_model(target, target, "chain:3"))
-    drafter.plain_seconds = {rows: deque([STEP] * 3) for rows in (1, 2, 3)}
+    drafter.account.plain_seconds = {rows: deque([STEP] * 3) for rows in (1, 2, 3)}
     choices = iter([True, *[False] * 9, True, False, True, True, False] * 100)
-    drafter._pays = lambda seconds: next(choices)
+    drafter._pays = lambda: next(choices)
     rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     with pytest.warns(UserWarning, match="does not pay"):
         stats = (
