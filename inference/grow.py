@@ -36,8 +36,7 @@ class StaticTree(HeadDrafter):
                 f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary has "
                 f"{head.draft_vocab_size}"
             )
-        expanded = 1 + sum(len(level.frontier) for level in shape.levels)
-        super().__init__(head, ends, shape.depth, expanded, shape.size)
+        super().__init__(head, ends, shape.depth, shape.expanded, shape.size)
         self.shape, self.budget = shape, budget
         if drawn:
             self.origin = "chain" if shape.size == shape.depth + 1 else "without_replacement"

@@ -40,7 +40,7 @@ class StoppingChain(HeadDrafter):
 
     def __init__(self, head: Guesser, shape: StoppingShape, ends: TargetEnds, budget: int | None = None) -> None:
         """Hold a head; see `StoppingShape` and `drafter_of`."""
-        super().__init__(head, ends, shape.length, shape.length, shape.length + 1)
+        super().__init__(head, ends, shape.depth, shape.expanded, shape.size)
         self.shape, self.budget = shape, budget
         self.origin = "chain" if shape.drawn else "picked"
         self.seen: list[Tensor] | None = None

@@ -116,6 +116,11 @@ class TreeShape:
         """The nodes that have children; the root always counts, unless it is alone."""
         return tuple(sorted(set(self.parents[1:])))
 
+    @property
+    def expanded(self) -> int:
+        """Nodes whose children a draft asks for."""
+        return max(1, len(self.inner))
+
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """What has to be expanded at each depth, from the root on."""
@@ -156,6 +161,11 @@ class DynamicShape:
                 "a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
                 f"{self.size}, {self.depth} and {self.width}"
             )
+
+    @property
+    def expanded(self) -> int:
+        """Nodes whose children a draft asks for."""
+        return 1 + (self.depth - 1) * self.width
 
 
 @dataclass(frozen=True)
@@ -200,6 +210,11 @@ class StoppingShape:
     def size(self) -> int:
         """Number of nodes, the root counted, at most."""
         return self.length + 1
+
+    @property
+    def expanded(self) -> int:
+        """Nodes whose children a draft asks for, at most."""
+        return self.length
 
     @property
     def depth(self) -> int:

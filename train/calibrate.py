@@ -34,13 +34,12 @@ from ..inference import (
 from ..inference.grow import drafter_of
 from ..inference.planning import best_static_tree, expected_length, machine
 from ..inference.rounds import Drafter
-from ..inference.tree import StoppingShape
 from .commands import TreeConfig
 from .config import dtype_of
 from .console import console
 from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
-from .evaluate import answer_settings, summary, teacher_forced
-from .expected import Costs, dynamic_lengths, measured_costs
+from .evaluate import answer_settings, in_turns, summary, teacher_forced
+from .expected import Costs, Shape, dynamic_lengths, measured_costs, timed_trees
 from .provenance import provenance
 from .stopper import train_stopper
 
@@ -48,7 +47,6 @@ SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of trees that are considered if none is asked for."""
 TIMED_PROMPTS = 3
 """Prompts with the longest answers, by which the parts of a round are timed."""
-Shape = TreeShape | DynamicShape | StoppingShape
 WIDTHS = (2, 4, 8)
 """Of dynamic trees."""
 
@@ -103,15 +101,10 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     sizes = SIZES if config.nodes is None else (config.nodes,)
     lengths = expected_lengths(target, head, accuracy_KI, examples, sizes)
     longest = sorted(range(len(prompts)), key=lambda number: -written[number])[:TIMED_PROMPTS]
-    costs = measured_costs(
-        target,
-        head,
-        lambda policy: _really(target, head, policy, [prompts[number] for number in longest], config)[1],
-        answered[longest[0]],
-        sizes,
-    )
-    rates = {policy: costs.rate(policy.size, policy.depth, length) for policy, length in lengths.items()}
-    _show(lengths, rates, costs)
+    timed = _answered(target, head, [None, *timed_trees(head)], [prompts[number] for number in longest], config)
+    costs = measured_costs(target, head, timed, answered[longest[0]], sizes)
+    _show(lengths, costs)
+    rates = {policy: costs.rate(policy, length) for policy, length in lengths.items()}
     kinds: dict[str, type[Shape]] = {"static": TreeShape, "dynamic": DynamicShape}
     tried = {
         name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
@@ -120,38 +113,36 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     if config.stopper:
         stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, _settings(config))
         tried["stopping"] = stopping
-    found = {name: _really(target, head, policy, prompts, config) for name, policy in tried.items()}
-    plain, _ = _really(target, head, None, prompts, config)
-    for name, (rate, stats) in found.items():
-        policy = tried[name]
+    stats = _answered(target, head, [None, *tried.values()], prompts, config)
+    found = {name: _rate(stats[policy]) / _rate(stats[None]) for name, policy in tried.items()}
+    for name, policy in tried.items():
         console.print(
-            f"{name}, {_told(policy)}: acceptance length {stats.acceptance_length:.2f} (expected "
-            f"{lengths[policy]:.2f}), {rate:.1f} tokens/s, {rate / plain:.2f} of plain decoding (expected "
-            f"{rates[policy] * costs.plain:.2f})"
+            f"{name}, {_told(policy)}: acceptance length {stats[policy].acceptance_length:.2f} (expected "
+            f"{lengths[policy]:.2f}), {_rate(stats[policy]):.1f} tokens/s, {found[name]:.2f} of plain decoding "
+            f"(expected {rates[policy] * costs.plain:.2f})"
         )
-    best = max(found, key=lambda name: found[name][0])
+    best = max(found, key=lambda name: found[name])
     measured = {
         "prompts": len(prompts),
         "new_tokens": config.max_new_tokens,
         "accuracy": accuracy_KI,
         "hardware": provenance()["hardware"] + (", compiled" if config.compile else ""),
         "expected_speedup": rates[tried[best]] * costs.plain,
-        "speedup": found[best][0] / plain,
-        "trees": {name: {"nodes": tried[name].size, **summary(stats)} for name, (_, stats) in found.items()},
+        "speedup": found[best],
+        "trees": {name: {"nodes": policy.size, **summary(stats[policy])} for name, policy in tried.items()},
     }
     save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile))
     console.print(f"the {best} tree is saved in {config.head}")
     return tried[best]
 
 
-def _show(lengths: dict[Shape, float], rates: dict[Shape, float], costs: Costs) -> None:
+def _show(lengths: dict[Shape, float], costs: Costs) -> None:
     """The best tree of each size."""
     table = Table("tree", "expected tokens", "target, ms", "draft, ms", "the rest, ms", "expected tokens/s", "vs plain")
-    for size in sorted({policy.size for policy in rates}):
-        policy = max((each for each in rates if each.size == size), key=lambda each: rates[each])
-        draft = costs.draft[policy.depth]
-        check = lengths[policy] / rates[policy] - draft - costs.other
-        times = (f"{1000 * seconds:.1f}" for seconds in (check, draft, costs.other))
+    for size in sorted({policy.size for policy in lengths}):
+        rates = {policy: costs.rate(policy, lengths[policy]) for policy in lengths if policy.size == size}
+        policy = max(rates, key=lambda each: rates[each])
+        times = (f"{1000 * seconds:.1f}" for seconds in costs.parts(policy))
         speeds = (f"{rates[policy]:.1f}", f"{rates[policy] * costs.plain:.2f}")
         table.add_row(_told(policy), f"{lengths[policy]:.2f}", *times, *speeds)
     console.print(table)
@@ -184,14 +175,24 @@ def _settings(config: TreeConfig) -> dict[str, Any]:
     return answer_settings(config.max_new_tokens, config.temperature)
 
 
-def _really(
-    target: Target, head: DraftHead, policy: TreePolicy | None, prompts: list[Tensor], config: TreeConfig
-) -> tuple[float, Stats]:
-    """Tokens per second of rounds, prompts left out, and acceptance: by answering them with a tree, or plainly."""
-    lm = SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.ends, config.compile))
-    lm.generate(prompts[0], **_settings(config))  # warm, and compiled
-    stats = Stats.merged(lm.generate(ids, **_settings(config)).stats for ids in prompts)
-    return stats.tokens / sum(seconds for part, seconds in stats.seconds.items() if part != "prefill"), stats
+def _answered(
+    target: Target,
+    head: DraftHead,
+    policies: Sequence[TreePolicy | None],
+    prompts: list[Tensor],
+    config: TreeConfig,
+) -> dict[TreePolicy | None, Stats]:
+    """The prompts, answered with each tree, and plainly for None."""
+    engines = {
+        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.ends, config.compile))
+        for policy in policies
+    }
+    return in_turns(engines, prompts, _settings(config))
+
+
+def _rate(stats: Stats) -> float:
+    """Tokens per second of rounds, the prompts' reading left out."""
+    return stats.acceptance_length / sum(stats.round_parts.values())
 
 
 @lru_cache(maxsize=16)

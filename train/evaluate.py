@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,6 +122,28 @@ def real_acceptance(target: Target, head: DraftHead, tree: TreePolicy, prompts: 
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
     return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False).stats
+
+
+Key = TypeVar("Key")
+
+
+def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
+    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike.
+
+    Args:
+        engines: any names to engines; each answers the first prompt once more before, to be warm and compiled.
+        prompts: token ids, each [1, time].
+        settings: of `generate`.
+    """
+    for lm in engines.values():
+        lm.generate(prompts[0], **settings)
+    found: dict[Key, list[Stats]] = {name: [] for name in engines}
+    names = list(engines)
+    for number, ids in enumerate(prompts):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            found[name].append(engines[name].generate(ids, **settings).stats)
+    return {name: Stats.merged(parts) for name, parts in found.items()}
 
 
 def prompt_of(example: Example) -> Tensor:

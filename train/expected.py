@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,13 @@ from ..inference.grow import DynamicTree
 from ..inference.loop import PREFILL_TOKENS
 from ..inference.rounds import Passage, Start, TargetOutput
 from ..inference.sampling import RandomDraw
+from ..inference.tree import StoppingShape
 from .data import Example
 
 REPEATS = 9
 """Forwards over each size, whose median counts."""
-TIMED = 8
-"""Size of the trees by which drafting is timed."""
+TIMED, TIMED_DEPTH, TIMED_WIDTHS = 8, 4, (2, 8)
+"""Size, largest depth, and widths of the trees by which drafting is timed; deeper ones go on along the line."""
 
 
 @torch.inference_mode()
@@ -103,49 +104,68 @@ def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list
     return path
 
 
+Shape = TreeShape | DynamicShape | StoppingShape
+"""Trees whose rounds have a price."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of the parts of a round on this machine."""
 
     target: dict[int, float]
     """A forward, by its nodes."""
-    draft: dict[int, float]
-    """A draft with what the head observes, by its depth."""
+    draft: tuple[float, float, float]
+    """A draft with what the head observes: whatever its tree, for each depth, for each node that is expanded."""
     other: float
     """Verification and cache."""
     plain: float
     """A whole plain step."""
 
-    def rate(self, nodes: int, depth: int, length: float) -> float:
-        """Tokens a second of rounds that emit `length` tokens; a forward costs what the next measured size does."""
-        check = self.target[min(size for size in self.target if size >= nodes)]
-        return length / (check + self.draft[depth] + self.other)
+    def parts(self, policy: Shape) -> tuple[float, float, float]:
+        """Check, draft and the rest of a round; a forward costs what the next measured size does."""
+        check = self.target[min(size for size in self.target if size >= policy.size)]
+        base, level, node = self.draft
+        return check, base + level * policy.depth + node * policy.expanded, self.other
+
+    def rate(self, policy: Shape, length: float) -> float:
+        """Tokens a second of rounds that emit `length` tokens."""
+        return length / sum(self.parts(policy))
+
+
+def timed_trees(head: DraftHead) -> list[DynamicShape]:
+    """By whose rounds drafts are priced: a shallow one, a deeper one, and one that expands more nodes."""
+    depth = min(head.max_depth, TIMED_DEPTH)
+    narrow, wide = (min(width, head.draft_vocab_size) for width in TIMED_WIDTHS)
+    return [DynamicShape(TIMED, *each) for each in ((1, narrow), (depth, narrow), (depth, wide))]
 
 
 def measured_costs(
-    target: Target, head: DraftHead, really: Callable[[TreePolicy | None], Stats], text_1T: Tensor, sizes: Sequence[int]
+    target: Target, head: DraftHead, timed: dict[TreePolicy | None, Stats], text_1T: Tensor, sizes: Sequence[int]
 ) -> Costs:
-    """Time what rounds consist of.
+    """What rounds consist of.
 
     Args:
         target: whose forwards are timed.
         head: whose drafts are.
-        really: answers a prompt, with a tree or plainly, and tells what it took.
+        timed: what rounds with the `timed_trees` took, and, at None, plain ones.
         text_1T: behind whose end forwards are timed.
         sizes: of the trees.
     """
-
-    def without(stats: Stats, *parts: str) -> float:
-        return sum(seconds for part, seconds in stats.round_parts.items() if part not in parts)
-
-    depth = head.max_depth
-    drafted = {d: really(DynamicShape(TIMED, d, 4)) for d in {1, depth}}
-    first, last = (drafted[d].round_parts["draft"] for d in (1, depth))
+    trees = timed_trees(head)
+    shallow, deep, wide = (timed[tree].round_parts for tree in trees)
+    step = timed[None].round_parts
+    # Forwards are timed alone: in rounds they cost as many times a plain one.
+    alone = forward_seconds(target, text_1T, (1, *sizes), head.feature_layers)
+    levels, nodes = trees[1].depth - 1, trees[2].expanded - trees[1].expanded
+    node = max(0.0, wide["draft"] - deep["draft"]) / nodes if nodes else 0.0
+    more = deep["draft"] - shallow["draft"] - node * (trees[1].expanded - trees[0].expanded)
+    level = max(0.0, more) / levels if levels else 0.0
+    others = [sum(parts.values()) - parts["draft"] - parts["target"] for parts in (shallow, deep, wide)]
     return Costs(
-        target=forward_seconds(target, text_1T, sizes, head.feature_layers),
-        draft={d: first + (last - first) * (d - 1) / max(depth - 1, 1) for d in range(1, depth + 1)},
-        other=without(drafted[depth], "draft", "target"),
-        plain=without(really(None)),
+        target={size: step["target"] * alone[size] / alone[1] for size in sizes},
+        draft=(shallow["draft"] - level - node, level, node),
+        other=statistics.mean(others),
+        plain=sum(step.values()),
     )
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..heads import DraftHead
-from ..inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
+from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
 from ..inference.draft_model import DraftModel
 from ..inference.grow import drafter_of
 from ..inference.guessing import Guesser, HeadDrafter
@@ -27,7 +27,7 @@ from .commands import TreeConfig
 from .config import dtype_of
 from .console import console
 from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
-from .evaluate import answer_settings
+from .evaluate import answer_settings, in_turns
 from .expected import forward_seconds
 
 LONGEST = 8
@@ -116,41 +116,34 @@ def explain(
         settings: of `generate`.
         draft_operations: of one draft over those of one plain step.
     """
-
-    def run(drafter: Drafter | None) -> Stats:
-        lm = SpeculativeLM(target, drafter)
-        lm.generate(prompts[0], **settings)  # warm, and compiled
-        return Stats.merged(lm.generate(ids, **settings).stats for ids in prompts)
-
-    def seconds(stats: Stats) -> float:
-        return sum(taken for part, taken in stats.seconds.items() if part != "prefill")
-
     lengths = range(1, min(depth, LONGEST) + 1)
-    plain = run(None)
-    step = seconds(plain) / plain.rounds
-    chains = {gamma: run(chain_of(gamma)) for gamma in lengths}
-    deepest = chains[max(lengths)]
-    rates = [0.0 if rate != rate else rate for rate in deepest.acceptance_rate_by_depth]
-    draft_cost = deepest.seconds["draft"] / deepest.rounds / max(lengths) / step
-    sides = sum(taken for part, taken in deepest.round_parts.items() if part not in ("draft", "target"))
+    engines = {0: SpeculativeLM(target)} | {gamma: SpeculativeLM(target, chain_of(gamma)) for gamma in lengths}
+    answered = in_turns(engines, prompts, settings)
+    plain, shortest, deepest = (answered[gamma].round_parts for gamma in (0, 1, max(lengths)))
+    rates = [0.0 if rate != rate else rate for rate in answered[max(lengths)].acceptance_rate_by_depth]
+    step = sum(plain.values())
+    # What a round takes beside its drafts is no price of a draft: the slope over their number is.
+    draft = (deepest["draft"] - shortest["draft"]) / (max(lengths) - 1) if max(lengths) > 1 else shortest["draft"]
+    sides = shortest["draft"] - draft + sum(deepest[part] for part in deepest if part not in ("draft", "target"))
     text_1T = SpeculativeLM(target).generate(prompts[0], **settings).sequences
-    forwards = forward_seconds(target, text_1T, [gamma + 1 for gamma in lengths], chain_of(1).feature_layers)
+    # Forwards are timed alone: in rounds they cost as many times a plain one.
+    alone = forward_seconds(target, text_1T, [1, *(gamma + 1 for gamma in lengths)], chain_of(1).feature_layers)
 
     def check_cost(nodes: int) -> float:
-        return 1.0 if nodes == 1 else (forwards[nodes] + sides) / step
+        return 1.0 if nodes == 1 else (plain["target"] * alone[nodes] / alone[1] + sides) / step
 
     found = [
         Explained(
             gamma,
             chain_length(rates, gamma),
-            stats.acceptance_length,
-            time_factor(rates, gamma, draft_cost, check_cost),
-            seconds(plain) / plain.tokens / (seconds(stats) / stats.tokens),
+            answered[gamma].acceptance_length,
+            time_factor(rates, gamma, draft / step, check_cost),
+            step * answered[gamma].acceptance_length / sum(answered[gamma].round_parts.values()),
             None if draft_operations is None else operations_factor(rates, gamma, draft_operations),
         )
-        for gamma, stats in chains.items()
+        for gamma in lengths
     ]
-    _print(found, rates, draft_cost, best_draft_length(rates, draft_cost, check_cost, max(lengths)))
+    _print(found, rates, draft / step, best_draft_length(rates, draft / step, check_cost, max(lengths)))
     return found
 
 

@@ -20,11 +20,12 @@ from headstart.inference.stats import RoundRecord, Stats
 from headstart.inference.stopping import StoppingChain
 from headstart.inference.tree import StoppingShape
 from headstart.train import calibrate as module
+from headstart.train import expected
 from headstart.train.calibrate import calibrate
 from headstart.train.commands import TreeConfig
 from headstart.train.data import Example, prompt_ids, read_prompts
 from headstart.train.evaluate import real_acceptance, teacher_forced
-from headstart.train.expected import Costs, dynamic_lengths, measured_costs
+from headstart.train.expected import Costs, dynamic_lengths, measured_costs, timed_trees
 from headstart.train.loop import train
 
 NEW_TOKENS = 10
@@ -79,32 +80,40 @@ def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(c
     assert (found["prompts"], found["new_tokens"]) == (5, NEW_TOKENS)
 
 
+def rated(monkeypatch, fastest):
+    """As if rounds with trees of a kind were twice as fast as all others."""
+    original = module._answered
+
+    def answered(*given):
+        found = original(*given)
+        for policy, stats in found.items():
+            length = stats.acceptance_length
+            stats.seconds = {"target": stats.rounds * length / (2.0 if isinstance(policy, fastest) else 1.0)}
+        return found
+
+    monkeypatch.setattr(module, "_answered", answered)
+
+
 @pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])
 def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, head, taught, monkeypatch, fastest):
-    original = module._really
-
-    def rated(target, head, policy, *rest):
-        return 2.0 if isinstance(policy, fastest) else 1.0, original(target, head, policy, *rest)[1]
-
-    monkeypatch.setattr(module, "_really", rated)
+    rated(monkeypatch, fastest)
     policy = calibrate(changed(config, nodes=5))
     _, facts = load_head(head)
     assert policy == tree_policy(facts.tree) == drafted_with(taught, head)
     assert isinstance(policy, fastest) and policy.size == 5
     calibration = facts.measured["calibration"]
-    assert calibration["speedup"] == 2.0 and calibration["expected_speedup"] > 0
+    assert calibration["speedup"] == pytest.approx(2.0) and calibration["expected_speedup"] > 0
     assert "The faster of them: 2.00 times plain decoding" in (head / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, monkeypatch):
-    tried, original = {}, module._really
+    tried, original = {}, module._answered
 
-    def noted(target, head, policy, prompts, *rest):
-        if policy is not None and len(prompts) > 1:
-            tried["static" if isinstance(policy, TreeShape) else "dynamic"] = policy
-        return original(target, head, policy, prompts, *rest)
+    def noted(target, head, policies, *rest):
+        tried.update({"static" if isinstance(policy, TreeShape) else "dynamic": policy for policy in policies[1:]})
+        return original(target, head, policies, *rest)
 
-    monkeypatch.setattr(module, "_really", noted)
+    monkeypatch.setattr(module, "_answered", noted)
     calibrate(changed(config, nodes=5))
     found = load_head(head)[1].measured["calibration"]
     target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
@@ -133,28 +142,47 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
 
 def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config, monkeypatch):
     """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more slowly."""
-    costs = Costs({size: 1.0 if size <= 6 else float(size) for size in module.SIZES}, {1: 0.1, 2: 0.1}, 0.0, 1.0)
+    costs = Costs({size: 1.0 if size <= 6 else float(size) for size in module.SIZES}, (0.1, 0.0, 0.0), 0.0, 1.0)
     monkeypatch.setattr(module, "measured_costs", lambda *_: costs)
     assert calibrate(config).size == 6
 
 
-def test_costs_are_those_of_the_parts(taught):
-    """A forward's time by its size, a draft's by its depth: in between by a line."""
+def test_costs_are_those_of_the_parts(taught, monkeypatch):
+    """Forwards as many times a plain step's as alone; drafts by their depth and by what they expand."""
     target = Target.from_pretrained(taught, torch.float32)
-    taken = {1: 0.25, 4: 1.0, None: 0.0}
-    rounds = [[RoundRecord(1, 1)] * 2]
-
-    def really(policy):
-        draft = taken[policy and policy.depth]
-        return Stats(rounds, seconds={"draft": 2 * draft, "target": 6.0, "verify": 1.0, "cache": 0.5})
-
-    head = MedusaHead(MedusaConfig(num_heads=4), target.info)
-    costs = measured_costs(target, head, really, torch.arange(9)[None], (2, 5))
-    assert costs.draft == pytest.approx({1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0})
+    head = MedusaHead(MedusaConfig(num_heads=6), target.info)
+    shallow, deep, wide = timed_trees(head)
+    assert (shallow.depth, deep.depth, wide.depth) == (1, 4, 4) and deep.width < wide.width
+    timed = {None: round_of(draft=0.0, target=3.0)}
+    for tree in (shallow, deep, wide):
+        timed[tree] = round_of(draft=0.5 + 0.25 * tree.depth + 0.125 * tree.expanded, target=6.0)
+    monkeypatch.setattr(expected, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.4})
+    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert costs.draft == pytest.approx((0.5, 0.25, 0.125))
     assert costs.other == 0.75 and costs.plain == 3.75
+    assert costs.target == pytest.approx({2: 6.0, 5: 12.0})
+    chain = TreeShape.chain(2)  # of 3 nodes, and the next size is 5
+    assert costs.parts(chain) == pytest.approx((12.0, 0.5 + 0.5 + 0.25, 0.75))
+    assert costs.rate(chain, 7.0) == pytest.approx(0.5)
+    # A draft that costs nothing more, by a clock that says that it costs less.
+    timed[deep] = timed[wide] = round_of(draft=0.75, target=6.0)
+    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert costs.draft == pytest.approx((0.875, 0.0, 0.0))
+
+
+def round_of(draft, target):
+    return Stats(
+        [[RoundRecord(1, 1)] * 2], seconds={"draft": 2 * draft, "target": 2 * target, "verify": 1, "host": 0.5}
+    )
+
+
+def test_a_head_of_one_depth_has_costs(taught):
+    target = Target.from_pretrained(taught, torch.float32)
+    head = MedusaHead(MedusaConfig(num_heads=1), target.info)
+    timed = {policy: round_of(draft=0.5, target=3.0) for policy in (None, *timed_trees(head))}
+    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert costs.draft == (0.5, 0.0, 0.0)
     assert set(costs.target) == {2, 5} and min(costs.target.values()) > 0
-    given = Costs({2: 1.0, 5: 2.0}, {1: 0.5}, 0.25, 3.75)
-    assert given.rate(3, 1, 5.5) == given.rate(5, 1, 5.5) == 2.0
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -184,13 +212,8 @@ def test_sampling_is_calibrated_too(config, head):
 
 
 def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, taught, monkeypatch):
-    original = module._really
-
-    def rated(target, head, policy, *rest):
-        return 2.0 if isinstance(policy, StoppingShape) else 1.0, original(target, head, policy, *rest)[1]
-
+    rated(monkeypatch, StoppingShape)
     trained = StoppingShape(2, 0.3, weights=(1.25, -0.5, -0.1, 2.0))
-    monkeypatch.setattr(module, "_really", rated)
     monkeypatch.setattr(module, "train_stopper", lambda *_: (trained, 1.5, 100.0))
     policy = calibrate(changed(config, nodes=5, stopper=True))
     assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
