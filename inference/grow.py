@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..heads import TargetEnds
 from ..heads.base import wide
-from .guessing import Guesser, HeadDrafter, RootOnly, over_target
+from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children
 from .planning import cut
 from .rounds import Start
 from .stopping import StoppingChain
@@ -74,14 +74,14 @@ class StaticTree(HeadDrafter):
         parents_N, levels = plan
         tokens = [roots_B[:, None]]
         frontier_BW, parents_BW = tokens[0], torch.full_like(tokens[0], -1)
-        for width, picks, frontier, parents in levels:
-            logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+        for depth, (width, picks, frontier, parents) in enumerate(levels):
+            nodes = frontier_BW.shape[1]
             if self._probs_of is None:
-                ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices)
-                ranked_BWR = ranked_BWR.expand(-1, frontier_BW.shape[1], -1)
+                logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+                ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices).expand(-1, nodes, -1)
             else:
-                probs_BWV = self._probs_of(over_target(self.head, logits_BWV)).expand(-1, frontier_BW.shape[1], -1)
-                ranked_BWR = self._draw.distinct(probs_BWV, width)
+                logits_BWV, state = self.expanded(depth, state, frontier_BW, parents_BW)
+                ranked_BWR, probs_BWV = drawn_children(self.head, logits_BWV, nodes, width, self._probs_of, self._draw)
                 drawn_from.append(probs_BWV)
             tokens.append(ranked_BWR.flatten(1)[:, picks])
             frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(len(roots_B), -1)

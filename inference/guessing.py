@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from ..heads.base import wide
 from .compiled import Graph
 from .draft_model import DraftModel
 from .rounds import Drafter, Passage, Round, Start
+from .sampling import Draw
 from .tree import DraftTree, Origin
 
 MISSED = 64
@@ -114,7 +115,7 @@ class HeadDrafter:
         self.room = (depth, expanded)
         """Expansions and expanded nodes of a round that a state has room for."""
         self.shared = Shared()
-        self._graphs: tuple[Graph, Graph] | None = None
+        self._graphs: tuple[Graph, Graph, Graph] | None = None
 
     @property
     def state(self) -> Any:
@@ -147,12 +148,13 @@ class HeadDrafter:
         self.shared.unread = False
 
     def compile(self) -> None:
-        """Draft and observe in one graph each; a second model compiles its own forward."""
+        """A graph for the draft, or for each depth where it draws, and one to observe; a second model has its own."""
         if isinstance(self.head, DraftModel):
             self.head.compile()
         elif isinstance(self.head, DraftHead) and self._graphs is None:
             name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
-            self._graphs = Graph(self._grow, name, device, replay=True), Graph(self.head.observe, name, device)
+            whole = Graph(self._grow, name, device, replay=True)
+            self._graphs = whole, Graph(self.head.observe, name, device), Graph(self.head.expand, name, device)
 
     def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """The tokens of a tree and the parents of its nodes; a graph if compiled."""
@@ -167,6 +169,17 @@ class HeadDrafter:
             kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, plan
         )
         return tokens_BN, parents_BN
+
+    def expanded(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
+        """As the head's `expand`, compiled or not."""
+        if self._graphs is None:
+            return self.head.expand(state, tokens_BW, parents_BW)
+        kind = (len(tokens_BW) == 1, depth, tokens_BW.shape[1])
+        given = (tokens_BW, parents_BW)
+        logits_BWV, state = self._graphs[2](
+            kind, lambda: [*state.sizes(), *((tensor, 0) for tensor in given)], state, *given
+        )
+        return logits_BWV, state
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """See `Drafter`."""
@@ -200,10 +213,35 @@ class HeadDrafter:
         self.shared.state = self.state.replace(rows_R, other.state)
 
 
+def drawn_children(
+    head: Guesser, logits_BWV: Tensor, frontier: int, count: int, probs_of: Callable[[Tensor], Tensor], draw: Draw
+) -> tuple[Tensor, Tensor]:
+    """`count` tokens after each node of a frontier, none twice, and what they were drawn from.
+
+    They are drawn from among the draft's own tokens: a race of the target's whole vocabulary would take longer than
+    the draft.
+
+    Args:
+        head: what guesses.
+        logits_BWV: its logits; W is 1 if they are the same for the whole frontier.
+        frontier: nodes.
+        count: of each one's children.
+        probs_of: logits over the target's vocabulary to probabilities.
+        draw: by which they are drawn.
+    """
+    probs_BWV = probs_of(over_target(head, logits_BWV)).expand(-1, frontier, -1)
+    drawn_BWR = draw.distinct(probs_BWV[..., _own_tokens(head, logits_BWV.device)], count)
+    return head.target_tokens(drawn_BWR), probs_BWV
+
+
 def over_target(head: Guesser, logits_BWV: Tensor) -> Tensor:
     """Draft logits over the target's vocabulary, so that its processors mean the same tokens."""
     logits_BWV = wide(logits_BWV)
-    tokens_V = head.target_tokens(torch.arange(head.draft_vocab_size, device=logits_BWV.device))
     whole = logits_BWV.new_full((*logits_BWV.shape[:-1], head.target.vocab_size), -torch.inf)
-    whole[..., tokens_V] = logits_BWV
+    whole[..., _own_tokens(head, logits_BWV.device)] = logits_BWV
     return whole
+
+
+def _own_tokens(head: Guesser, device: torch.device) -> Tensor:
+    """All that can be guessed, as the target's tokens."""
+    return head.target_tokens(torch.arange(head.draft_vocab_size, device=device))

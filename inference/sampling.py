@@ -89,6 +89,8 @@ class RandomDraw:
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
         """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059)."""
+        if count == 1:
+            return self.categorical(probs)[..., None]
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         return (probs / times).topk(count, dim=-1).indices
 

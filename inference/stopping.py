@@ -15,7 +15,7 @@ from torch import Tensor
 from ..heads import TargetEnds
 from ..heads.base import wide
 from .draft_model import DraftModel
-from .guessing import Guesser, HeadDrafter, RootOnly, over_target
+from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children
 from .rounds import Start
 from .tree import DraftTree, StoppingShape, TreeShape
 
@@ -74,8 +74,8 @@ class StoppingChain(HeadDrafter):
             if self._probs_of is None:
                 tokens.append(self.head.target_tokens(logits_B1V[:, 0].argmax(-1)))
             else:
-                probs_B1V = self._probs_of(over_target(self.head, logits_B1V))
-                tokens.append(self._draw.distinct(probs_B1V, 1)[:, 0, 0])
+                drawn_B11, probs_B1V = drawn_children(self.head, logits_B1V, 1, 1, self._probs_of, self._draw)
+                tokens.append(drawn_B11[:, 0, 0])
                 drawn_from.append(probs_B1V)
             parents_B1 = torch.zeros_like(parents_B1)
         if len(tokens) == 1:

@@ -32,13 +32,17 @@ def compiled_lm(target, case):
     options, tree = CASES[case]
     if options is None:
         return SpeculativeLM.from_pretrained(target, compile=True)
+    return SpeculativeLM.from_pretrained(target, made_head(target, options), tree=tree, compile=True)
+
+
+def made_head(target, options):
     torch.manual_seed(2)
     head = build_head(options["type"], {name: v for name, v in options.items() if name != "type"}, target.info)
     head = head.to(target.dtype)
     head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    return SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True)
+    return head
 
 
 def prompts():
@@ -84,6 +88,28 @@ def test_one_graph_too_many_is_told_once_and_runs_as_it_is(monkeypatch):
         found = [graph(word, list, torch.ones(1), word)[0].item() for word in words]
     assert found == [1.0 + len(word) for word in words]
     assert sum("a sum" in str(each.message) for each in told) == 1 and graph.kinds == {"a", "bb"}
+
+
+@needs_compiler
+def test_drawn_trees_are_compiled_depth_by_depth(tiny_target):
+    """With the same random numbers the same tokens as without compiling."""
+    target = tiny_target(vocab_size=20)
+    head = made_head(target, {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "draft_vocab_size": 12})
+    settings = {**SETTINGS, "do_sample": True, "temperature": 0.7}
+
+    def answers(compiled):
+        lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:branch:2x2", compile=compiled)
+        for row in prompts()[1:]:
+            generator = torch.Generator().manual_seed(4)
+            mask = torch.ones_like(row)[None]
+            yield lm.generate(row[None], attention_mask=mask, generator=generator, **settings).sequences[0].tolist()
+
+    expected = list(answers(compiled=False))
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")
+        assert list(answers(compiled=True)) == expected
+    assert counters["stats"]["unique_graphs"] == 4  # a check, what is observed, and two depths
 
 
 @needs_compiler

@@ -40,6 +40,9 @@ def test_distinct_draws_come_one_after_the_other_without_replacement():
     for first, second in [(1, 2), (1, 3), (2, 1), (3, 1), (3, 2)]:
         share = ((drawn[:, 0] == first) & (drawn[:, 1] == second)).double().mean()
         assert abs(share - probs[first] * probs[second] / (1 - probs[first])) < 0.01
+    alone = RandomDraw(torch.Generator().manual_seed(0)).distinct(probs.expand(40_000, -1), 1)
+    assert alone.shape == (40_000, 1)
+    assert torch.allclose(alone[:, 0].bincount().double() / 40_000, probs, atol=0.01)
     filled = RandomDraw(torch.Generator().manual_seed(0)).distinct(probs[None], 4)
     assert sorted(filled[0].tolist()) == [0, 1, 2, 3]
     assert filled[0, 3] == 0  # the impossible one comes last
