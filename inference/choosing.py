@@ -39,6 +39,8 @@ STEPS_LENT = 1.0
 """Plain steps that may be lost before anything was gained or waited for."""
 STEPS_KEPT = 2.0
 """Plain steps that are remembered of a gain: after so much more loss a stream goes plain."""
+DEAREST = STEPS_KEPT + STEPS_LENT
+"""Plain steps that one round is held to lose at most: what takes longer is a pause of the machine's."""
 EXPLORATION = 0.2
 """Of a bandit: how much an arm's rate may be underestimated after few rounds, relative to the best rate."""
 ROUNDS_KEPT = 8
@@ -52,8 +54,14 @@ class Account:
     plain_seconds: dict[int, deque[float]] = field(default_factory=dict)
     """Of plain rounds, by the number of rows."""
     lost: float = 0.0
-    """Seconds that rounds with guesses took beyond what their tokens would have cost in plain ones, less what was
-    lent since."""
+    """Plain steps that rounds with guesses took beyond what their tokens would have cost in such, less what was lent
+    since."""
+    asking: int = 0
+    """Plain rounds that are still to come to ask a price again."""
+    rounds: int = 0
+    """With guesses, since a price was asked."""
+    tokens: float = 0.0
+    """Of these."""
 
 
 class Fallback:
@@ -85,8 +93,7 @@ class Fallback:
     def begin(self, start: Start) -> None:
         """A new stream."""
         self.drafter.begin(start)
-        self._guessing, self._asking = True, 0
-        self._rounds = self._tokens = 0.0
+        self._guessing = True
 
     def read(self, passage: Passage) -> None:
         """The prompts."""
@@ -95,7 +102,7 @@ class Fallback:
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Guesses, or the roots alone."""
         self._prices = self.account.plain_seconds.setdefault(len(roots_B), deque(maxlen=PLAIN_ROUNDS))
-        priced = len(self._prices) >= ASKED_ROUNDS and self._asking == 0
+        priced = len(self._prices) >= ASKED_ROUNDS and self.account.asking == 0
         pays = priced and self._pays()
         if self._guessing and not pays and priced:
             self.fallbacks += 1
@@ -111,7 +118,7 @@ class Fallback:
         """Hand on, and enter the round."""
         self.drafter.observe(finished)
         lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
-        self._account(time.perf_counter() - self._round_began, sum(lengths) / len(lengths))
+        self._enter(time.perf_counter() - self._round_began, sum(lengths) / len(lengths))
 
     def compile(self) -> None:
         """The drafter."""
@@ -126,30 +133,28 @@ class Fallback:
         assert isinstance(other, Fallback)
         self.drafter.replace(rows_R, other.drafter)
 
-    def _account(self, seconds: float, tokens: float) -> None:
-        """Enter a round, which emitted so many tokens a row."""
+    def _enter(self, seconds: float, tokens: float) -> None:
+        """A round, which emitted so many tokens a row."""
         account = self.account
         if not self._guessing:
             self._prices.append(seconds)
-            if self._asking == 1:
+            if account.asking == 1:
                 account.lost = max(account.lost, 0.0)  # what seemed a gain may have been the machine's
-            self._asking = max(0, self._asking - 1)
-            self._rounds = self._tokens = 0.0
-            account.lost -= LOSS_SHARE * seconds
+            account.asking, account.rounds, account.tokens = max(0, account.asking - 1), 0, 0.0
+            account.lost -= LOSS_SHARE
             return
-        step = median(self._prices)
-        if seconds > ODD_ROUND * step and self._excused < ODD_ROUNDS:
+        steps = seconds / median(self._prices)
+        if steps > ODD_ROUND and self._excused < ODD_ROUNDS:
             self._excused += 1
             return
-        account.lost += (1 - LOSS_SHARE) * seconds - tokens * step
-        account.lost = max(account.lost, -STEPS_KEPT * step)
-        self._rounds, self._tokens = self._rounds + 1, self._tokens + tokens
-        if self._rounds >= (DOUBTED if self._tokens < SELDOM_RIGHT * self._rounds else TRUSTED):
-            self._asking = ASKED_ROUNDS
+        account.lost = max(account.lost + min((1 - LOSS_SHARE) * steps - tokens, DEAREST), -STEPS_KEPT)
+        account.rounds, account.tokens = account.rounds + 1, account.tokens + tokens
+        if account.rounds >= (DOUBTED if account.tokens < SELDOM_RIGHT * account.rounds else TRUSTED):
+            account.asking = ASKED_ROUNDS
 
     def _pays(self) -> bool:
         """Whether a loss is still allowed."""
-        return self.account.lost < STEPS_LENT * median(self._prices)
+        return self.account.lost < STEPS_LENT
 
 
 @dataclass

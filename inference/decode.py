@@ -168,9 +168,9 @@ class SpeculativeLM:
     def compile(self) -> SpeculativeLM:
         """Run rounds in compiled graphs of target and head, which are made when they are first needed.
 
-        That takes a minute or two a process, and on a CPU a second copy of the weights, which must not change from
-        then on; a plain step and a round cost about half of what they did. Where something cannot be compiled, a
-        warning says so and it runs as it is.
+        That takes a minute or two a process, and on a CPU a second copy of the weights (of a head that draws, one for
+        each depth), which must not change from then on; a plain step and a round cost about half of what they did.
+        Where something cannot be compiled, a warning says so and it runs as it is.
         """
         missing = missing_compiler(self.target.device)
         if missing is None:

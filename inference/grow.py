@@ -80,7 +80,7 @@ class StaticTree(HeadDrafter):
                 logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
                 ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices).expand(-1, nodes, -1)
             else:
-                logits_BWV, state = self.expanded(depth, state, frontier_BW, parents_BW)
+                logits_BWV, state = self.expand(depth, state, frontier_BW, parents_BW)
                 ranked_BWR, probs_BWV = drawn_children(self.head, logits_BWV, nodes, width, self._probs_of, self._draw)
                 drawn_from.append(probs_BWV)
             tokens.append(ranked_BWR.flatten(1)[:, picks])
@@ -115,7 +115,7 @@ class DynamicTree(HeadDrafter):
         """See `drafter_of`."""
         self.width = min(shape.width, head.draft_vocab_size)
         candidates = self.width + (shape.depth - 1) * self.width**2
-        expanded = 1 + (shape.depth - 1) * self.width
+        expanded = dataclasses.replace(shape, width=self.width).expanded
         super().__init__(head, ends, shape.depth, expanded, min(shape.size, candidates + 1))
         self.budget = budget
 

@@ -20,6 +20,9 @@ from .tree import DraftTree, Origin
 MISSED = 64
 """Rounds without guesses whose features are kept, at most, before the head is shown them."""
 
+READ_TOKENS = 512
+"""Tokens of the prompts that a head is shown at once: its mask has as many rows."""
+
 
 class Guesser(Protocol):
     """What a tree is grown from, depth by depth; see `heads.DraftHead` for what each method does.
@@ -144,7 +147,12 @@ class HeadDrafter:
         tokens_BT, lengths_B = passage.next_tokens_BT, passage.lengths_B
         if self.shared.unread and self.head.reads_from_start:
             tokens_BT, lengths_B = torch.cat([passage.tokens_BT[:, :1], tokens_BT], dim=1), lengths_B + 1
-        self.shared.state = self.head.observe(self.state, passage.features_BTF, tokens_BT, lengths_B)
+        for start in range(0, tokens_BT.shape[1], READ_TOKENS):
+            part = slice(start, start + READ_TOKENS)
+            count_B = (lengths_B - start).clamp(0, READ_TOKENS)
+            self.shared.state = self.head.observe(
+                self.state, passage.features_BTF[:, part], tokens_BT[:, part], count_B
+            )
         self.shared.unread = False
 
     def compile(self) -> None:
@@ -170,7 +178,7 @@ class HeadDrafter:
         )
         return tokens_BN, parents_BN
 
-    def expanded(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
+    def expand(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
         """As the head's `expand`, compiled or not."""
         if self._graphs is None:
             return self.head.expand(state, tokens_BW, parents_BW)
@@ -219,7 +227,7 @@ def drawn_children(
     """`count` tokens after each node of a frontier, none twice, and what they were drawn from.
 
     They are drawn from among the draft's own tokens: a race of the target's whole vocabulary would take longer than
-    the draft.
+    the draft. What processors leave to other tokens is not drawn from, and so not in the distribution either.
 
     Args:
         head: what guesses.
@@ -229,9 +237,13 @@ def drawn_children(
         probs_of: logits over the target's vocabulary to probabilities.
         draw: by which they are drawn.
     """
-    probs_BWV = probs_of(over_target(head, logits_BWV)).expand(-1, frontier, -1)
-    drawn_BWR = draw.distinct(probs_BWV[..., _own_tokens(head, logits_BWV.device)], count)
-    return head.target_tokens(drawn_BWR), probs_BWV
+    whole_BWV = probs_of(over_target(head, logits_BWV)).expand(-1, frontier, -1)
+    own_D = _own_tokens(head, logits_BWV.device)
+    probs_BWD = whole_BWV[..., own_D]
+    mass_BW1 = probs_BWD.sum(-1, keepdim=True)
+    probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
+    drawn_from_BWV = torch.zeros_like(whole_BWV).index_copy(-1, own_D, probs_BWD)
+    return head.target_tokens(draw.distinct(probs_BWD, count)), drawn_from_BWV
 
 
 def over_target(head: Guesser, logits_BWV: Tensor) -> Tensor:

@@ -88,7 +88,10 @@ class RandomDraw:
         return torch.rand(probs.shape, dtype=torch.float64, device=probs.device, generator=self.generator) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059)."""
+        """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059).
+
+        One alone needs no race.
+        """
         if count == 1:
             return self.categorical(probs)[..., None]
         times = torch.empty_like(probs).exponential_(generator=self.generator)

@@ -164,7 +164,7 @@ class DynamicShape:
 
     @property
     def expanded(self) -> int:
-        """Nodes whose children a draft asks for."""
+        """Nodes whose children a draft asks for, at most."""
         return 1 + (self.depth - 1) * self.width
 
 

@@ -4,9 +4,9 @@
 
 The target answers the prompts. How often the token at each depth is the head's i-th best gives the best static tree
 of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's own candidates along the answers
-give the acceptance of every dynamic tree. A tree of n nodes and depth d emits F tokens in t_draft(d) + t_target(n) +
-the rest of a round: the one with the most tokens per second is taken (Sequoia, arXiv:2402.12374, section 4.2), of
-either kind; both are then tried, and the better one is saved with the head.
+give the acceptance of every dynamic tree. A tree of n nodes, of depth d and with e of them expanded, emits F tokens
+in t_draft(d, e) + t_target(n) + the rest of a round: the one with the most tokens per second is taken (Sequoia,
+arXiv:2402.12374, section 4.2), of either kind; both are then tried, and the better one is saved with the head.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         for name, kind in kinds.items()
     }
     if config.stopper:
-        stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, _settings(config))
+        step = timed[None].round_parts
+        stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, _settings(config), step)
         tried["stopping"] = stopping
     stats = _answered(target, head, [None, *tried.values()], prompts, config)
     found = {name: _rate(stats[policy]) / _rate(stats[None]) for name, policy in tried.items()}

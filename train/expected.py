@@ -154,19 +154,37 @@ def measured_costs(
     trees = timed_trees(head)
     shallow, deep, wide = (timed[tree].round_parts for tree in trees)
     step = timed[None].round_parts
-    # Forwards are timed alone: in rounds they cost as many times a plain one.
-    alone = forward_seconds(target, text_1T, (1, *sizes), head.feature_layers)
     levels, nodes = trees[1].depth - 1, trees[2].expanded - trees[1].expanded
     node = max(0.0, wide["draft"] - deep["draft"]) / nodes if nodes else 0.0
     more = deep["draft"] - shallow["draft"] - node * (trees[1].expanded - trees[0].expanded)
     level = max(0.0, more) / levels if levels else 0.0
     others = [sum(parts.values()) - parts["draft"] - parts["target"] for parts in (shallow, deep, wide)]
     return Costs(
-        target={size: step["target"] * alone[size] / alone[1] for size in sizes},
+        target=check_seconds(target, text_1T, sizes, head.feature_layers, step),
         draft=(shallow["draft"] - level - node, level, node),
         other=statistics.mean(others),
         plain=sum(step.values()),
     )
+
+
+def check_seconds(
+    target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...], step: dict[str, float]
+) -> dict[int, float]:
+    """Seconds of a round's forward, by its nodes.
+
+    Forwards are timed alone. In rounds they cost as many times a plain one; on a GPU, where a round's parts are
+    launches, what they cost alone.
+
+    Args:
+        target: whose forwards.
+        text_1T: behind whose end.
+        sizes: numbers of nodes.
+        layers: whose states the head reads.
+        step: the parts of a plain step in rounds.
+    """
+    alone = forward_seconds(target, text_1T, (1, *sizes), layers)
+    scale = step["target"] / alone[1] if target.device.type == "cpu" else 1.0
+    return {size: scale * alone[size] for size in sizes}
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ from .config import dtype_of
 from .console import console
 from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
 from .evaluate import answer_settings, in_turns
-from .expected import forward_seconds
+from .expected import check_seconds
 
 LONGEST = 8
 """Chains are looked at up to this length."""
@@ -123,14 +123,15 @@ def explain(
     rates = [0.0 if rate != rate else rate for rate in answered[max(lengths)].acceptance_rate_by_depth]
     step = sum(plain.values())
     # What a round takes beside its drafts is no price of a draft: the slope over their number is.
-    draft = (deepest["draft"] - shortest["draft"]) / (max(lengths) - 1) if max(lengths) > 1 else shortest["draft"]
-    sides = shortest["draft"] - draft + sum(deepest[part] for part in deepest if part not in ("draft", "target"))
+    more = max(0.0, deepest["draft"] - shortest["draft"])
+    draft = more / (max(lengths) - 1) if max(lengths) > 1 else shortest["draft"]
+    sides = sum(shortest.values()) - shortest["target"] - draft
     text_1T = SpeculativeLM(target).generate(prompts[0], **settings).sequences
-    # Forwards are timed alone: in rounds they cost as many times a plain one.
-    alone = forward_seconds(target, text_1T, [1, *(gamma + 1 for gamma in lengths)], chain_of(1).feature_layers)
+    sizes = [gamma + 1 for gamma in lengths]
+    checks = check_seconds(target, text_1T, sizes, chain_of(1).feature_layers, plain)
 
     def check_cost(nodes: int) -> float:
-        return 1.0 if nodes == 1 else (plain["target"] * alone[nodes] / alone[1] + sides) / step
+        return 1.0 if nodes == 1 else (checks[nodes] + sides) / step
 
     found = [
         Explained(

@@ -20,7 +20,7 @@ from ..inference import SpeculativeLM, Stats, Target
 from ..inference.rounds import Round
 from ..inference.stopping import StoppingChain, sureness
 from ..inference.tree import STOPPER_WEIGHTS, StoppingShape
-from .expected import forward_seconds
+from .expected import check_seconds
 
 THRESHOLDS = tuple(i / 20 for i in range(20))
 """That are tried."""
@@ -104,7 +104,7 @@ def simulated(
 
 
 def train_stopper(
-    target: Target, head: DraftHead, prompts: list[Tensor], settings: dict[str, Any]
+    target: Target, head: DraftHead, prompts: list[Tensor], settings: dict[str, Any], step: dict[str, float]
 ) -> tuple[StoppingShape, float, float]:
     """Decode with whole chains, fit, choose the threshold; the policy with its expected tokens a round and a second.
 
@@ -113,6 +113,7 @@ def train_stopper(
         head: what drafts.
         prompts: token ids, each [1, time].
         settings: of `generate`.
+        step: the parts of a plain step.
     """
     recorder = Recorder(head, target)
     lm = SpeculativeLM(target, recorder)
@@ -122,7 +123,7 @@ def train_stopper(
     longest = max((output.sequences for output in outputs), key=lambda ids: ids.shape[1])
     prices = Prices(
         stats.seconds["draft"] / stats.rounds / head.max_depth,
-        forward_seconds(target, longest, range(1, head.max_depth + 2), head.feature_layers),
+        check_seconds(target, longest, range(1, head.max_depth + 2), head.feature_layers, step),
         sum(seconds for part, seconds in stats.round_parts.items() if part not in ("draft", "target")),
     )
     threshold = max(THRESHOLDS, key=lambda each: simulated(recorder.rounds, weights, each, prices)[1])

@@ -110,6 +110,34 @@ def test_a_gain_is_not_lent_without_end(target, clock, tools):
     assert lost <= (module.STEPS_KEPT + module.STEPS_LENT + 0.01 * 149 + 0.5) * STEP
 
 
+def test_a_price_is_asked_again_over_short_streams_too(target, clock, monkeypatch):
+    monkeypatch.setitem(globals(), "NODE", 0.02)
+    useless = Fallback(Useless())
+    useless.account.plain_seconds[1] = deque([2 * STEP] * 5, maxlen=module.PLAIN_ROUNDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(40):
+            written(SpeculativeLM(target, useless), tokens=8, start=number % 5)
+    assert clock.now <= 1.03 * 40 * 7 * STEP
+
+
+def test_a_pause_of_the_machine_does_not_end_good_guesses(target, clock, tools):
+    class Interrupted(tools.Oracle):
+        calls = 0
+
+        def propose(self, roots_B):
+            self.calls += 1
+            clock.now += 15 * STEP * (self.calls == 10)
+            return super().propose(roots_B)
+
+    truth = plainly(target)[0, 3:].tolist()
+    lm = SpeculativeLM(target, Fallback(Interrupted(TreeShape.chain(4), [truth], VOCAB, wrong=0.0)))
+    for _ in range(2):
+        before = clock.now
+        written(lm)
+    assert clock.now - before < 0.4 * 149 * STEP
+
+
 def test_a_machine_that_becomes_faster_is_no_gain_of_the_guesses(target, clock, monkeypatch):
     monkeypatch.setitem(globals(), "NODE", 0.02)
     useless = Fallback(Useless())

@@ -91,7 +91,8 @@ def test_one_graph_too_many_is_told_once_and_runs_as_it_is(monkeypatch):
 
 
 @needs_compiler
-def test_drawn_trees_are_compiled_depth_by_depth(tiny_target):
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_drawn_trees_are_compiled_depth_by_depth(tiny_target, rows):
     """With the same random numbers the same tokens as without compiling."""
     target = tiny_target(vocab_size=20)
     head = made_head(target, {"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "draft_vocab_size": 12})
@@ -100,16 +101,18 @@ def test_drawn_trees_are_compiled_depth_by_depth(tiny_target):
     def answers(compiled):
         lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:branch:2x2", compile=compiled)
         for row in prompts()[1:]:
-            generator = torch.Generator().manual_seed(4)
-            mask = torch.ones_like(row)[None]
-            yield lm.generate(row[None], attention_mask=mask, generator=generator, **settings).sequences[0].tolist()
+            ids, generator = row.expand(rows, -1), torch.Generator().manual_seed(4)
+            yield lm.generate(
+                ids, attention_mask=torch.ones_like(ids), generator=generator, **settings
+            ).sequences.tolist()
 
     expected = list(answers(compiled=False))
     counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")
         assert list(answers(compiled=True)) == expected
-    assert counters["stats"]["unique_graphs"] == 4  # a check, what is observed, and two depths
+    # A check, what is observed, and two depths; and of two rows one ends before the other.
+    assert counters["stats"]["unique_graphs"] == 4 * rows
 
 
 @needs_compiler

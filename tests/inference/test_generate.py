@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from headstart.heads.checkpoint import HeadFacts, build_head, save_head
-from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
+from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, guessing, loop
 
 VOCAB = 31
 ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
@@ -37,8 +37,12 @@ def padded(rows, side="left"):
 
 def a_head(target, kind="eagle3", seed=0, **options):
     torch.manual_seed(seed)
-    given = {"eagle3": {"depth": 4, "feature_layers": [0, -1]}, "medusa": {"num_heads": 3}}[kind]
-    head = build_head(kind, {**given, **options}, target.info).to(target.dtype)
+    options = {
+        "eagle3": {"depth": 4, "feature_layers": [0, -1]},
+        "medusa": {"num_heads": 3},
+        "cut": {"depth": 4},
+    }[kind] | options
+    head = build_head(kind, options, target.info).to(target.dtype)
     head.initialize(target.ends, torch.arange(VOCAB) + 1)
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
@@ -208,14 +212,15 @@ def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
         assert token in best[:3]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
+@pytest.mark.parametrize("reader", ["target", "head"])
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatch, kind, size):
+def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatch, kind, reader, size):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3")
     input_ids, mask = padded(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    monkeypatch.setattr(loop, "PREFILL_TOKENS", size)
+    monkeypatch.setattr(*((loop, "PREFILL_TOKENS") if reader == "target" else (guessing, "READ_TOKENS")), size)
     chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     assert torch.equal(chunked.sequences, whole.sequences)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same

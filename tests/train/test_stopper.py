@@ -53,7 +53,9 @@ def test_a_stopper_is_trained_on_the_targets_own_answers(tiny_target):
     head = build_head("cut", {"depth": 3, "num_layers": 1}, target.info).double()
     head.initialize(target.ends, torch.ones(20, dtype=torch.int64))
     prompts = [torch.tensor([[start, 2, 3]]) for start in range(6)]
-    policy, tokens, rate = train_stopper(target, head, prompts, {"max_new_tokens": 40, "do_sample": False})
+    policy, tokens, rate = train_stopper(
+        target, head, prompts, {"max_new_tokens": 40, "do_sample": False}, {"target": 0.01}
+    )
     assert policy.length == 3 and len(policy.weights) == 4 and tokens >= 1 and rate > 0
     lm = SpeculativeLM(target, StoppingChain(head, policy, target.ends))
     for ids in prompts:
