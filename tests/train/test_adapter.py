@@ -115,7 +115,9 @@ def test_first_only_the_heads_learn_as_they_would_alone(trained, run_options, ch
     heads = saved_at(train(alone), JOINT_FROM)
     found = saved_at(trained.folder, JOINT_FROM)
     assert part(found, "head").keys() == heads.keys()
-    assert all(torch.equal(part(found, "head")[name], tensor) for name, tensor in heads.items())
+    # Not bit for bit: with the adapter's zeros beside it the target's forward may round differently on some machines.
+    learned = part(found, "head")
+    assert all(torch.allclose(learned[name], tensor, rtol=0, atol=1e-6) for name, tensor in heads.items())
     start = part(saved_at(trained.folder, 3), "adapter")
     assert start.keys() == part(found, "adapter").keys()
     assert all(torch.equal(part(found, "adapter")[name], tensor) for name, tensor in start.items())
