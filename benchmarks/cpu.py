@@ -24,7 +24,7 @@ from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.train.benchmark import quartiles, spread
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_prompts
-from headstart.train.evaluate import answer_settings
+from headstart.train.evaluate import answer_settings, turns
 from headstart.train.expected import forward_seconds
 from headstart.train.provenance import provenance
 
@@ -53,16 +53,10 @@ def main() -> None:
     rounds = {"head": engine(target, args)}
     if args.beside:
         rounds["head and source"] = engine(target, args, drafter=args.beside)
-    sides = {"generate": stock(target)}
-    if not args.brief:
-        sides["its prompt lookup"] = stock(target, **LOOKUP)
-    if args.assistant:
-        assistant: Any = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=target.dtype).eval()
-        sides["its assisted generation"] = stock(target, assistant_model=assistant)
-    theirs = list(sides)
-    sides["plain"] = ours(SpeculativeLM.from_pretrained(target, compile=True))
-    sides |= {name: ours(lm) for name, lm in rounds.items()}
-    pairs = [(name, "generate") for name in (*theirs[1:], "plain")]
+    theirs = of_transformers(target, args.assistant, args.brief)
+    plain = SpeculativeLM.from_pretrained(target, compile=True)
+    sides = theirs | {"plain": ours(plain)} | {name: ours(lm) for name, lm in rounds.items()}
+    pairs = [(name, "generate") for name in (*theirs, "plain") if name != "generate"]
     pairs += [(name, other) for name in rounds for other in (*theirs, "plain")]
 
     encoded = {name: [prompt_ids(tokenizer, messages) for messages in rows] for name, rows in prompts.items()}
@@ -99,6 +93,17 @@ def main() -> None:
 def engine(target: Target, args: argparse.Namespace, **more: Any) -> SpeculativeLM:
     """Our rounds, compiled."""
     return SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=True, **more)
+
+
+def of_transformers(target: Target, assistant: str | None, brief: bool) -> dict[str, Side]:
+    """transformers' own ways."""
+    found = {"generate": stock(target)}
+    if not brief:
+        found["its prompt lookup"] = stock(target, **LOOKUP)
+    if assistant:
+        draft: Any = AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).eval()
+        found["its assisted generation"] = stock(target, assistant_model=draft)
+    return found
 
 
 def transposed(titles: list[str], columns: dict[str, list[str]]) -> list[str]:
@@ -139,8 +144,7 @@ def compared(
     rates: dict[str, list[float]] = {name: [] for name in names}
     found: dict[str, list[Stats]] = {name: [] for name in names}
     for number, ids in enumerate([rows[0], *rows]):  # the first time warms up
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in turns(names, number):
             start = time.perf_counter()
             sequences, stats = sides[name](ids, settings)
             if number > 0:

@@ -29,7 +29,7 @@ from headstart.train.benchmark import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_conversations, read_prompts
-from headstart.train.evaluate import answer_settings, summary
+from headstart.train.evaluate import answer_settings, summary, turns
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
 
@@ -124,7 +124,7 @@ def compared(
     stats: dict[str, list[Stats]] = {name: [] for name in names}
     for number, messages in enumerate([prompts[0], *prompts]):  # the first time warms up
         ids = prompt_ids(tokenizer, messages)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in turns(names, number):
             start = time.perf_counter()
             written, found = answer(sides[name], ids, answer_settings(new_tokens, temperature))
             seconds = time.perf_counter() - start

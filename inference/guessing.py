@@ -118,7 +118,7 @@ class HeadDrafter:
         self.room = (depth, expanded)
         """Expansions and expanded nodes of a round that a state has room for."""
         self.shared = Shared()
-        self._graphs: tuple[Graph, Graph, Graph] | None = None
+        self._graphs: dict[str, Graph] = {}
 
     @property
     def state(self) -> Any:
@@ -159,10 +159,21 @@ class HeadDrafter:
         """A graph for the draft, or for each depth where it draws, and one to observe; a second model has its own."""
         if isinstance(self.head, DraftModel):
             self.head.compile()
-        elif isinstance(self.head, DraftHead) and self._graphs is None:
+        elif isinstance(self.head, DraftHead) and not self._graphs:
             name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
-            whole = Graph(self._grow, name, device, replay=True)
-            self._graphs = whole, Graph(self.head.observe, name, device), Graph(self.head.expand, name, device)
+            self._graphs = {
+                "grow": Graph(self._grow, name, device, replay=True),
+                "expand": Graph(self.head.expand, name, device),
+                "observe": Graph(self.head.observe, name, device),
+            }
+
+    def _in_graph(self, name: str, function: Callable[..., Any], shape: Hashable, state: Any, *given: Any) -> Any:
+        """A function of a state and of tensors, the first with a row for each of the batch's; a graph if compiled."""
+        if not self._graphs:
+            return function(state, *given)
+        tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
+        kind = (len(given[0]) == 1, shape)
+        return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], state, *given)
 
     def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """The tokens of a tree and the parents of its nodes; a graph if compiled."""
@@ -170,23 +181,13 @@ class HeadDrafter:
 
     def grown(self, roots_B: Tensor, shape: Hashable, plan: Any) -> tuple[Tensor, Tensor]:
         """As `_grow`, compiled or not; `shape` names the plan."""
-        if self._graphs is None:
-            return self._grow(self.state, roots_B, plan)
-        kind = (len(roots_B) == 1, shape)
-        tokens_BN, parents_BN = self._graphs[0](
-            kind, lambda: [*self.state.sizes(), (roots_B, 0)], self.state, roots_B, plan
-        )
+        tokens_BN, parents_BN = self._in_graph("grow", self._grow, shape, self.state, roots_B, plan)
         return tokens_BN, parents_BN
 
     def expand(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
         """As the head's `expand`, compiled or not."""
-        if self._graphs is None:
-            return self.head.expand(state, tokens_BW, parents_BW)
-        kind = (len(tokens_BW) == 1, depth, tokens_BW.shape[1])
-        given = (tokens_BW, parents_BW)
-        logits_BWV, state = self._graphs[2](
-            kind, lambda: [*state.sizes(), *((tensor, 0) for tensor in given)], state, *given
-        )
+        shape = (depth, tokens_BW.shape[1])
+        logits_BWV, state = self._in_graph("expand", self.head.expand, shape, state, tokens_BW, parents_BW)
         return logits_BWV, state
 
     def propose(self, roots_B: Tensor) -> DraftTree:
@@ -203,12 +204,8 @@ class HeadDrafter:
                 self._catch_up()
             return
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
-        if self._graphs is None:
-            self.shared.state = self.head.observe(self.state, *given)
-            return
-        kind = (len(given[1]) == 1, given[1].shape[1])
-        self.shared.state = self._graphs[1](
-            kind, lambda: [*self.state.sizes(), *((tensor, 0) for tensor in given)], self.state, *given
+        self.shared.state = self._in_graph(
+            "observe", self.head.observe, finished.emitted_BA.shape[1], self.state, *given
         )
 
     def select(self, rows_R: Tensor) -> None:
@@ -237,23 +234,27 @@ def drawn_children(
         probs_of: logits over the target's vocabulary to probabilities.
         draw: by which they are drawn.
     """
-    whole_BWV = probs_of(over_target(head, logits_BWV)).expand(-1, frontier, -1)
     own_D = _own_tokens(head, logits_BWV.device)
-    probs_BWD = whole_BWV[..., own_D]
+    probs_BWD = probs_of(over_target(head, logits_BWV))[..., own_D]
     mass_BW1 = probs_BWD.sum(-1, keepdim=True)
     probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
-    drawn_from_BWV = torch.zeros_like(whole_BWV).index_copy(-1, own_D, probs_BWD)
-    return head.target_tokens(draw.distinct(probs_BWD, count)), drawn_from_BWV
+    drawn_BWR = draw.distinct(probs_BWD.expand(-1, frontier, -1), count)
+    drawn_from_BWV = _spread(probs_BWD, own_D, head.target.vocab_size, 0.0).expand(-1, frontier, -1)
+    return head.target_tokens(drawn_BWR), drawn_from_BWV
 
 
 def over_target(head: Guesser, logits_BWV: Tensor) -> Tensor:
     """Draft logits over the target's vocabulary, so that its processors mean the same tokens."""
-    logits_BWV = wide(logits_BWV)
-    whole = logits_BWV.new_full((*logits_BWV.shape[:-1], head.target.vocab_size), -torch.inf)
-    whole[..., _own_tokens(head, logits_BWV.device)] = logits_BWV
-    return whole
+    return _spread(wide(logits_BWV), _own_tokens(head, logits_BWV.device), head.target.vocab_size, -torch.inf)
 
 
 def _own_tokens(head: Guesser, device: torch.device) -> Tensor:
     """All that can be guessed, as the target's tokens."""
     return head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
+
+
+def _spread(values_BWD: Tensor, own_D: Tensor, size: int, otherwise: float) -> Tensor:
+    """Values of the draft's own tokens over a vocabulary of a size."""
+    whole = values_BWD.new_full((*values_BWD.shape[:-1], size), otherwise)
+    whole[..., own_D] = values_BWD
+    return whole

@@ -25,7 +25,7 @@ from .commands import BenchConfig
 from .console import StopRequest, console, progress_bar
 from .data import check_lengths, prompt_ids, read_prompts
 from .engine import load_engine
-from .evaluate import answer_settings, summary
+from .evaluate import answer_settings, summary, turns
 from .floors import profile
 from .provenance import provenance
 
@@ -171,8 +171,7 @@ def _answer_all(
             for number, input_ids in enumerate(prompts):
                 if stop.wanted and any(answered.values()):
                     return answered
-                shift = number % len(SIDES)
-                answered[path].append(_answer(target, input_ids, sides, SIDES[shift:] + SIDES[:shift]))
+                answered[path].append(_answer(target, input_ids, sides, turns(SIDES, number)))
                 bar.update(task, advance=1, note=Path(path).name)
     return answered
 
@@ -181,7 +180,7 @@ def _answer(
     target: Target,
     input_ids: Tensor,
     sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]],
-    order: tuple[str, ...],
+    order: list[str],
 ) -> Answered:
     outputs: dict[str, tuple[Tensor, Stats | None]] = {}
     seconds: dict[str, float] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,6 +127,12 @@ def real_acceptance(target: Target, head: DraftHead, tree: TreePolicy, prompts: 
 Key = TypeVar("Key")
 
 
+def turns(sides: Sequence[Key], number: int) -> list[Key]:
+    """The order of the sides of a comparison at its `number`-th prompt: each time another one begins."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
+
+
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
     """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike.
 
@@ -138,10 +144,8 @@ def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settin
     for lm in engines.values():
         lm.generate(prompts[0], **settings)
     found: dict[Key, list[Stats]] = {name: [] for name in engines}
-    names = list(engines)
     for number, ids in enumerate(prompts):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in turns(list(engines), number):
             found[name].append(engines[name].generate(ids, **settings).stats)
     return {name: Stats.merged(parts) for name, parts in found.items()}
 

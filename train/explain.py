@@ -128,6 +128,7 @@ def explain(
     sides = sum(shortest.values()) - shortest["target"] - draft
     text_1T = SpeculativeLM(target).generate(prompts[0], **settings).sequences
     sizes = [gamma + 1 for gamma in lengths]
+    draft_cost = draft / step
     checks = check_seconds(target, text_1T, sizes, chain_of(1).feature_layers, plain)
 
     def check_cost(nodes: int) -> float:
@@ -138,13 +139,13 @@ def explain(
             gamma,
             chain_length(rates, gamma),
             answered[gamma].acceptance_length,
-            time_factor(rates, gamma, draft / step, check_cost),
+            time_factor(rates, gamma, draft_cost, check_cost),
             step * answered[gamma].acceptance_length / sum(answered[gamma].round_parts.values()),
             None if draft_operations is None else operations_factor(rates, gamma, draft_operations),
         )
         for gamma in lengths
     ]
-    _print(found, rates, draft / step, best_draft_length(rates, draft / step, check_cost, max(lengths)))
+    _print(found, rates, draft_cost, best_draft_length(rates, draft_cost, check_cost, max(lengths)))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from headstart.heads import DraftHead, DraftState, TargetEnds
 from headstart.heads.checkpoint import build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
 from headstart.inference.grow import DynamicTree, HeadDrafter, StaticTree, drafter_of
-from headstart.inference.guessing import drawn_children
 from headstart.inference.rounds import Passage, Round, Start, TargetOutput
-from headstart.inference.sampling import RandomDraw
 from headstart.inference.verify import point_mass
 
 ENDS = TargetEnds(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
@@ -435,21 +432,3 @@ def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(tiny
     found = tools.every_branch(run)
     for text, mass in joint_of(probs_of, vocab, 3).items():
         assert found.get(text, 0.0) == pytest.approx(mass, abs=1e-9)
-
-
-@pytest.mark.parametrize("left", [0.75, 0.0])
-def test_what_processors_leave_to_other_tokens_is_not_drawn_from(left):
-    """Else the residual of a rejected draft would be taken from what was never drawn."""
-    head, logits = PathHead(4), torch.randn(1, 1, 4, dtype=torch.float64)
-    head.target = SimpleNamespace(vocab_size=12)  # the draft's tokens are 1, 4, 7 and 10
-
-    def probs_of(whole_BWV):
-        probs = left * whole_BWV.softmax(-1)
-        probs[..., [0, 2]] = (1 - left) / 2
-        return probs
-
-    tokens_BWR, drawn_from_BWV = drawn_children(head, logits, 3, 2, probs_of, RandomDraw())
-    assert tokens_BWR.shape == (1, 3, 2) and set(tokens_BWR.flatten().tolist()) <= {1, 4, 7, 10}
-    expected = torch.zeros(1, 3, 12, dtype=torch.float64)
-    expected[..., [1, 4, 7, 10]] = logits.softmax(-1) if left else 0.0
-    assert torch.allclose(drawn_from_BWV, expected)
