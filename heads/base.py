@@ -172,14 +172,15 @@ class DraftState:
         return dataclasses.replace(self, **chosen)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """All tensors, with the dimensions whose size differs between generations: rows, and slots of a cache."""
-        sizes: list[tuple[Tensor, int]] = []
-        for value in (getattr(self, field.name) for field in dataclasses.fields(self)):
-            if isinstance(value, Tensor):
-                sizes.append((value, 0))
-            elif isinstance(value, RowCache):
-                sizes += value.sizes()
-        return sizes
+        """All tensors but those of caches, with the dimension whose size differs between generations: rows."""
+        return [(value, 0) for value in self._values() if isinstance(value, Tensor)]
+
+    def caches(self) -> list[RowCache]:
+        """What is written to in place."""
+        return [value for value in self._values() if isinstance(value, RowCache)]
+
+    def _values(self) -> list[Any]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
     def replace(self, rows_R: Tensor, other: Self) -> Self:
         """The state with another one's rows in the places of these, both right after an `observe`."""

@@ -91,6 +91,11 @@ class TreeCache(Cache):
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote."""
+        self.move(path_BA)
+        self.commit(lengths_B)
+
+    def move(self, path_BA: Tensor) -> None:
+        """Bring the nodes of `path_BA` together behind the committed tokens; see `keep`."""
         accepted = path_BA.shape[1]
         if accepted > 1:
             rows_B1 = row_numbers(path_BA)
@@ -101,7 +106,6 @@ class TreeCache(Cache):
                     continue
                 slots_BSHE = states.transpose(1, 2)
                 slots_BSHE[rows_B1, target_BA] = slots_BSHE[rows_B1, source_BA]
-        self.commit(lengths_B)
 
     def commit(self, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` tokens of the last forward where they lie: a chain needs no moving."""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ def wanted(compile: bool | str, device: torch.device) -> bool:
     return compile
 
 
+Sizes = Sequence[tuple[Tensor, int]]
+
+
+class Cache(Protocol):
+    """What is allocated for a generation and written to in place."""
+
+    def sizes(self) -> Sizes:
+        """Its tensors, with the dimensions whose size differs between calls."""
+
+
 class Graph:
     """A function of tensors that is compiled when it is first called with something of a kind."""
 
@@ -75,22 +85,21 @@ class Graph:
         options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self.replay}
         self._compiled = torch.compile(own, fullgraph=True, options=options)
 
-    def __call__(self, kind: Hashable, sizes: Callable[[], Sequence[tuple[Tensor, int]]], *arguments: Any) -> Any:
+    def __call__(self, kind: Hashable, sizes: Callable[[], Sizes], caches: Sequence[Cache], *arguments: Any) -> Any:
         """The function's value.
 
         Args:
             kind: calls of one kind share a graph.
             sizes: asked for a kind that is new: the tensors and dimensions whose size may differ within it.
+            caches: among the arguments, what the function writes to in place.
             arguments: of the function.
         """
         if self.broken:
             return self.function(*arguments)
-        if kind not in self.kinds:
-            for tensor, dimension in sizes():
-                if tensor.shape[dimension] > 1:
-                    torch._dynamo.mark_dynamic(tensor, dimension)
+        if self.replay:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
-            value = self._call(arguments)
+            value = self._compiled(*arguments) if kind in self.kinds else self._first(sizes(), caches, arguments)
         except (TorchDynamoException, FailOnRecompileLimitHit, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
@@ -99,19 +108,24 @@ class Graph:
             warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=3)
             return self.function(*arguments)
         self.kinds.add(kind)
-        return value
+        # The next replay writes over what this one returned.
+        return tuple(tensor.clone() for tensor in value) if self.replay else value
 
-    def _call(self, arguments: tuple[Any, ...]) -> Any:
-        if self.replay:
-            torch.compiler.cudagraph_mark_step_begin()
+    def _first(self, sizes: Sizes, caches: Sequence[Cache], arguments: tuple[Any, ...]) -> Any:
+        """A call that may have to compile; the options take longer to set than a small graph to run."""
+        kept = [each for cache in caches for each in cache.sizes()]
+        for tensor, dimension in (*sizes, *kept):
+            if tensor.shape[dimension] > 1:
+                torch._dynamo.mark_dynamic(tensor, dimension)
+        if self.replay:  # what is replayed reads copies of its arguments, and writes to none whose address may change
+            for tensor, _ in kept:
+                torch._dynamo.mark_static_address(tensor)
         with (
             inductor.patch(ON_CPU if self.device.type == "cpu" else {}),
             symbols.patch(use_duck_shape=False),
             torch._dynamo.config.patch(recompile_limit=GRAPHS),
         ):
-            value = self._compiled(*arguments)
-        # The next replay writes over what this one returned.
-        return tuple(tensor.clone() for tensor in value) if self.replay else value
+            return self._compiled(*arguments)
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

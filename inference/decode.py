@@ -32,6 +32,7 @@ from ..heads import DraftHead
 from .cache import check_room
 from .choosing import Fallback, chosen_from
 from .compiled import missing_compiler, wanted
+from .deciding import Decider
 from .guessing import RootOnly
 from .hybrid import Hybrid
 from .loading import draft_models, loaded, saved_tree, source_of
@@ -92,7 +93,8 @@ class SpeculativeLM:
         """
         self.target = target
         self.drafter: Drafter = drafter or RootOnly()
-        self.sampling_rule = choose_rule(verifier, self.drafter.origin, lossy)
+        self.sampling_rule = Decider(choose_rule(verifier, self.drafter.origin, lossy))
+        self.greedy_rule = Decider(greedy, draws=False)
         self.origin: dict[str, Any] = {}
         """What the head was trained against, as its checkpoint remembers it."""
         self.listeners: list[Callable[[Stats], None]] = []
@@ -176,6 +178,8 @@ class SpeculativeLM:
         if missing is None:
             self.target.compile()
             self.drafter.compile()
+            for rule in (self.sampling_rule, self.greedy_rule):
+                rule.compile(self.target.device)
         else:
             warnings.warn(f"nothing is compiled: {missing}", stacklevel=2)
         return self
@@ -315,7 +319,7 @@ class SpeculativeLM:
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
         out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots)
-        rule = self.sampling_rule if config.do_sample else greedy
+        rule = self.sampling_rule if config.do_sample else self.greedy_rule
         rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
         stats = speculate(rules, self.drafter, out)
         for listener in self.listeners:

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .cache import TreeCache
+from .deciding import Decider
 from .guessing import RootOnly
-from .rounds import Drafter, Passage, Round, Start
+from .rounds import Drafter, Passage, Start
 from .sampling import Draw, Scorer
 from .stats import Stats
 from .target import Target
-from .verify import Verifier
 from .written import Written
 
 PREFILL_TOKENS = 2048
@@ -33,7 +33,7 @@ class Rules:
     """What stays the same from the first token to the last."""
 
     target: Target
-    verify: Verifier
+    decide: Decider
     """The acceptance rule."""
     score: Scorer
     """Logits to scores, with all processors."""
@@ -59,11 +59,9 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
         with stats.clock("processors"):
             scores_BNV = rules.score(output.logits_BNV, tree, out)
         with stats.clock("verify"):
-            finished = Round(tree, output, rules.verify(tree, scores_BNV, rules.draw))
+            finished = rules.decide(tree, output, scores_BNV, rules.draw, cache)
         with stats.clock("host"):
             out.add(finished, scores_BNV, stats)
-        with stats.clock("cache"):
-            cache.keep(finished.verdict.path_BA, finished.verdict.lengths_B)
         with stats.clock("draft"):
             drafter.observe(finished)
         stats.round_seconds.append(time.perf_counter() - began)
@@ -127,7 +125,7 @@ def _begin(rules: Rules, drafter: Drafter, out: Written) -> tuple[TreeCache, Ten
     logits_B1V = torch.stack([logits[row] for row in rows])[:, None]
     features_B1F = torch.stack([features[row] for row in rows])[:, None]
     scores_B1V = rules.score(logits_B1V, tree, out)
-    roots_B = rules.verify(tree, scores_B1V, rules.draw).next_tokens_B
+    roots_B = rules.decide.verify(tree, scores_B1V, rules.draw).next_tokens_B
     out.first(roots_B, scores_B1V, logits_B1V)
     drafter.read(Passage(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
     return cache, roots_B

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -71,21 +70,23 @@ class Round:
     tree: DraftTree
     output: TargetOutput
     verdict: Verdict
+    emitted_BA: Tensor
+    """The tokens that the round emits: for each of `path_BA`'s nodes, the token that follows it."""
+    features_BAF: Tensor
+    """The accepted nodes' features."""
+    finite_BA: Tensor
+    """Whether the accepted nodes' scores allow any token, and are numbers."""
 
-    @cached_property
-    def emitted_BA(self) -> Tensor:
-        """The tokens that the round emits: for each of `path_BA`'s nodes, the token that follows it."""
-        path_BA, lengths_B = self.verdict.path_BA, self.verdict.lengths_B
+    @classmethod
+    def of(cls, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, verdict: Verdict) -> Round:
+        """What follows from a verdict."""
+        path_BA, lengths_B = verdict.path_BA, verdict.lengths_B
         follow_BA = torch.cat([path_BA[:, 1:], path_BA[:, :1]], dim=1)
-        tokens_BA = self.tree.tokens_BN.gather(1, follow_BA)
-        return tokens_BA.scatter(1, lengths_B[:, None] - 1, self.verdict.next_tokens_B[:, None])
-
-    @cached_property
-    def features_BAF(self) -> Tensor:
-        """The accepted nodes' features."""
-        features_BNF = self.output.features_BNF
-        index = self.verdict.path_BA[:, :, None].expand(-1, -1, features_BNF.shape[-1])
-        return features_BNF.gather(1, index)
+        tokens_BA = tree.tokens_BN.gather(1, follow_BA)
+        emitted_BA = tokens_BA.scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
+        index_BAF = path_BA[:, :, None].expand(-1, -1, output.features_BNF.shape[-1])
+        finite_BA = scores_BNV.amax(-1).isfinite().gather(1, path_BA)
+        return cls(tree, output, verdict, emitted_BA, output.features_BNF.gather(1, index_BAF), finite_BA)
 
 
 class Drafter(Protocol):

@@ -7,6 +7,7 @@ a list run in its order; rows are shown to processors without their padding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -75,17 +76,21 @@ class RandomDraw:
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
 
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers in [0, 1), float64."""
+        return torch.rand(shape, dtype=torch.float64, device=device, generator=self.generator)
+
     def categorical(self, probs: Tensor) -> Tensor:
         """By inverting the cumulative distribution."""
         cumulative = probs.cumsum(-1, dtype=torch.float64)
-        uniform = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=self.generator)
+        uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
         drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
         return drawn.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers: the caller finds out
 
     def accept(self, probs: Tensor) -> Tensor:
         """By comparing with a uniform number in [0, 1)."""
-        return torch.rand(probs.shape, dtype=torch.float64, device=probs.device, generator=self.generator) < probs
+        return self.uniform(probs.shape, probs.device) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
         """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059).
@@ -96,6 +101,22 @@ class RandomDraw:
             return self.categorical(probs)[..., None]
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         return (probs / times).topk(count, dim=-1).indices
+
+
+class ReadyDraw(RandomDraw):
+    """Draws by uniform numbers that were drawn before, each used once."""
+
+    def __init__(self, uniform_BU: Tensor) -> None:
+        """Take the numbers, as many for each row as will be asked for or more."""
+        super().__init__()
+        self.uniform_BU, self.used = uniform_BU, 0
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The next ones; the batch is the first dimension."""
+        count = math.prod(shape[1:])
+        taken_BU = self.uniform_BU[:, self.used : self.used + count]
+        self.used += count
+        return taken_BU.reshape(shape)
 
 
 class Texts(Protocol):

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-PARTS = ("draft", "target", "processors", "verify", "host", "cache")
+PARTS = ("draft", "target", "processors", "verify", "host")
 """Of a round: the draft with what the drafter learns, the target's forward with its mask, the logits processors, the
-acceptance rule, what the host waits for and does with the tokens, and the cache's gather."""
+acceptance rule with the cache's gather, and what the host waits for and does with the tokens."""
 
 
 @dataclass(frozen=True)

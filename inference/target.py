@@ -234,10 +234,10 @@ class Target:
             nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             every = masks.values() if isinstance(masks, dict) else [masks]
             of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
-            return [*nodes_of, *of_masks, *cache.sizes()]
+            return [*nodes_of, *of_masks]
 
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
-        return self._ask(self.graph, kind, sizes, *given)
+        return self._ask(self.graph, kind, sizes, (cache,), *given)
 
     def sight(self, seen_BNM: Tensor, depths_BM: Tensor, cache: TreeCache) -> tuple[Tensor, Any]:
         """The positions of the last N of M nodes, and the mask by which they see the committed tokens and nodes."""

@@ -22,7 +22,7 @@ Letters in tensor names: B batch, N nodes, A accepted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +107,8 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
     a leaf; on a chain it is block verification.
     """
     children, draft_BNV = _drawn(tree)
-    p, q = list(scores_BNV.softmax(-1).unbind(1)), list(draft_BNV.unbind(1))
+    target_BNV, nodes = scores_BNV.softmax(-1), range(len(children))
+    p, q = [target_BNV[:, node] for node in nodes], [draft_BNV[:, node] for node in nodes]
     weight_B = [torch.ones_like(p[0][:, 0])] * len(p)
     last_B = torch.zeros_like(tree.sizes_B)
     open_B = torch.ones_like(last_B, dtype=torch.bool)
@@ -238,12 +239,12 @@ def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
     return children, tree.draft_probs_BNV
 
 
-def _walk(children: list[list[int]], parent: int = 0) -> Iterator[tuple[int, int, bool]]:
+def _walk(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bool]]:
     """A tour through the tree, depth first: (parent, node, False) on the way down, (parent, node, True) on leaving."""
+    tour: list[tuple[int, int, bool]] = []
     for node in children[parent]:
-        yield parent, node, False
-        yield from _walk(children, node)
-        yield parent, node, True
+        tour += [(parent, node, False), *_walk(children, node), (parent, node, True)]
+    return tour
 
 
 def _normalized(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:

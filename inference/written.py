@@ -90,9 +90,7 @@ class Written:
             ValueError: the target's logits are no numbers, or the processors left no token.
         """
         verdict, emitted_BA = finished.verdict, finished.emitted_BA
-        rows_B1 = torch.arange(len(emitted_BA), device=emitted_BA.device)[:, None]
-        finite_BA = scores_BNV[rows_B1, verdict.path_BA].amax(-1).isfinite()  # NaN, or no token left
-        finite_B = finite_BA.cumprod(-1).sum(-1)
+        finite_B = finished.finite_BA.cumprod(-1).sum(-1)
         # sync: the only one of a round; the host must know what to return and when to stop
         lengths, finite, *columns = torch.cat([verdict.lengths_B[None], finite_B[None], emitted_BA.T]).tolist()
         for place, (row, length, fine, *tokens) in enumerate(zip(self.active, lengths, finite, *columns, strict=True)):

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.inference import DraftTree, Stats, Target, TreeShape
+from headstart.inference.deciding import Decider
 from headstart.inference.loop import Rules, speculate
 from headstart.inference.rounds import Passage, Round, Start
 from headstart.inference.sampling import RandomDraw, Scorer
@@ -261,7 +262,8 @@ def write(
 ) -> tuple[list[list[int]], Stats]:
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
     out = Written(prompts, new_tokens, frozenset(), slots=slots)
-    rules = Rules(target, rule, Scorer(processors, [0] * len(prompts)), draw, sampling=True)
+    decide = rule if isinstance(rule, Decider) else Decider(rule)
+    rules = Rules(target, decide, Scorer(processors, [0] * len(prompts)), draw, sampling=True)
     stats = speculate(rules, drafter, out)
     return out.rows, stats
 

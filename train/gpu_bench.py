@@ -171,8 +171,9 @@ def rounds_of(
         marks.append(now(target.device))
         verdict = synthetic_verdict(tree, output.logits_BNV, draw)
         cache.keep(verdict.path_BA, verdict.lengths_B)
+        finished = Round.of(tree, output, output.logits_BNV, verdict)
         marks.append(now(target.device))
-        drafter.observe(Round(tree, output, verdict))
+        drafter.observe(finished)
         marks.append(now(target.device))
         longest += tree.max_depth + 1
         if turn >= 3:

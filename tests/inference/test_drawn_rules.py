@@ -168,7 +168,7 @@ class World:
         output = TargetOutput(self.scores, torch.zeros(*self.scores.shape[:2], 0))
         mass = {}
         for verdict, weights in outcomes(lambda draw: verify(tree, self.scores, draw)):
-            emitted = Round(tree, output, verdict).emitted_BA.tolist()
+            emitted = Round.of(tree, output, output.logits_BNV, verdict).emitted_BA.tolist()
             for tokens, length, weight in zip(
                 emitted, verdict.lengths_B.tolist(), (self.weights * weights).tolist(), strict=True
             ):

@@ -395,7 +395,7 @@ def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, se
     )
     draws = tools.AllDraws()
     verdict = point_mass(many, scores, draws)
-    finished = Round(many, TargetOutput(scores, torch.zeros(count, len(paths), 0)), verdict)
+    finished = Round.of(many, TargetOutput(scores, torch.zeros(count, len(paths), 0)), scores, verdict)
     emitted = {}
     for tokens, own, weight in zip(finished.emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()):
         emitted[tuple(tokens[:own])] = emitted.get(tuple(tokens[:own]), 0.0) + weight

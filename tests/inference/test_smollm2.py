@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.deciding import Decider
 from headstart.inference.verify import point_mass
 from headstart.train.benchmark import first_difference
 from headstart.train.data import prompt_ids, read_prompts
@@ -141,7 +142,7 @@ def test_sampled_texts_have_the_targets_distribution(sampled, tree, verifier):
 def test_the_same_check_rejects_a_planted_bug(sampled):
     target, prompt_1T, expected = sampled
     lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3")
-    lm.sampling_rule = forgets_what_was_rejected
+    lm.sampling_rule = Decider(forgets_what_was_rejected)
     value = p_value(expected, draws(lm, prompt_1T, seed=0))
     print(f"\nplanted bug: p = {value:.2g}")
     assert value < 0.01
