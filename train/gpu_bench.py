@@ -27,11 +27,13 @@ from ..heads.checkpoint import build_head, json_ready
 from ..inference import DynamicShape, Target, TreeShape
 from ..inference.cache import free_memory
 from ..inference.compiled import missing_compiler
+from ..inference.deciding import Decider
 from ..inference.grow import drafter_of
 from ..inference.guessing import HeadDrafter, RootOnly
-from ..inference.rounds import Drafter, Passage, Round, Start, Verdict
-from ..inference.sampling import RandomDraw
+from ..inference.rounds import Drafter, Passage, Start, Verdict
+from ..inference.sampling import Draw, RandomDraw
 from ..inference.tree import DraftTree
+from ..inference.verify import greedy
 from .console import console
 from .floors import memory_bandwidth, now, weight_bytes
 from .gpu_options import GpuBenchConfig
@@ -140,6 +142,7 @@ def rounds_of(
 ) -> dict[str, Any]:
     """Milliseconds of a round's parts behind a text of some length, whose cache holds anything."""
     drafter: Drafter
+    decide = Decider(synthetic)
     if nodes == 1:
         drafter = RootOnly()
     elif nodes <= DEPTH:
@@ -148,6 +151,7 @@ def rounds_of(
         drafter = drafter_of(head, DynamicShape(nodes, DEPTH, WIDTH), target.ends)
     if target.graph is not None:
         drafter.compile()
+        decide.compile(target.device)
     room = (repeats + 3) * (DEPTH + 1)
     roots_B = torch.zeros(batch, dtype=torch.int64, device=target.device)
     drafter.begin(Start(batch, context + room + nodes, RandomDraw(None), None))
@@ -160,7 +164,7 @@ def rounds_of(
         features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
         drafter.read(Passage(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
         drafter.shared.state = dataclasses.replace(drafter.state, lengths_B=torch.full_like(roots_B, context))
-    draw = torch.Generator().manual_seed(0)
+    draw = RandomDraw(torch.Generator(target.device).manual_seed(0))
     parts: dict[str, list[float]] = {"draft": [], "target": [], "rest": []}
     emitted = []
     for turn in range(repeats + 3):  # the first ones compile
@@ -169,9 +173,7 @@ def rounds_of(
         marks.append(now(target.device))
         output = target.forward_tree(tree, longest, cache, drafter.feature_layers)
         marks.append(now(target.device))
-        verdict = synthetic_verdict(tree, output.logits_BNV, draw)
-        cache.keep(verdict.path_BA, verdict.lengths_B)
-        finished = Round.of(tree, output, output.logits_BNV, verdict)
+        finished = decide(tree, output, output.logits_BNV, draw, cache)
         marks.append(now(target.device))
         drafter.observe(finished)
         marks.append(now(target.device))
@@ -180,7 +182,7 @@ def rounds_of(
             parts["draft"].append(marks[1] - marks[0] + marks[4] - marks[3])
             parts["target"].append(marks[2] - marks[1])
             parts["rest"].append(marks[3] - marks[2])
-            emitted.append(float(verdict.lengths_B.float().mean()))
+            emitted.append(float(finished.verdict.lengths_B.float().mean()))
     middle = {part: 1000 * statistics.median(seconds) for part, seconds in parts.items()}
     read = weight_bytes(target) + target.cache_bytes(batch, context)
     return {
@@ -195,13 +197,13 @@ def rounds_of(
     }
 
 
-def synthetic_verdict(tree: DraftTree, logits_BNV: Tensor, draw: torch.Generator) -> Verdict:
+def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
     """As if each depth were accepted with `RATE`: a path of drawn length down the tree, whatever the target says."""
-    batch, places = len(tree.tokens_BN), tree.max_depth + 1
-    passed_BD = torch.rand(batch, tree.max_depth, generator=draw) < RATE
-    lengths_B = (1 + passed_BD.long().cumprod(-1).sum(-1)).to(tree.tokens_BN.device)
-    path_BA = torch.arange(places, device=lengths_B.device).expand(batch, -1)  # any nodes do: costs do not depend on it
-    return Verdict(path_BA, lengths_B, logits_BNV[:, 0].argmax(-1))
+    passed_BD = draw.accept(scores_BNV.new_full((len(scores_BNV), tree.max_depth), RATE))
+    lengths_B = 1 + passed_BD.long().cumprod(-1).sum(-1)
+    places_A = torch.arange(tree.max_depth + 1, device=lengths_B.device)
+    path_BA = places_A.expand(len(lengths_B), -1)  # any nodes do: costs do not depend on it
+    return Verdict(path_BA, lengths_B, greedy(tree, scores_BNV, draw).next_tokens_B)
 
 
 def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig
 
 from headstart.inference import DraftTree, TreeShape
+from headstart.inference.sampling import RandomDraw
 from headstart.train import gpu_bench as module
-from headstart.train.gpu_bench import bench_gpu, synthetic_verdict
+from headstart.train.gpu_bench import bench_gpu, synthetic
 from headstart.train.gpu_options import GpuBenchConfig
 
 
@@ -59,6 +60,6 @@ def test_synthetic_acceptance_has_its_rate():
     shape = TreeShape.chain(7)
     parents = torch.tensor(shape.parents).expand(2000, -1)
     tree = DraftTree(torch.zeros_like(parents), parents, torch.full((2000,), 8), 7)
-    lengths = synthetic_verdict(tree, torch.zeros(2000, 8, 3), torch.Generator().manual_seed(0)).lengths_B
+    lengths = synthetic(tree, torch.zeros(2000, 8, 3), RandomDraw(torch.Generator().manual_seed(0))).lengths_B
     expected = 1 + sum(module.RATE**depth for depth in range(1, 8))
     assert lengths.float().mean() == pytest.approx(expected, abs=0.15) and 6 < expected < 6.5
