@@ -15,6 +15,7 @@ from .cache import TreeCache
 from .compiled import Graph
 from .rounds import Round, TargetOutput, Verdict
 from .sampling import Draw, RandomDraw, ReadyDraw
+from .stats import Stats
 from .tree import DraftTree
 from .verify import Verifier
 
@@ -32,9 +33,9 @@ class Decider:
         self.graph = self.graph or Graph(self._settle, "the acceptance rule", device, replay=True)
 
     def __call__(
-        self, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, draw: Draw, cache: TreeCache
+        self, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, draw: Draw, cache: TreeCache, stats: Stats
     ) -> Round:
-        """What stands of a tree; the cache commits it."""
+        """What stands of a tree; the cache commits it. Both are timed."""
         source: Draw | Tensor = draw
         if isinstance(draw, RandomDraw):  # others are a test's
             rows, nodes = tree.tokens_BN.shape
@@ -45,11 +46,13 @@ class Decider:
         # On a CPU moving entries takes as long in a graph, which takes long to make.
         moved = cache if graph is not None and graph.replay else None
         given = (tree, output, scores_BNV, source, moved)
-        found = self._settle(*given) if graph is None else self._in_graph(graph, *given)
+        with stats.clock("verify"):
+            found = self._settle(*given) if graph is None else self._in_graph(graph, *given)
         verdict = Verdict(*found[:3])
-        if moved is None:
-            cache.move(verdict.path_BA)
-        cache.commit(verdict.lengths_B)
+        with stats.clock("cache"):
+            if moved is None:
+                cache.move(verdict.path_BA)
+            cache.commit(verdict.lengths_B)
         return Round(tree, output, verdict, *found[3:])
 
     def _settle(

@@ -168,7 +168,7 @@ class SpeculativeLM:
         return lm.compile() if compiled else lm
 
     def compile(self) -> SpeculativeLM:
-        """Run rounds in compiled graphs of target and head, which are made when they are first needed.
+        """Run rounds in compiled graphs of target, head and rule, which are made when they are first needed.
 
         That takes a minute or two a process, and on a CPU a second copy of the weights (of a head that draws, one for
         each depth), which must not change from then on; a plain step and a round cost about half of what they did.

@@ -58,8 +58,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
             output = rules.target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
         with stats.clock("processors"):
             scores_BNV = rules.score(output.logits_BNV, tree, out)
-        with stats.clock("verify"):
-            finished = rules.decide(tree, output, scores_BNV, rules.draw, cache)
+        finished = rules.decide(tree, output, scores_BNV, rules.draw, cache, stats)
         with stats.clock("host"):
             out.add(finished, scores_BNV, stats)
         with stats.clock("draft"):

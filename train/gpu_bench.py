@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from ..heads import DraftHead
 from ..heads.checkpoint import build_head, json_ready
-from ..inference import DynamicShape, Target, TreeShape
+from ..inference import DynamicShape, Stats, Target, TreeShape
 from ..inference.cache import free_memory
 from ..inference.compiled import missing_compiler
 from ..inference.deciding import Decider
@@ -173,7 +173,7 @@ def rounds_of(
         marks.append(now(target.device))
         output = target.forward_tree(tree, longest, cache, drafter.feature_layers)
         marks.append(now(target.device))
-        finished = decide(tree, output, output.logits_BNV, draw, cache)
+        finished = decide(tree, output, output.logits_BNV, draw, cache, Stats())
         marks.append(now(target.device))
         drafter.observe(finished)
         marks.append(now(target.device))
