@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import InductorError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 GRAPHS = 64
 """Graphs of one function, at most: one for each kind; torch's own limit is too small for batches that shrink."""
@@ -50,13 +51,14 @@ def wanted(compile: bool | str, device: torch.device) -> bool:
 
 
 Sizes = Sequence[tuple[Tensor, int]]
+"""Tensors, each with a dimension whose size differs between calls."""
 
 
-class Cache(Protocol):
+class InPlace(Protocol):
     """What is allocated for a generation and written to in place."""
 
     def sizes(self) -> Sizes:
-        """Its tensors, with the dimensions whose size differs between calls."""
+        """Of its tensors."""
 
 
 class Graph:
@@ -69,7 +71,8 @@ class Graph:
             function: what it reads beside its arguments must never change.
             what: it is, for the user.
             device: where it runs.
-            replay: as a CUDA graph on a GPU; the function returns a tuple of tensors.
+            replay: as a CUDA graph on a GPU; the function returns a tuple of tensors. One is recorded for each address
+                of the caches: a generation whose caches lie elsewhere records again.
         """
         self.function, self.what, self.device = function, what, device
 
@@ -85,13 +88,15 @@ class Graph:
         options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self.replay}
         self._compiled = torch.compile(own, fullgraph=True, options=options)
 
-    def __call__(self, kind: Hashable, sizes: Callable[[], Sizes], caches: Sequence[Cache], *arguments: Any) -> Any:
+    def __call__(
+        self, kind: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
+    ) -> Any:
         """The function's value.
 
         Args:
             kind: calls of one kind share a graph.
-            sizes: asked for a kind that is new: the tensors and dimensions whose size may differ within it.
-            caches: among the arguments, what the function writes to in place.
+            sizes: asked for a kind that is new: what may differ within it, but for what the caches know themselves.
+            caches: asked for a kind that is new: what among the arguments the function writes to in place.
             arguments: of the function.
         """
         if self.broken:
@@ -99,27 +104,39 @@ class Graph:
         if self.replay:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            value = self._compiled(*arguments) if kind in self.kinds else self._first(sizes(), caches, arguments)
-        except (TorchDynamoException, FailOnRecompileLimitHit, InductorError) as error:
+            known = kind in self.kinds
+            value = self._again(arguments) if known else self._first(kind, sizes(), caches(), arguments)
+        except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
             if isinstance(error, FailOnRecompileLimitHit):
                 reason = f"it needs more than {GRAPHS} graphs"
             warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=3)
             return self.function(*arguments)
-        self.kinds.add(kind)
         # The next replay writes over what this one returned.
         return tuple(tensor.clone() for tensor in value) if self.replay else value
 
-    def _first(self, sizes: Sizes, caches: Sequence[Cache], arguments: tuple[Any, ...]) -> Any:
-        """A call that may have to compile; the options take longer to set than a small graph to run."""
-        kept = [each for cache in caches for each in cache.sizes()]
-        for tensor, dimension in (*sizes, *kept):
+    def _first(self, kind: Hashable, sizes: Sizes, caches: Sequence[InPlace], arguments: tuple[Any, ...]) -> Any:
+        """A call that may have to compile."""
+        written = [each for cache in caches for each in cache.sizes()]
+        for tensor, dimension in (*sizes, *written):
             if tensor.shape[dimension] > 1:
                 torch._dynamo.mark_dynamic(tensor, dimension)
-        if self.replay:  # what is replayed reads copies of its arguments, and writes to none whose address may change
-            for tensor, _ in kept:
+        if self.replay:  # a graph that is replayed works on copies of its arguments, and writes to none but these
+            for tensor in {id(tensor): tensor for tensor, _ in written}.values():
                 torch._dynamo.mark_static_address(tensor)
+        value = self._with_options(arguments)
+        self.kinds.add(kind)
+        return value
+
+    def _again(self, arguments: tuple[Any, ...]) -> Any:
+        """A call of a known kind: to set the options takes longer than a small graph."""
+        try:
+            return self._compiled(*arguments)
+        except FailOnRecompileLimitHit:  # torch's own limit: its guards saw a difference that is not in the kind
+            return self._with_options(arguments)
+
+    def _with_options(self, arguments: tuple[Any, ...]) -> Any:
         with (
             inductor.patch(ON_CPU if self.device.type == "cpu" else {}),
             symbols.patch(use_duck_shape=False),

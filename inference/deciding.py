@@ -1,7 +1,7 @@
-"""The end of a round on the device: a rule decides, and the cache keeps what stands; on a GPU one graph, if compiled.
+"""The end of a round on the device: a rule decides, and the cache keeps what stands; compiled, the rule is a graph.
 
-A rule is some dozens of small operations, and moving the cache two for every layer: far more time to ask for than to
-compute. Random numbers are drawn before, so that a graph can be replayed.
+A rule is some dozens of small operations, far more time to ask for than to compute. Random numbers are drawn before, so
+that a graph can be replayed; a graph that is replayed (on a GPU) moves the cache's entries too, two operations a layer.
 
 Letters in tensor names: B batch, N nodes, U uniform numbers, V vocabulary.
 """
@@ -16,8 +16,11 @@ from .compiled import Graph
 from .rounds import Round, TargetOutput, Verdict
 from .sampling import Draw, RandomDraw, ReadyDraw
 from .stats import Stats
-from .tree import DraftTree
+from .tree import DraftTree, TreeShape
 from .verify import Verifier
+
+DRAWN_SHAPES = 2
+"""Shapes of drawn trees that get a graph each; where shapes keep changing, their rule runs as it is."""
 
 
 class Decider:
@@ -27,6 +30,7 @@ class Decider:
         """Hold a rule; `draws` is False for one that asks for no random numbers."""
         self.verify, self.draws = verify, draws
         self.graph: Graph | None = None
+        self._shapes: set[TreeShape | None] = set()
 
     def compile(self, device: torch.device) -> None:
         """From now on in a graph."""
@@ -36,37 +40,61 @@ class Decider:
         self, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, draw: Draw, cache: TreeCache, stats: Stats
     ) -> Round:
         """What stands of a tree; the cache commits it. Both are timed."""
-        source: Draw | Tensor = draw
-        if isinstance(draw, RandomDraw):  # others are a test's
-            rows, nodes = tree.tokens_BN.shape
-            # Of each row no rule asks for more than all nodes at every depth, and one for the bonus token.
-            most = nodes * tree.max_depth + 1 if self.draws else 0
-            source = draw.uniform((rows, most), scores_BNV.device)
-        graph = self.graph if source is not draw else None
-        # On a CPU moving entries takes as long in a graph, which takes long to make.
-        moved = cache if graph is not None and graph.replay else None
-        given = (tree, output, scores_BNV, source, moved)
         with stats.clock("verify"):
-            found = self._settle(*given) if graph is None else self._in_graph(graph, *given)
-        verdict = Verdict(*found[:3])
+            numbers = self._numbers(tree, scores_BNV, draw)
+            graph = self._graph_for(tree) if isinstance(numbers, Tensor) else None
+            # On a CPU moving entries takes as long in a graph, which takes long to make.
+            moved = cache if graph is not None and graph.replay else None
+            decided = (tree, output, scores_BNV, numbers, moved)
+            path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = (
+                self._settle(*decided) if graph is None else self._in_graph(graph, *decided)
+            )
         with stats.clock("cache"):
             if moved is None:
-                cache.move(verdict.path_BA)
-            cache.commit(verdict.lengths_B)
-        return Round(tree, output, verdict, *found[3:])
+                cache.keep(path_BA, lengths_B)
+            else:
+                cache.commit(lengths_B)
+        return Round(tree, output, Verdict(path_BA, lengths_B, next_tokens_B), emitted_BA, features_BAF, finite_BA)
+
+    def _numbers(self, tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Tensor | Draw:
+        """Random numbers for a rule; a source of another kind (a test's) draws for itself."""
+        rows, nodes = tree.tokens_BN.shape
+        if not self.draws:
+            return scores_BNV.new_empty(rows, 0)
+        if type(draw) is not RandomDraw:
+            return draw
+        # Of each row no rule asks for more than all nodes at every depth, and one for the bonus token.
+        return draw.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
+
+    def _graph_for(self, tree: DraftTree) -> Graph | None:
+        """Rules for drawn trees walk the tree on the host, so that each shape is a graph of its own."""
+        if self.graph is not None and tree.draft_probs_BNV is not None and tree.shape not in self._shapes:
+            if len(self._shapes) == DRAWN_SHAPES:
+                return None
+            self._shapes.add(tree.shape)
+        return self.graph
 
     def _settle(
-        self, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, source: Draw | Tensor, cache: TreeCache | None
-    ) -> tuple[Tensor, ...]:
-        """A verdict, and what a round adds to it; entries of a cache are moved. A graph if compiled."""
-        draw = ReadyDraw(source) if isinstance(source, Tensor) else source
+        self,
+        tree: DraftTree,
+        output: TargetOutput,
+        scores_BNV: Tensor,
+        numbers: Tensor | Draw,
+        cache: TreeCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A verdict, and what a round adds to it; entries of a cache are moved if one is given. A graph if compiled."""
+        draw = ReadyDraw(numbers) if isinstance(numbers, Tensor) else numbers
         verdict = self.verify(tree, scores_BNV, draw)
         if cache is not None:
             cache.move(verdict.path_BA)
         finished = Round.of(tree, output, scores_BNV, verdict)
         return (
-            *(verdict.path_BA, verdict.lengths_B, verdict.next_tokens_B),
-            *(finished.emitted_BA, finished.features_BAF, finished.finite_BA),
+            verdict.path_BA,
+            verdict.lengths_B,
+            verdict.next_tokens_B,
+            finished.emitted_BA,
+            finished.features_BAF,
+            finished.finite_BA,
         )
 
     def _in_graph(
@@ -75,19 +103,23 @@ class Decider:
         tree: DraftTree,
         output: TargetOutput,
         scores_BNV: Tensor,
-        source: Draw | Tensor,
+        numbers: Tensor | Draw,
         cache: TreeCache | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         caches = [] if cache is None else [cache]
-        seen = [tree.ancestors_BNN, tree.depths_BN]  # which a tree remembers: a graph is given them
+        # Asked for here, so that the tree has them before it is traced.
+        ancestors_BNN, depths_BN = tree.ancestors_BNN, tree.depths_BN
 
         def sizes() -> list[tuple[Tensor, int]]:
             by_row = [tree.sizes_B, *(each.lengths_B for each in caches)]
-            given = [tree.tokens_BN, tree.parents_BN, *seen, tree.draft_probs_BNV, output.features_BNF, scores_BNV]
-            by_node = [*given, source, *(each.slots_BN for each in caches)]
-            both = [(tensor, i) for tensor in by_node if isinstance(tensor, Tensor) for i in (0, 1)]
-            return [(seen[0], 2), *((tensor, 0) for tensor in by_row), *both]
+            by_node = [tree.tokens_BN, tree.parents_BN, ancestors_BNN, depths_BN, output.features_BNF, scores_BNV]
+            given = [*by_node, numbers, tree.draft_probs_BNV, *(each.slots_BN for each in caches)]
+            both = [(tensor, i) for tensor in given if isinstance(tensor, Tensor) for i in (0, 1)]
+            return [(ancestors_BNN, 2), *((tensor, 0) for tensor in by_row), *both]
 
         drawn_shape = None if tree.draft_probs_BNV is None else tree.shape
         kind = (len(tree.sizes_B) == 1, tree.tokens_BN.shape[1] == 1, tree.max_depth, drawn_shape)
-        return graph(kind, sizes, caches, tree, output, scores_BNV, source, cache)
+        decided: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = graph(
+            kind, sizes, lambda: caches, tree, output, scores_BNV, numbers, cache
+        )
+        return decided

@@ -85,7 +85,7 @@ class StaticTree(HeadDrafter):
                 drawn_from.append(probs_BWV)
             tokens.append(ranked_BWR.flatten(1)[:, picks])
             frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(len(roots_B), -1)
-        return torch.cat(tokens, dim=1), parents_N.expand(len(roots_B), -1)
+        return torch.cat(tokens, dim=1), parents_N.repeat(len(roots_B), 1)
 
 
 Plan = tuple[Tensor, list[tuple[int, Tensor, Tensor, Tensor]]]

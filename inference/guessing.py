@@ -173,7 +173,7 @@ class HeadDrafter:
             return function(state, *given)
         tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
         kind = (len(given[0]) == 1, shape)
-        return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], state.caches(), state, *given)
+        return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], state.caches, state, *given)
 
     def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """The tokens of a tree and the parents of its nodes; a graph if compiled."""

@@ -34,7 +34,7 @@ class Rules:
 
     target: Target
     decide: Decider
-    """The acceptance rule."""
+    """The acceptance rule, and what follows from it."""
     score: Scorer
     """Logits to scores, with all processors."""
     draw: Draw

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..heads.layers import row_numbers
 from .sampling import Draw
 from .tree import DraftTree, Origin
 
@@ -85,7 +86,7 @@ class Round:
         tokens_BA = tree.tokens_BN.gather(1, follow_BA)
         emitted_BA = tokens_BA.scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
         index_BAF = path_BA[:, :, None].expand(-1, -1, output.features_BNF.shape[-1])
-        finite_BA = scores_BNV.amax(-1).isfinite().gather(1, path_BA)
+        finite_BA = scores_BNV[row_numbers(path_BA), path_BA].amax(-1).isfinite()
         return cls(tree, output, verdict, emitted_BA, output.features_BNF.gather(1, index_BAF), finite_BA)
 
 

@@ -118,6 +118,10 @@ class ReadyDraw(RandomDraw):
         self.used += count
         return taken_BU.reshape(shape)
 
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """Rules draw no siblings; a race would draw numbers of its own."""
+        raise NotImplementedError
+
 
 class Texts(Protocol):
     """The rows that are being decoded; see `Written`."""

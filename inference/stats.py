@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 PARTS = ("draft", "target", "processors", "verify", "cache", "host")
 """Of a round: the draft with what the drafter learns, the target's forward with its mask, the logits processors, the
-acceptance rule, the cache's gather (on a GPU a part of the rule's graph), and what the host waits for and does with the
-tokens."""
+acceptance rule, the cache's gather (a part of the rule where graphs are replayed), and what the host waits for and
+does with the tokens."""
 
 
 @dataclass(frozen=True)

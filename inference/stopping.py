@@ -81,7 +81,7 @@ class StoppingChain(HeadDrafter):
         if len(tokens) == 1:
             return RootOnly().propose(roots_B)
         shape, tokens_BN = TreeShape.chain(len(tokens) - 1), torch.stack(tokens, dim=1)
-        parents_BN = torch.tensor(shape.parents, device=roots_B.device).expand_as(tokens_BN)
+        parents_BN = torch.tensor([shape.parents], device=roots_B.device).repeat(len(roots_B), 1)
         sizes_B = torch.full_like(roots_B, shape.size)
         if not drawn_from:
             return DraftTree(tokens_BN, parents_BN, sizes_B, shape.depth, shape=shape)

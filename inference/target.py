@@ -237,7 +237,7 @@ class Target:
             return [*nodes_of, *of_masks]
 
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
-        return self._ask(self.graph, kind, sizes, (cache,), *given)
+        return self._ask(self.graph, kind, sizes, lambda: [cache], *given)
 
     def sight(self, seen_BNM: Tensor, depths_BM: Tensor, cache: TreeCache) -> tuple[Tensor, Any]:
         """The positions of the last N of M nodes, and the mask by which they see the committed tokens and nodes."""

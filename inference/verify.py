@@ -33,6 +33,7 @@ from .sampling import Draw
 from .tree import DraftTree, Origin
 
 Verifier = Callable[[DraftTree, Tensor, Draw], Verdict]
+"""It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""
 EPSILON, DELTA = 0.09, 0.3
 """Medusa's thresholds for typical acceptance."""
 

@@ -99,8 +99,10 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
             console.print(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
             continue
         target, head = random_pair(shape, device)
+        decide = Decider(synthetic)
         if missing_compiler(device) is None:
             target.compile()
+            decide.compile(device)
         for batch in config.batches:
             for context in config.contexts:
                 if weights + target.cache_bytes(batch, context + max(config.nodes)) > free:
@@ -110,7 +112,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
                     if time.monotonic() > deadline:
                         console.print(f"{config.minutes:g} minutes are over: the rest is left out")
                         return written(report, config)
-                    rows.append(rounds_of(target, head, batch, context, nodes, bandwidth, config.repeats))
+                    rows.append(rounds_of(target, head, decide, batch, context, nodes, bandwidth, config.repeats))
                     console.print(told(name, rows[-1]))
                     written(report, config)
             rows += stock(target, batch, config.repeats, name)
@@ -138,11 +140,17 @@ def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, 
 
 @torch.inference_mode()
 def rounds_of(
-    target: Target, head: DraftHead, batch: int, context: int, nodes: int, bandwidth: float, repeats: int
+    target: Target,
+    head: DraftHead,
+    decide: Decider,
+    batch: int,
+    context: int,
+    nodes: int,
+    bandwidth: float,
+    repeats: int,
 ) -> dict[str, Any]:
     """Milliseconds of a round's parts behind a text of some length, whose cache holds anything."""
     drafter: Drafter
-    decide = Decider(synthetic)
     if nodes == 1:
         drafter = RootOnly()
     elif nodes <= DEPTH:
@@ -151,7 +159,6 @@ def rounds_of(
         drafter = drafter_of(head, DynamicShape(nodes, DEPTH, WIDTH), target.ends)
     if target.graph is not None:
         drafter.compile()
-        decide.compile(target.device)
     room = (repeats + 3) * (DEPTH + 1)
     roots_B = torch.zeros(batch, dtype=torch.int64, device=target.device)
     drafter.begin(Start(batch, context + room + nodes, RandomDraw(None), None))
@@ -203,7 +210,8 @@ def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
     lengths_B = 1 + passed_BD.long().cumprod(-1).sum(-1)
     places_A = torch.arange(tree.max_depth + 1, device=lengths_B.device)
     path_BA = places_A.expand(len(lengths_B), -1)  # any nodes do: costs do not depend on it
-    return Verdict(path_BA, lengths_B, greedy(tree, scores_BNV, draw).next_tokens_B)
+    said = greedy(tree, scores_BNV, draw)  # so that a rule is paid for
+    return Verdict(path_BA, lengths_B, said.next_tokens_B)
 
 
 def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def test_one_graph_too_many_is_told_once_and_runs_as_it_is(monkeypatch):
     graph = Graph(lambda tensor, word: (tensor + len(word),), "a sum", CPU)
     words = ("a", "bb", "ccc", "dddd")
     with pytest.warns(UserWarning, match="a sum runs without compiling: it needs more than 2 graphs") as told:
-        found = [graph(word, list, (), torch.ones(1), word)[0].item() for word in words]
+        found = [graph(word, list, list, torch.ones(1), word)[0].item() for word in words]
     assert found == [1.0 + len(word) for word in words]
     assert sum("a sum" in str(each.message) for each in told) == 1 and graph.kinds == {"a", "bb"}
 
@@ -182,10 +182,10 @@ def test_what_cannot_be_traced_runs_as_it_is():
 
     graph = Graph(branching, "the test", CPU)
     with pytest.warns(UserWarning, match="the test runs without compiling"):
-        assert graph("kind", list, (), torch.ones(2)).tolist() == [2, 2]
+        assert graph("kind", list, list, torch.ones(2)).tolist() == [2, 2]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")  # said once
-        assert graph("kind", list, (), -torch.ones(2)).tolist() == [-2, -2]
+        assert graph("kind", list, list, -torch.ones(2)).tolist() == [-2, -2]
 
 
 def test_another_word_is_refused(tiny_target):
@@ -210,7 +210,8 @@ def test_sources_are_compiled_too(tiny_target, drafter):
 
 
 @needs_compiler
-def test_a_replayed_graph_is_told_what_is_written_in_place(tiny_target, monkeypatch):
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_replayed_graph_is_told_what_is_written_in_place(tiny_target, monkeypatch, rows):
     """Else CUDA graphs are left out, silently: the keys and values of target and head, and nothing else."""
     told = []
     monkeypatch.setattr(torch._dynamo, "mark_static_address", told.append)
@@ -218,10 +219,32 @@ def test_a_replayed_graph_is_told_what_is_written_in_place(tiny_target, monkeypa
     lm = compiled_lm(target, "eagle3, dynamic")
     graphs = [target.graph, lm.greedy_rule.graph, lm.drafter._graphs["grow"]]
     for graph in graphs:
-        graph.replay = True
-    row = torch.arange(12)[None]
-    output = lm.generate(row, attention_mask=torch.ones_like(row), **SETTINGS)
-    assert torch.equal(output.sequences, target.model.generate(row, attention_mask=torch.ones_like(row), **SETTINGS))
+        graph.replay = True  # which moves the cache's entries in the rule's graph
+    row = torch.arange(12)[None].expand(rows, -1)
+    settings = SETTINGS | {"attention_mask": torch.ones_like(row)}
+    assert torch.equal(lm.generate(row, **settings).sequences, target.model.generate(row, **settings))
+    assert not any(graph.broken for graph in graphs)
     of_target, of_head = 2 * target.info.num_layers, 2
     assert len({tensor.data_ptr() for tensor in told}) == of_target + of_head
     assert all(tensor.ndim == 4 for tensor in told)
+
+
+@needs_compiler
+def test_a_size_that_the_function_fixes_is_said_and_runs_as_it_is():
+    tensor = torch.ones(3)
+    graph = Graph(lambda tensor: tensor.reshape(3) + 1, "the test", CPU)
+    with pytest.warns(UserWarning, match="the test runs without compiling"):
+        assert graph("kind", lambda: [(tensor, 0)], list, tensor).tolist() == [2, 2, 2]
+    assert graph.broken
+
+
+@needs_compiler
+@pytest.mark.parametrize("limit", [1, None], ids=["torch's limit reached", "or not"])
+def test_what_a_kind_does_not_tell_apart_is_compiled_again(monkeypatch, limit):
+    graph = Graph(lambda tensor, word: (tensor + len(word),), "a sum", CPU)
+    if limit:
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert [graph("kind", list, list, torch.ones(1), word)[0].item() for word in ("a", "bb")] == [2, 3]
+    assert not graph.broken

@@ -2,12 +2,84 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
-from headstart.inference import SpeculativeLM
-from headstart.inference.sampling import ReadyDraw
-from headstart.inference.verify import RULES
+from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape
+from headstart.inference.cache import TreeCache
+from headstart.inference.compiled import missing_compiler
+from headstart.inference.deciding import DRAWN_SHAPES, Decider
+from headstart.inference.rounds import TargetOutput
+from headstart.inference.sampling import RandomDraw, ReadyDraw
+from headstart.inference.verify import RULES, greedy
+
+CPU, VOCAB = torch.device("cpu"), 5
+needs_compiler = pytest.mark.skipif(missing_compiler(CPU) is not None, reason="no C++ compiler")
+
+
+class Case:
+    """A tree that a rule takes, with random scores, and a cache that holds its nodes."""
+
+    def __init__(self, rule, rows, shape=None):
+        origins = RULES[rule].origins if rule in RULES else ("picked",)
+        drawn = "picked" not in origins
+        self.shape = shape or (TreeShape.branching([2, 2]) if "without_replacement" in origins else TreeShape.chain(3))
+        random = torch.Generator().manual_seed(7)
+        nodes = self.shape.size
+        probs = torch.rand(rows, nodes, VOCAB, generator=random).softmax(-1)
+        self.tree = DraftTree(
+            torch.randint(VOCAB, (rows, nodes), generator=random),
+            torch.tensor([self.shape.parents]).repeat(rows, 1),
+            torch.full((rows,), nodes),
+            self.shape.depth,
+            next(iter(sorted(origins))) if drawn else "picked",
+            probs if drawn else None,
+            self.shape,
+        )
+        self.output = TargetOutput(
+            torch.randn(rows, nodes, VOCAB, generator=random), torch.randn(rows, nodes, 3, generator=random)
+        )
+        self.cache = TreeCache(1, rows, CPU)
+        self.cache.place(nodes, 0)
+        self.cache.write(0, *torch.randn(2, rows, 1, nodes, 4, generator=random))
+
+    def decide(self, decider):
+        draw = RandomDraw(torch.Generator().manual_seed(3))
+        found = decider(self.tree, self.output, self.output.logits_BNV, draw, self.cache, Stats())
+        verdict = found.verdict
+        given = [verdict.path_BA, verdict.lengths_B, verdict.next_tokens_B, found.emitted_BA, found.features_BAF]
+        return [*given, found.finite_BA, self.cache.lengths_B, *self.cache.keys, *self.cache.values]
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        word if word in ("point_mass", "without_replacement") else pytest.param(word, marks=pytest.mark.slow)
+        for word in ("greedy", *RULES)
+    ],
+)
+def test_a_graph_decides_as_the_rule_does(rule, rows):
+    """With the same random numbers; what the cache keeps, too."""
+    compiled, plain = (Decider(RULES[rule].verify if rule in RULES else greedy, rule != "greedy") for _ in range(2))
+    compiled.compile(CPU)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")
+        pairs = zip(Case(rule, rows).decide(compiled), Case(rule, rows).decide(plain), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert compiled.graph.kinds
+
+
+@needs_compiler
+def test_trees_whose_shapes_keep_changing_get_no_graph_each():
+    decider = Decider(RULES["block"].verify)
+    decider.compile(CPU)
+    for length in range(1, DRAWN_SHAPES + 3):
+        Case("block", 1, TreeShape.chain(length)).decide(decider)
+    assert len(decider.graph.kinds) == DRAWN_SHAPES
 
 
 def test_every_number_that_was_drawn_is_used_once():

@@ -87,12 +87,6 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
     small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1, vocab=vocab))
     ids = source(4, vocab=vocab)
 
-    class Draw(RandomDraw):
-        """A branch instead of chance."""
-
-        def __init__(self, branch):
-            self.categorical, self.accept, self.distinct = branch.categorical, branch.accept, branch.distinct
-
     def run(branch):
         tree = "drawn:chain:2" if name == "smaller, drawn" else "chain:2"
         drafter = drafter_from("prompt-lookup:2:1:1", target) if name == "lookup" else draft_model(small, target, tree)
@@ -101,7 +95,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
         small.encode(ids, None)
         settings = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "min_new_tokens": 2, "temperature": 0.7}
         found = target.model.generate(
-            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(Draw(branch)), **settings
+            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(branch), **settings
         )
         return tuple(found.sequences[0, 1:].tolist())
 
