@@ -239,12 +239,10 @@ def test_a_size_that_the_function_fixes_is_said_and_runs_as_it_is():
 
 
 @needs_compiler
-@pytest.mark.parametrize("limit", [1, None], ids=["torch's limit reached", "or not"])
-def test_what_a_kind_does_not_tell_apart_is_compiled_again(monkeypatch, limit):
+@pytest.mark.parametrize("limit", [1, 8], ids=["beyond torch's limit", "within"])
+def test_what_a_kind_does_not_tell_apart_is_compiled_again(limit):
     graph = Graph(lambda tensor, word: (tensor + len(word),), "a sum", CPU)
-    if limit:
-        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=limit):
         warnings.simplefilter("error", UserWarning)
         assert [graph("kind", list, list, torch.ones(1), word)[0].item() for word in ("a", "bb")] == [2, 3]
     assert not graph.broken
