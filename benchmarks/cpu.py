@@ -2,10 +2,10 @@
 
     python benchmarks/cpu.py --head examples/smollm2-135m-eagle3 --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
-The sides answer every prompt in turn, each time beginning with another one: stock `generate`, the same with prompt
-lookup and, with --assistant, with a draft model (a cut head as `headstart export --to model` writes it), our plain
-steps, our rounds with the head and, with --beside, with the head and a source that looks things up. Then a round is set
-beside the bare compiled forward of its largest tree. Ratios are medians and quartiles over prompts.
+The sides answer every prompt in turn, each time beginning with another one: stock `generate`, also in float32, the
+same with prompt lookup and, with --assistant, with a draft model (a cut head as `headstart export --to model` writes
+it), our plain steps, our rounds with the head and, with --beside, with the head and a source that looks things up. Then
+a round is set beside the bare compiled forward of its largest tree. Ratios are medians and quartiles over prompts.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Letters in tensor names: B batch, N nodes, U uniform numbers, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,10 +47,16 @@ class Decider:
             graph = self._graph_for(tree) if isinstance(numbers, Tensor) else None
             # On a CPU moving entries takes as long in a graph, which takes long to make.
             moved = cache if graph is not None and graph.replay else None
-            decided = (tree, output, scores_BNV, numbers, moved)
-            path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = (
-                self._settle(*decided) if graph is None else self._in_graph(graph, *decided)
-            )
+            given = (tree, output, scores_BNV, numbers, moved)
+            if graph is None:
+                found = self._settle(*given)
+            else:
+                assert isinstance(numbers, Tensor)
+                tree.depths_BN  # noqa: B018 - a tree remembers it, and the paths: it has both before it is traced
+                beside = [output.features_BNF, scores_BNV, numbers]
+                caches = [] if moved is None else [moved]
+                found = graph(_kind(tree), lambda: _sizes(tree, beside, moved), lambda: caches, *given)
+            path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = found
         with stats.clock("cache"):
             if moved is None:
                 cache.keep(path_BA, lengths_B)
@@ -81,7 +89,7 @@ class Decider:
         scores_BNV: Tensor,
         numbers: Tensor | Draw,
         cache: TreeCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """A verdict, and what a round adds to it; entries of a cache are moved if one is given. A graph if compiled."""
         draw = ReadyDraw(numbers) if isinstance(numbers, Tensor) else numbers
         verdict = self.verify(tree, scores_BNV, draw)
@@ -97,29 +105,20 @@ class Decider:
             finished.finite_BA,
         )
 
-    def _in_graph(
-        self,
-        graph: Graph,
-        tree: DraftTree,
-        output: TargetOutput,
-        scores_BNV: Tensor,
-        numbers: Tensor | Draw,
-        cache: TreeCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        caches = [] if cache is None else [cache]
-        # Asked for here, so that the tree has them before it is traced.
-        ancestors_BNN, depths_BN = tree.ancestors_BNN, tree.depths_BN
 
-        def sizes() -> list[tuple[Tensor, int]]:
-            by_row = [tree.sizes_B, *(each.lengths_B for each in caches)]
-            by_node = [tree.tokens_BN, tree.parents_BN, ancestors_BNN, depths_BN, output.features_BNF, scores_BNV]
-            given = [*by_node, numbers, tree.draft_probs_BNV, *(each.slots_BN for each in caches)]
-            both = [(tensor, i) for tensor in given if isinstance(tensor, Tensor) for i in (0, 1)]
-            return [(ancestors_BNN, 2), *((tensor, 0) for tensor in by_row), *both]
+def _kind(tree: DraftTree) -> Hashable:
+    """Trees that share a graph."""
+    drawn_shape = None if tree.draft_probs_BNV is None else tree.shape
+    return len(tree.sizes_B) == 1, tree.tokens_BN.shape[1] == 1, tree.max_depth, drawn_shape
 
-        drawn_shape = None if tree.draft_probs_BNV is None else tree.shape
-        kind = (len(tree.sizes_B) == 1, tree.tokens_BN.shape[1] == 1, tree.max_depth, drawn_shape)
-        decided: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = graph(
-            kind, sizes, lambda: caches, tree, output, scores_BNV, numbers, cache
-        )
-        return decided
+
+def _sizes(tree: DraftTree, beside: Sequence[Tensor], cache: TreeCache | None) -> list[tuple[Tensor, int]]:
+    """Rows and nodes of a tree, of what was computed for each of its nodes, and of a cache's places for them."""
+    by_row, by_node = [tree.sizes_B], [tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.ancestors_BNN, *beside]
+    if tree.draft_probs_BNV is not None:
+        by_node.append(tree.draft_probs_BNV)
+    if cache is not None:
+        by_row.append(cache.lengths_B)
+        by_node.append(cache.slots_BN)
+    both = [(tensor, dimension) for tensor in by_node for dimension in (0, 1)]
+    return [*((tensor, 0) for tensor in by_row), *both, (tree.ancestors_BNN, 2)]
