@@ -1,9 +1,9 @@
 """A function as one compiled graph for all lengths of text and sizes of tree, and the function itself to fall back on.
 
-On a CPU Inductor freezes the weights into the graph, in the order in which its kernels read them: the eager linear
-layers reach less than half of the memory's bandwidth. On a GPU the graph is replayed (CUDA graphs). A size of 1 is a
-graph of its own, all others share one: lengths are symbols in it. Inductor keeps what it compiled on disk, but on a CPU
-its kernels only: packed weights cannot be written, so a new process makes the graph around them again.
+On a CPU Inductor freezes the weights into the graph, in the order in which kernels read them (in bfloat16 our own): the
+eager linear layers reach less than half of the memory's bandwidth. On a GPU the graph is replayed (CUDA graphs). A size
+of 1 is a graph of its own, all others share one: lengths are symbols in it. Inductor keeps what it compiled on disk, but
+on a CPU its kernels only: packed weights cannot be written, so a new process makes the graph around them again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from .kernels import OwnKernels
+
 GRAPHS = 64
 """Graphs of one function, at most: one for each kind; torch's own limit is too small for batches that shrink."""
-ON_CPU = {"freezing": True, "cpp.enable_concat_linear": True}
-"""Inductor's options there: weights packed into the graph, and those that read the same input as one."""
+ON_CPU = {
+    "freezing": True,
+    "cpp.enable_concat_linear": True,
+    "emulate_precision_casts": True,
+    "post_grad_custom_pre_pass": OwnKernels(),
+}
+"""Inductor's options there: weights packed into the graph, those that read the same input as one, for our kernels; and
+values rounded where the model rounds them, in whichever way a graph is cut: a size of 1 says what all others say."""
 # Modules whose `patch` no annotation knows.
 inductor: Any = import_module("torch._inductor.config")
 symbols: Any = import_module("torch.fx.experimental._config")

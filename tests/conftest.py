@@ -47,7 +47,7 @@ def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFa
 
 
 def build_model(
-    vocab_size: int = 258, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float64
+    vocab_size: int = 258, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float64, head_dim: int = 8
 ) -> LlamaForCausalLM:
     """A random Llama whose next token really depends on its prefix."""
     torch.manual_seed(seed)
@@ -58,6 +58,7 @@ def build_model(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=None,
@@ -71,7 +72,7 @@ def build_model(
 
 @pytest.fixture
 def tiny_target() -> Callable[..., Target]:
-    """Builds a random target: `tiny_target(vocab_size=..., seed=..., layers=..., dtype=...)`."""
+    """Builds a random target: `tiny_target(vocab_size=..., seed=..., layers=..., dtype=..., head_dim=...)`."""
     return lambda **options: Target(build_model(**options).requires_grad_(False))
 
 

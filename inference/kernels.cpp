@@ -1,0 +1,170 @@
+// Linear layers and attention of a few tokens, where what counts is how fast weights and caches come from memory.
+//
+// Each row is computed by the same steps in the same order, however many rows there are and whatever lies in slots that
+// it does not see: what a token is given does not depend on the tokens that are checked beside it.
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Unroll.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+using Floats = at::vec::Vectorized<float>;
+using Halves = at::vec::Vectorized<BFloat16>;
+
+constexpr int64_t COLUMNS = Halves::size();                // computed together: two registers of float32
+constexpr int64_t ROWS = Floats::size() == 16 ? 12 : 5;  // that share a pass over weights: as registers can sum
+constexpr int64_t AHEAD = 4096;                            // bytes: weights are fetched so far before they are needed
+
+// How many rows each pass takes, at most: as equal as can be.
+int64_t rows_of_a_pass(int64_t rows) {
+  const int64_t passes = std::max<int64_t>((rows + ROWS - 1) / ROWS, 1);
+  return (rows + passes - 1) / passes;
+}
+
+// Calls `use` with the number of rows as a constant.
+template <int R = ROWS, typename Use>
+void with_rows(int64_t rows, const Use& use) {
+  if constexpr (R > 1)
+    if (rows < R) return with_rows<R - 1>(rows, use);
+  use(std::integral_constant<int, R>{});
+}
+
+// Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums.
+template <int R, typename Use>
+void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step, const Use& use) {
+  Floats left[R], right[R];  // in registers, where every loop over them is unrolled
+  const c10::ForcedUnroll<R> each;
+  each([&](auto r) { left[r] = right[r] = Floats(0); });
+  for (int64_t i = 0; i < inputs; i++, weight += step) {
+    __builtin_prefetch((const char*)weight + AHEAD);
+    const auto [first, second] = at::vec::convert_to_float<BFloat16>(Halves::loadu(weight));
+    each([&, &first = first, &second = second](auto r) {
+      const Floats input(rows[r * row_step + i]);
+      left[r] = at::vec::fmadd(input, first, left[r]);
+      right[r] = at::vec::fmadd(input, second, right[r]);
+    });
+  }
+  each([&](auto r) { use(r, left[r], right[r]); });
+}
+
+void store(BFloat16* to, Floats left, Floats right, int64_t count = COLUMNS) {
+  at::vec::convert_from_float<BFloat16>(left, right).store(to, count);
+}
+
+// [outputs, inputs] as [blocks, inputs, COLUMNS]: read from end to end, one block of outputs after another.
+Tensor pack(const Tensor& weight) {
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), blocks = (outputs + COLUMNS - 1) / COLUMNS;
+  Tensor padded = at::zeros({blocks * COLUMNS, inputs}, weight.options());
+  padded.narrow(0, 0, outputs).copy_(weight);
+  return padded.view({blocks, COLUMNS, inputs}).transpose(1, 2).contiguous();
+}
+
+Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
+  const Tensor rows = input.contiguous();
+  const int64_t inputs = input.size(-1), count = input.numel() / inputs, together = rows_of_a_pass(count);
+  std::vector<float> wide(rows.numel());
+  at::vec::convert(rows.const_data_ptr<BFloat16>(), wide.data(), rows.numel());
+  std::vector<int64_t> shape = input.sizes().vec();
+  shape.back() = outputs;
+  Tensor out = at::empty(shape, input.options());
+  const BFloat16* w = packed.const_data_ptr<BFloat16>();
+  const BFloat16* b = bias ? bias->const_data_ptr<BFloat16>() : nullptr;
+  BFloat16* y = out.mutable_data_ptr<BFloat16>();
+  at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t column = begin * COLUMNS; column < end * COLUMNS; column += COLUMNS) {
+      const int64_t there = std::min(COLUMNS, outputs - column);
+      Floats left(0), right(0);
+      if (b) std::tie(left, right) = at::vec::convert_to_float<BFloat16>(Halves::loadu(b + column, there));
+      for (int64_t row = 0; row < count; row += together)
+        with_rows(std::min(together, count - row), [&](auto R) {
+          BFloat16* to = y + row * outputs + column;
+          products<R>(wide.data() + row * inputs, inputs, inputs, w + column * inputs, COLUMNS,
+                      [&](int r, Floats a, Floats c) { store(to + r * outputs, a + left, c + right, there); });
+        });
+    }
+  });
+  return out;
+}
+
+// softmax(query . key * scale + mask) . value: query [batch, groups, rows, size], key and value [batch, groups, slots,
+// size], mask [batch or 1, groups or 1, rows, slots].
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
+  const int64_t batch = query.size(0), groups = query.size(1), rows = query.size(2), size = query.size(3);
+  const int64_t slots = key.size(2), room = (slots + COLUMNS - 1) / COLUMNS * COLUMNS;
+  const int64_t together = rows_of_a_pass(rows), passes = (rows + together - 1) / together;
+  TORCH_CHECK(size % COLUMNS == 0 && key.stride(3) == 1 && value.stride(3) == 1, "heads are rows of whole registers");
+  const Tensor queries = query.contiguous(), masks = mask.expand({batch, groups, rows, slots});
+  TORCH_CHECK(masks.stride(3) == 1 || slots == 1, "a mask is contiguous along its slots");
+  Tensor out = at::empty(query.sizes(), query.options());
+  const auto start = [](const Tensor& t, int64_t b, int64_t g) {
+    return t.const_data_ptr<BFloat16>() + b * t.stride(0) + g * t.stride(1);
+  };
+  BFloat16* y = out.mutable_data_ptr<BFloat16>();
+  at::parallel_for(0, batch * groups * passes, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> wide(together * size), scores(together * room), totals(together);
+    std::vector<BFloat16> turned(size * COLUMNS);
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t b = task / (groups * passes), g = task / passes % groups, row = task % passes * together;
+      const int64_t count = std::min(together, rows - row);
+      const BFloat16 *k = start(key, b, g), *v = start(value, b, g), *m = start(masks, b, g) + row * masks.stride(2);
+      at::vec::convert(start(queries, b, g) + row * size, wide.data(), count * size);
+      with_rows(count, [&](auto R) {
+        for (int64_t slot = 0; slot < slots; slot += COLUMNS) {
+          const int64_t there = std::min(COLUMNS, slots - slot);
+          for (int64_t from = 0; from < size; from += COLUMNS)
+            at::vec::transpose_mxn<BFloat16>(k + slot * key.stride(2) + from, key.stride(2),
+                                             turned.data() + from * COLUMNS, COLUMNS, there, COLUMNS);
+          products<R>(wide.data(), size, size, turned.data(), COLUMNS, [&](int r, Floats left, Floats right) {
+            const auto [first, second] =
+                at::vec::convert_to_float<BFloat16>(Halves::loadu(m + r * masks.stride(2) + slot, there));
+            float* to = scores.data() + r * room + slot;
+            at::vec::fmadd(left, Floats(scale), first).store(to);
+            at::vec::fmadd(right, Floats(scale), second).store(to + Floats::size());
+            std::fill(to + there, to + COLUMNS, -std::numeric_limits<float>::infinity());
+          });
+        }
+        for (int r = 0; r < R; r++) {
+          float* its = scores.data() + r * room;
+          const Floats most(at::vec::reduce_all<float>([](auto& x, auto& y) { return at::vec::maximum(x, y); }, its, room));
+          at::vec::map<float>([&](auto x) { return (x - most).exp_u20(); }, its, its, room);
+        }
+        // Slot by slot, for one that is not seen adds zero: the others add up alike wherever they lie.
+        std::fill(totals.begin(), totals.end(), 0.0f);
+        for (int64_t slot = 0; slot < slots; slot++)
+          for (int r = 0; r < R; r++) totals[r] += scores[r * room + slot];
+        BFloat16* to = y + ((b * groups + g) * rows + row) * size;
+        for (int64_t from = 0; from < size; from += COLUMNS)
+          products<R>(scores.data(), room, slots, v + from, value.stride(2), [&](int r, Floats left, Floats right) {
+            store(to + r * size + from, left / Floats(totals[r]), right / Floats(totals[r]));
+          });
+      });
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(headstart, library) {
+  library.def("pack(Tensor weight) -> Tensor");
+  library.def("linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  library.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(headstart, CPU, library) {
+  library.impl("pack", &pack);
+  library.impl("linear", &linear);
+  library.impl("attention", &attention);
+}
