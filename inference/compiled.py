@@ -2,8 +2,8 @@
 
 On a CPU Inductor freezes the weights into the graph, in the order in which kernels read them (in bfloat16 our own): the
 eager linear layers reach less than half of the memory's bandwidth. On a GPU the graph is replayed (CUDA graphs). A size
-of 1 is a graph of its own, all others share one: lengths are symbols in it. Inductor keeps what it compiled on disk, but
-on a CPU its kernels only: packed weights cannot be written, so a new process makes the graph around them again.
+of 1 is a graph of its own, all others share one: lengths are symbols in it. Inductor keeps what it compiled on disk,
+but on a CPU its kernels only: packed weights cannot be written, so a new process makes the graph around them again.
 """
 
 from __future__ import annotations

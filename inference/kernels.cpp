@@ -23,9 +23,9 @@ using at::Tensor;
 using Floats = at::vec::Vectorized<float>;
 using Halves = at::vec::Vectorized<BFloat16>;
 
-constexpr int64_t COLUMNS = Halves::size();                // computed together: two registers of float32
-constexpr int64_t ROWS = Floats::size() == 16 ? 12 : 5;  // that share a pass over weights: as registers can sum
-constexpr int64_t AHEAD = 4096;                            // bytes: weights are fetched so far before they are needed
+constexpr int64_t COLUMNS = Halves::size();              // computed together: two registers of float32
+constexpr int64_t ROWS = Floats::size() == 16 ? 12 : 5;  // share a pass over weights: as many as registers can sum
+constexpr int64_t AHEAD = 4096;                          // bytes: weights are fetched so far before they are needed
 
 // How many rows each pass takes, at most: as equal as can be.
 int64_t rows_of_a_pass(int64_t rows) {
@@ -43,7 +43,8 @@ void with_rows(int64_t rows, const Use& use) {
 
 // Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums.
 template <int R, typename Use>
-void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step, const Use& use) {
+void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step,
+              const Use& use) {
   Floats left[R], right[R];  // in registers, where every loop over them is unrolled
   const c10::ForcedUnroll<R> each;
   each([&](auto r) { left[r] = right[r] = Floats(0); });
@@ -135,10 +136,11 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
             std::fill(to + there, to + COLUMNS, -std::numeric_limits<float>::infinity());
           });
         }
+        const auto larger = [](Floats& x, Floats& y) { return at::vec::maximum(x, y); };
         for (int r = 0; r < R; r++) {
           float* its = scores.data() + r * room;
-          const Floats most(at::vec::reduce_all<float>([](auto& x, auto& y) { return at::vec::maximum(x, y); }, its, room));
-          at::vec::map<float>([&](auto x) { return (x - most).exp_u20(); }, its, its, room);
+          const Floats most(at::vec::reduce_all<float>(larger, its, room));
+          at::vec::map<float>([&](Floats x) { return (x - most).exp_u20(); }, its, its, room);
         }
         // Slot by slot, for one that is not seen adds zero: the others add up alike wherever they lie.
         std::fill(totals.begin(), totals.end(), 0.0f);
