@@ -11,7 +11,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -133,14 +132,13 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
             float* to = scores.data() + r * room + slot;
             at::vec::fmadd(left, Floats(scale), first).store(to);
             at::vec::fmadd(right, Floats(scale), second).store(to + Floats::size());
-            std::fill(to + there, to + COLUMNS, -std::numeric_limits<float>::infinity());
           });
         }
         const auto larger = [](Floats& x, Floats& y) { return at::vec::maximum(x, y); };
         for (int r = 0; r < R; r++) {
           float* its = scores.data() + r * room;
-          const Floats most(at::vec::reduce_all<float>(larger, its, room));
-          at::vec::map<float>([&](Floats x) { return (x - most).exp_u20(); }, its, its, room);
+          const Floats most(at::vec::reduce_all<float>(larger, its, slots));
+          at::vec::map<float>([&](Floats x) { return (x - most).exp_u20(); }, its, its, slots);
         }
         // Slot by slot, for one that is not seen adds zero: the others add up alike wherever they lie.
         std::fill(totals.begin(), totals.end(), 0.0f);

@@ -57,6 +57,21 @@ def test_float32_answers_are_those_of_generate_up_to_ties():
     assert len(ties) <= 0.05 * answered
 
 
+def test_compiled_bfloat16_answers_are_those_of_plain_steps_to_the_last_bit():
+    target, tokenizer = Target.from_pretrained(SOURCE, dtype=torch.bfloat16), load_tokenizer(SOURCE)
+    plain = SpeculativeLM.from_pretrained(target, compile=True)
+    fast = SpeculativeLM.from_pretrained(target, head=HEAD, compile=True)
+    settings = {"max_new_tokens": 128, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for path in prompt_files():
+        for messages in read_prompts(path, 40):
+            ids = prompt_ids(tokenizer, messages)
+            expected, found = (
+                lm.generate(ids, attention_mask=torch.ones_like(ids), **settings) for lm in (plain, fast)
+            )
+            assert torch.equal(found.sequences, expected.sequences), (path, messages)
+            assert all(map(torch.equal, found.logits, expected.logits)), (path, messages)
+
+
 TOKENS, TOP_K, SAMPLES, BATCH = 4, 4, 1024, 64
 
 
