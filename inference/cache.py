@@ -7,6 +7,7 @@ by a bucket. `keep` then moves the accepted nodes' entries together and the rest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -54,17 +55,25 @@ class TreeCache(Cache):
     """The cache of one `generate` call.
 
     Each layer has its own tensors [batch, heads, capacity, head size], allocated at the first forward, when the model
-    shows its shapes.
+    shows its shapes, if they are not known yet.
     """
 
-    def __init__(self, num_layers: int, batch_size: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, batch_size: int, device: torch.device, states: Sequence[Tensor] = ()) -> None:
+        """An empty cache.
+
+        Args:
+            num_layers: of the model.
+            batch_size: rows.
+            device: of the cache.
+            states: what `states` of an earlier cache of the model said.
+        """
         super().__init__(layers=[_TreeLayer(self, i) for i in range(num_layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.capacity = 0
         self.used = 0
         """Slots, in whole steps, that hold all rows and the next forward's tokens."""
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        empty = [state.new_empty(batch_size, state.shape[1], 0, state.shape[3]) for state in states]
+        self.keys, self.values = empty[: len(empty) // 2], empty[len(empty) // 2 :]
         self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
         self.read = 0
         """Tokens of every row that came with the prompts, padding too."""
@@ -131,6 +140,10 @@ class TreeCache(Cache):
     def sizes(self) -> list[tuple[Tensor, int]]:
         """All tensors, with the dimensions whose size differs between rounds: rows and slots."""
         return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
+
+    def states(self) -> list[Tensor]:
+        """What keys and values of every layer look like, as tensors without rows and slots."""
+        return [states.new_empty(0, states.shape[1], 0, states.shape[3]) for states in (*self.keys, *self.values)]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new entries and return all that is shown; called by the model's attention, layer by layer."""

@@ -79,8 +79,9 @@ class DraftModel:
         depths_BA = torch.arange(accepted, device=tokens_BA.device).expand_as(tokens_BA)
         # Behind a passage of a prompt there is always more, so its logits are not wanted.
         wanted = accepted <= self.max_depth + 2
+        kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
         output = self.model.forward_nodes(
-            tokens_BA, seen_BAA.expand(len(tokens_BA), -1, -1), depths_BA, state.longest, state.cache, (), wanted
+            tokens_BA, seen_BAA.expand(len(tokens_BA), -1, -1), depths_BA, state.longest, state.cache, (), kept_K
         )
         state.cache.commit(lengths_B)
         root_BV = state.root_BV

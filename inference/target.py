@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ..heads import TargetEnds, TargetInfo
-from ..heads.attention import repeated
+from ..heads.attention import FEW, repeated
 from . import attention
 from .cache import TreeCache
 from .compiled import Graph
@@ -57,6 +57,8 @@ class Target:
         self.own_attention = attention.usable(model, self.config)
         self.graph: Graph | None = None
         """The compiled forward over a tree; see `compile`."""
+        self._states: list[Tensor] = []
+        """What a layer's keys and values look like, where prompts are read in that graph too."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
@@ -105,8 +107,16 @@ class Target:
         return cls(cast(PreTrainedModel, frozen), str(source))
 
     def compile(self) -> None:
-        """Run forwards over trees in a graph, compiled when one is first asked for; weights must not change then."""
+        """Run forwards over trees in a graph, compiled when one is first asked for; weights must not change then.
+
+        On a CPU prompts are read in that graph too, as chains: its linear layers are faster than eager ones.
+        """
         if self.graph is None:
+            if self.device.type == "cpu" and self.own_attention:
+                token_11, probe = torch.zeros(1, 1, dtype=torch.int64), self.new_cache(1)
+                with torch.inference_mode():  # with features: transformers hooks in what shows them, by a lock
+                    self.read_chunk(token_11, 1, probe, (-1,), [])
+                self._states = probe.states()
             self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
 
     def merge_adapter(self, folder: str | Path) -> None:
@@ -163,7 +173,7 @@ class Target:
 
     def new_cache(self, batch_size: int) -> TreeCache:
         """An empty cache for this model."""
-        return TreeCache(self.info.num_layers, batch_size, self.device)
+        return TreeCache(self.info.num_layers, batch_size, self.device, self._states)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -182,6 +192,8 @@ class Target:
         """
         size = tokens_BT.shape[1]
         cache.place(size, max(longest - size, 0))
+        if self.graph is not None and self._states and size > 1:
+            return self._read_as_chains(tokens_BT, cache, layers, kept)
         if self.own_attention and self.attention_kinds == ("full_attention",):
             cache.shown, masks = cache.read + size, None
         else:
@@ -193,6 +205,28 @@ class Target:
         cache.commit(torch.full_like(cache.lengths_B, size))
         cache.read += size
         return output
+
+    def _read_as_chains(
+        self, tokens_BT: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        """`read_chunk` by the graph of the trees: in pieces of no more nodes than a tree may have there."""
+        batch, size = tokens_BT.shape
+        most = max(FEW // (self.info.num_attention_heads // self.info.num_key_value_heads), 4)
+        logits, features = [], []
+        start = 0
+        for piece_BN in tokens_BT.tensor_split(-(-size // most), dim=1):
+            nodes = piece_BN.shape[1]
+            seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(batch, -1, -1)
+            depths_BN = torch.arange(nodes).expand(batch, -1)
+            # Two places more: none and one would be graphs of their own.
+            places_K = torch.tensor([0, 0, *(place - start for place in kept if start <= place < start + nodes)])
+            output = self.forward_nodes(piece_BN, seen_BNN, depths_BN, cache.read, cache, layers, places_K)
+            cache.commit(torch.full_like(cache.lengths_B, nodes))
+            cache.read += nodes
+            logits.append(output.logits_BNV[:, 2:])
+            features.append(output.features_BNF)
+            start += nodes
+        return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         """One forward over all nodes; each sees the cache's committed tokens and its own path.
@@ -209,7 +243,7 @@ class Target:
         longest: int,
         cache: TreeCache,
         layers: tuple[int, ...],
-        logits: bool = True,
+        kept_K: Tensor | None = None,
     ) -> TargetOutput:
         """One forward over the last N of M nodes; the others were written by forwards before, none is committed.
 
@@ -220,21 +254,22 @@ class Target:
             longest: length of the longest row.
             cache: where entries go.
             layers: whose features are wanted.
-            logits: False for none at all, where a text is only read.
+            kept_K: the new nodes whose logits are wanted; None for all.
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.place(new, longest, nodes - new)
         positions_BN, masks = self.sight(seen_BNM, depths_BM, cache)
-        kept = 0 if logits else torch.empty(0, dtype=torch.int64, device=self.device)
-        given = (tokens_BN, positions_BN, masks, cache, layers, kept)
-        if self.graph is None or not cache.keys or not logits:
+        if kept_K is None:
+            kept_K = torch.arange(new, device=self.device)
+        given = (tokens_BN, positions_BN, masks, cache, layers, kept_K)
+        if self.graph is None or not cache.keys or not len(kept_K):
             return self._ask(self._run, *given)
 
         def sizes() -> list[tuple[Tensor, int]]:
             nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             every = masks.values() if isinstance(masks, dict) else [masks]
             of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
-            return [*nodes_of, *of_masks]
+            return [*nodes_of, *of_masks, (kept_K, 0)]
 
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
         return self._ask(self.graph, kind, sizes, lambda: [cache], *given)

@@ -76,7 +76,34 @@ def test_the_same_tokens_by_one_graph_of_each_kind(tiny_target, case):
         for row, expected in zip(prompts(), alone(target), strict=True):
             output = lm.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)
             assert output.sequences[0, len(row) :].tolist() == expected
-    assert counters["stats"]["unique_graphs"] == (2 if case == "plain" else 4)
+    assert counters["stats"]["unique_graphs"] == (3 if case == "plain" else 4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prompts_are_read_in_the_graph_of_the_trees(tiny_target, rows):
+    """In pieces: more than fit into one, and of any size; what is kept and shown is as it was."""
+    target, layers = tiny_target(), (0, -1)
+    text, kept = torch.randint(258, (rows, 300), generator=torch.Generator().manual_seed(0)), [[0, 127, 128], [2, 41]]
+
+    def read():
+        cache = target.new_cache(rows)
+        chunks = zip(text.split(258, dim=1), kept, strict=True)
+        with torch.inference_mode():
+            return cache, [target.read_chunk(chunk, 300, cache, layers, places) for chunk, places in chunks]
+
+    eager, expected = read()
+    target.compile()
+    counters.clear()
+    cache, found = read()
+    assert counters["stats"]["unique_graphs"] == 1 and not target.graph.broken
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.logits_BNV.shape == theirs.logits_BNV.shape
+        torch.testing.assert_close(mine.logits_BNV, theirs.logits_BNV, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine.features_BNF, theirs.features_BNF, rtol=0, atol=1e-6)
+    assert cache.read == eager.read == 300 and torch.equal(cache.lengths_B, eager.lengths_B)
+    for mine, theirs in zip((*cache.keys, *cache.values), (*eager.keys, *eager.values), strict=True):
+        torch.testing.assert_close(mine[:, :, :300], theirs[:, :, :300], rtol=0, atol=1e-6)
 
 
 @needs_compiler

@@ -68,7 +68,14 @@ def attention_case(batch, groups, rows, slots, size):
     return query, key[:, :, :slots], value[:, :, :slots], mask
 
 
-CASES = [(1, 3, 3, 300, 64), (2, 2, 5, 33, 32), (1, 1, 25, 17, 128), (3, 1, 13, 64, 256), (1, 2, 1, 1, 96), (1, 8, 6, 3000, 128)]
+CASES = [
+    (1, 3, 3, 300, 64),
+    (2, 2, 5, 33, 32),
+    (1, 1, 25, 17, 128),
+    (3, 1, 13, 64, 256),
+    (1, 2, 1, 1, 96),
+    (1, 8, 6, 3000, 128),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,10 +96,15 @@ def test_attention_of_a_row_does_not_depend_on_the_others(case):
             assert torch.equal(ops.attention(query[at], key[b : b + 1], value[b : b + 1], mask[at], 0.2), found[at])
 
 
+@pytest.mark.parametrize("even", [False, True], ids=["drawn", "between two numbers"])
 @pytest.mark.parametrize("case", CASES)
-def test_attention_does_not_depend_on_where_the_slots_lie_that_are_seen(case):
+def test_attention_does_not_depend_on_where_the_slots_lie_that_are_seen(case, even):
     """Each row, its seen slots moved together: what an accepted path is when the next round reads it."""
     query, key, value, mask = attention_case(*case)
+    if even:  # each key twice, with values side by side: the least change of a sum rounds to the other one
+        slots = torch.arange(case[3])
+        key, mask = key[:, :, slots // 2 * 2], mask[..., slots // 2 * 2]
+        value = (1 + slots % 2 * 2.0**-7).to(BF16)[:, None].repeat(case[0], case[1], 1, case[4])
     found = ops.attention(query, key, value, mask, 0.2)
     for b in range(case[0]):
         for row in range(case[2]):
@@ -132,6 +144,19 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(tiny_target):
             assert torch.equal(step.logits_BNV[:, 0], tree.logits_BNV[:, node])
             assert torch.equal(step.features_BNF[:, 0], tree.features_BNF[:, node])
     assert not target.graph.broken
+
+
+def test_a_prompt_is_read_alike_in_pieces_of_any_size(tiny_target):
+    target = wide(tiny_target)
+    target.compile()
+    text = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(0))
+    read = []
+    for sizes in ([200], [3, 150, 47]):
+        cache = target.new_cache(1)
+        with torch.inference_mode():
+            outputs = [target.read_chunk(piece, 200, cache, (0,), [1]) for piece in text.split(sizes, dim=1)]
+        read.append(torch.cat([output.features_BNF for output in outputs], dim=1))
+    assert torch.equal(*read)
 
 
 def test_speculation_writes_what_plain_steps_write_to_the_last_bit(tiny_target):
