@@ -7,8 +7,7 @@ Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -17,18 +16,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     AutoModelForCausalLM,
     GgufConfig,
     PreTrainedModel,
 )
 
-from ..heads import TargetEnds, TargetInfo
+from ..heads import TargetEnds
 from ..heads.attention import FEW, repeated
 from . import attention
 from .cache import TreeCache
 from .compiled import Graph
+from .facts import fingerprint, norm_and_blocks, target_info
 from .families import attention_kinds
 from .rounds import TargetOutput
 from .sources import locate, refuse_loading_options
@@ -60,7 +59,7 @@ class Target:
         self._states: list[Tensor] = []
         """What a layer's keys and values look like, where prompts are read in that graph too."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
-        self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *_norm_and_blocks(model))
+        self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
 
     @staticmethod
@@ -142,7 +141,7 @@ class Target:
             "revision": getattr(self.model.config, "_commit_hash", None),
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": None if method is None else str(getattr(method, "value", method)),
-            "weights": _fingerprint(self.model),
+            "weights": fingerprint(self.model),
         }
 
     @property
@@ -386,49 +385,3 @@ class Target:
         if not layers:
             return torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
         return torch.cat([hidden_states[self._index(layer)].to(self.device) for layer in layers], dim=-1)
-
-
-def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:
-    """A model's dimensions from its transformers config; where it has no word for one, what Llama would take."""
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in rope:  # one for each kind of attention
-        rope = rope["full_attention"]
-    full = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-    eps = next((getattr(config, word) for word in ("rms_norm_eps", "layer_norm_eps") if hasattr(config, word)), 1e-5)
-    act = next((getattr(config, word) for word in ("hidden_act", "hidden_activation") if hasattr(config, word)), "silu")
-    return TargetInfo(
-        name=name,
-        hidden_size=config.hidden_size,
-        vocab_size=vocab_size,
-        num_layers=config.num_hidden_layers,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        hidden_act=act,
-        rms_norm_eps=eps,
-        max_positions=getattr(config, "max_position_embeddings", 2**31 - 1),
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **full},
-    )
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """A hash of a few values of every weight, rounded to bfloat16: the same in all dtypes, another after training."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        # Weight-only quantisation (torchao) keeps its weights in tensors that know few operations.
-        plain = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
-        first = plain.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + first.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _norm_and_blocks(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[torch.nn.Module]]:
-    """The final norm and the decoder blocks, by the names that transformers gives them."""
-    body = model.base_model
-    body = getattr(body, "language_model", body)
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-    norm = next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity())
-    blocks = next((getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name)), ())
-    return norm, cast(Sequence[torch.nn.Module], blocks)
