@@ -213,8 +213,9 @@ class Target:
         most = max(FEW // (self.info.num_attention_heads // self.info.num_key_value_heads), 4)
         logits, features = [], []
         start = 0
-        for piece_BN in tokens_BT.tensor_split(-(-size // most), dim=1):
-            nodes = piece_BN.shape[1]
+        for piece in tokens_BT.tensor_split(-(-size // most), dim=1):
+            # A graph knows its arguments by their strides too, even where there is but one row.
+            piece_BN, nodes = piece.flatten().view_as(piece), piece.shape[1]
             seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(batch, -1, -1)
             depths_BN = torch.arange(nodes).expand(batch, -1)
             # Two places more: none and one would be graphs of their own.
