@@ -2,22 +2,21 @@
 
     python benchmarks/linear.py
 
-Both read every weight once for each check; beside them stands the time that as many bytes take to be summed.
+Both read every weight once for each check, so their floor is the bytes at the memory's bandwidth, which stands above.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from headstart.inference import Target, kernels
 from headstart.train.console import console
-from headstart.train.evaluate import turns
+from headstart.train.evaluate import seconds_in_turns
+from headstart.train.floors import memory_bandwidth
 from headstart.train.provenance import provenance
 
 REPEATS = 15
@@ -37,12 +36,13 @@ def main() -> None:
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, 4) for weight in weights]
     ours = [torch.ops.headstart.pack(weight) for weight in weights]
     size = sum(weight.nbytes for weight in weights)
-    floor = torch.zeros(size // 4)
+    bandwidth = memory_bandwidth(torch.device("cpu"))
     lines = [
-        f"Hardware: {provenance()['hardware']}. {len(weights)} layers, {size / 1e6:.0f} MB.",
+        f"Hardware: {provenance()['hardware']}. {len(weights)} layers, {size / 1e6:.0f} MB, which take "
+        f"{1e3 * size / bandwidth:.1f} ms at {bandwidth / 1e9:.0f} GB/s.",
         "",
-        "| tokens | oneDNN, ms | ours, ms | the bytes summed, ms |",
-        "|---|---|---|---|",
+        "| tokens | oneDNN, ms | ours, ms |",
+        "|---|---|---|",
     ]
     for tokens in args.tokens:
         rows = {inputs: torch.randn(tokens, inputs, dtype=torch.bfloat16) for inputs in {w.shape[1] for w in weights}}
@@ -55,22 +55,11 @@ def main() -> None:
             for weight, packed in zip(weights, ours, strict=True):
                 torch.ops.headstart.linear(rows[weight.shape[1]], packed, None, weight.shape[0])
 
-        taken = medians({"oneDNN": by_onednn, "ours": by_ours, "summed": floor.sum})
-        lines.append(f"| {tokens} | " + " | ".join(f"{1e3 * seconds:.1f}" for seconds in taken.values()) + " |")
+        taken = seconds_in_turns({"oneDNN": by_onednn, "ours": by_ours}, REPEATS)
+        medians = (f"{1e3 * statistics.median(seconds):.1f}" for seconds in taken.values())
+        lines.append(f"| {tokens} | " + " | ".join(medians) + " |")
     Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     console.print("\n".join(lines), markup=False)
-
-
-def medians(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median of each side's seconds."""
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(REPEATS + 1):
-        for name in turns([*sides], number):
-            start = time.perf_counter()
-            sides[name]()
-            if number > 0:
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
     python benchmarks/rounds.py
 
-Bare compiled forwards in turns, medians; the prefill of 2,048 tokens beside that of the stock model, in turns too.
+Bare compiled forwards in turns, medians; the prefill of 2,048 tokens beside that of the stock model, in turns too: ours
+as it is and by the compiled graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headstart.inference import Target
 from headstart.train.console import console
+from headstart.train.evaluate import seconds_in_turns
 from headstart.train.expected import forward_seconds
 from headstart.train.provenance import provenance
 
@@ -43,15 +44,11 @@ def main() -> None:
     def texts(rows: int, length: int) -> Tensor:
         return torch.randint(1, target.info.vocab_size, (rows, length), generator=generator)
 
-    ours, stock = prefills(target, texts(1, PREFILL))
-    milliseconds = [f"{1000 * statistics.median(seconds):.0f} ms" for seconds in (ours, stock)]
-    lines = [
-        f"Hardware: {provenance()['hardware']}; bfloat16. Milliseconds of a compiled forward.",
-        "",
-        f"Prefill of {PREFILL} tokens: ours {milliseconds[0]}, the stock model {milliseconds[1]}, ratio "
-        f"{ratio(ours, stock)}.",
-    ]
+    lines = [f"Hardware: {provenance()['hardware']}; bfloat16. Milliseconds of a compiled forward.", ""]
+    lines.append(f"Prefill of {PREFILL} tokens: " + prefills(target, texts(1, PREFILL)))
     target.compile()
+    lines.append("Compiled: " + prefills(target, texts(1, PREFILL)))
+    console.print("\n".join(lines), markup=False)
     lines += table("context", CONTEXTS, lambda length: forward_seconds(target, texts(1, length), NODES, ()))
     lines += table(
         f"rows, {BATCH_CONTEXT} tokens each",
@@ -72,8 +69,8 @@ def table(what: str, sizes: tuple[int, ...], timed: Callable[[int], dict[int, fl
     return lines
 
 
-def prefills(target: Target, text_1T: Tensor) -> tuple[list[float], list[float]]:
-    """Seconds of reading a text into an empty cache and of its last logits, by us and by the stock model."""
+def prefills(target: Target, text_1T: Tensor) -> str:
+    """What reading a text into an empty cache and its last logits take us and the stock model."""
 
     def ours() -> None:
         target.read_chunk(text_1T, text_1T.shape[1], target.new_cache(1), (), [text_1T.shape[1] - 1])
@@ -81,14 +78,12 @@ def prefills(target: Target, text_1T: Tensor) -> tuple[list[float], list[float]]
     def stock() -> None:
         target.model(text_1T, use_cache=True, logits_to_keep=1)
 
-    taken: dict[Callable[[], None], list[float]] = {ours: [], stock: []}
-    for turn in range(REPEATS + 1):
-        for side in (ours, stock) if turn % 2 else (stock, ours):
-            start = time.perf_counter()
-            side()
-            if turn > 0:
-                taken[side].append(time.perf_counter() - start)
-    return taken[ours], taken[stock]
+    taken = seconds_in_turns({"ours": ours, "stock": stock}, REPEATS)
+    milliseconds = {side: f"{1000 * statistics.median(seconds):.0f} ms" for side, seconds in taken.items()}
+    return (
+        f"ours {milliseconds['ours']}, the stock model {milliseconds['stock']}, ratio "
+        f"{ratio(taken['ours'], taken['stock'])}."
+    )
 
 
 if __name__ == "__main__":

@@ -75,14 +75,10 @@ class DraftModel:
     def observe(self, state: ModelState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor) -> ModelState:
         """Read what was committed; row b's first `lengths_B[b]` tokens count."""
         accepted = tokens_BA.shape[1]
-        seen_BAA = torch.ones(accepted, accepted, dtype=torch.bool, device=tokens_BA.device).tril()
-        depths_BA = torch.arange(accepted, device=tokens_BA.device).expand_as(tokens_BA)
         # Behind a passage of a prompt there is always more, so its logits are not wanted.
         wanted = accepted <= self.max_depth + 2
         kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
-        output = self.model.forward_nodes(
-            tokens_BA, seen_BAA.expand(len(tokens_BA), -1, -1), depths_BA, state.longest, state.cache, (), kept_K
-        )
+        output = self.model.forward_chain(tokens_BA, state.longest, state.cache, (), kept_K)
         state.cache.commit(lengths_B)
         root_BV = state.root_BV
         if wanted:

@@ -50,12 +50,10 @@ class OwnKernels(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Changes the graph in place."""
-        packed, attention = (
-            torch.ops.mkldnn._linear_pointwise,
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        )
-        linears = [node for node in graph.find_nodes(op="call_function", target=packed.default) if _plain_linear(node)]
-        attentions = [node for node in graph.find_nodes(op="call_function", target=attention.default) if _masked(node)]
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        linears = [node for node in graph.find_nodes(op="call_function", target=linear) if _plain_linear(node)]
+        attentions = [node for node in graph.find_nodes(op="call_function", target=attention) if _masked(node)]
         if (linears or attentions) and loaded():
             for node in linears:
                 _swap_linear(graph, node)

@@ -209,18 +209,15 @@ class Target:
         self, tokens_BT: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
         """`read_chunk` by the graph of the trees: in pieces of no more nodes than a tree may have there."""
-        batch, size = tokens_BT.shape
+        size = tokens_BT.shape[1]
         most = max(FEW // (self.info.num_attention_heads // self.info.num_key_value_heads), 4)
-        logits, features = [], []
-        start = 0
+        logits, features, start = [], [], 0
         for piece in tokens_BT.tensor_split(-(-size // most), dim=1):
             # A graph knows its arguments by their strides too, even where there is but one row.
             piece_BN, nodes = piece.flatten().view_as(piece), piece.shape[1]
-            seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(batch, -1, -1)
-            depths_BN = torch.arange(nodes).expand(batch, -1)
             # Two places more: none and one would be graphs of their own.
             places_K = torch.tensor([0, 0, *(place - start for place in kept if start <= place < start + nodes)])
-            output = self.forward_nodes(piece_BN, seen_BNN, depths_BN, cache.read, cache, layers, places_K)
+            output = self.forward_chain(piece_BN, cache.read, cache, layers, places_K)
             cache.commit(torch.full_like(cache.lengths_B, nodes))
             cache.read += nodes
             logits.append(output.logits_BNV[:, 2:])
@@ -234,6 +231,20 @@ class Target:
         The nodes' entries are in the cache afterwards, but not committed: `cache.keep` does that.
         """
         return self.forward_nodes(tree.tokens_BN, tree.ancestors_BNN, tree.depths_BN, longest, cache, layers)
+
+    def forward_chain(
+        self,
+        tokens_BN: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> TargetOutput:
+        """`forward_nodes` over tokens that follow one another."""
+        batch, nodes = tokens_BN.shape
+        seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
+        depths_BN = torch.arange(nodes, device=self.device).expand_as(tokens_BN)
+        return self.forward_nodes(tokens_BN, seen_BNN, depths_BN, longest, cache, layers, kept_K)
 
     def forward_nodes(
         self,

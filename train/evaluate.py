@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -131,6 +132,18 @@ def turns(sides: Sequence[Key], number: int) -> list[Key]:
     """The order of the sides of a comparison at its `number`-th prompt: each time another one begins."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
+
+
+def seconds_in_turns(sides: Mapping[Key, Callable[[], object]], repeats: int) -> dict[Key, list[float]]:
+    """Of so many calls of each side, after one that is not counted."""
+    taken: dict[Key, list[float]] = {name: [] for name in sides}
+    for number in range(repeats + 1):
+        for name in turns(list(sides), number):
+            start = time.perf_counter()
+            sides[name]()
+            if number > 0:
+                taken[name].append(time.perf_counter() - start)
+    return taken
 
 
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:

@@ -138,6 +138,14 @@ def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, 
     return target, head.eval().requires_grad_(False)
 
 
+def drafter_for(head: DraftHead, nodes: int, target: Target) -> Drafter:
+    """Of trees of so many nodes: nothing, a chain, or the best of a dynamic tree."""
+    if nodes == 1:
+        return RootOnly()
+    shape = TreeShape.chain(nodes - 1) if nodes <= DEPTH else DynamicShape(nodes, DEPTH, WIDTH)
+    return drafter_of(head, shape, target.ends)
+
+
 @torch.inference_mode()
 def rounds_of(
     target: Target,
@@ -150,13 +158,7 @@ def rounds_of(
     repeats: int,
 ) -> dict[str, Any]:
     """Milliseconds of a round's parts behind a text of some length, whose cache holds anything."""
-    drafter: Drafter
-    if nodes == 1:
-        drafter = RootOnly()
-    elif nodes <= DEPTH:
-        drafter = drafter_of(head, TreeShape.chain(nodes - 1), target.ends)
-    else:
-        drafter = drafter_of(head, DynamicShape(nodes, DEPTH, WIDTH), target.ends)
+    drafter = drafter_for(head, nodes, target)
     if target.graph is not None:
         drafter.compile()
     room = (repeats + 3) * (DEPTH + 1)
