@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -40,8 +41,19 @@ void with_rows(int64_t rows, const Use& use) {
   use(std::integral_constant<int, R>{});
 }
 
+std::tuple<Floats, Floats> in_a_row(const BFloat16* weight) {
+  return at::vec::convert_to_float<BFloat16>(Halves::loadu(weight));
+}
+
+// Of columns 0, n, 1, n + 1, ... for n floats in a register, as `pack` lays them: a float's upper half is a bfloat16.
+std::tuple<Floats, Floats> in_pairs(const BFloat16* weight) {
+  using Pairs = at::vec::Vectorized<int32_t>;
+  const Pairs pairs = Pairs::loadu(weight);
+  return {at::vec::cast<float>(pairs << Pairs(16)), at::vec::cast<float>(pairs & Pairs(-1 << 16))};
+}
+
 // Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums.
-template <int R, typename Use>
+template <int R, auto& widened = in_a_row, typename Use>
 void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step,
               const Use& use) {
   Floats left[R], right[R];  // in registers, where every loop over them is unrolled
@@ -49,7 +61,7 @@ void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat1
   each([&](auto r) { left[r] = right[r] = Floats(0); });
   for (int64_t i = 0; i < inputs; i++, weight += step) {
     __builtin_prefetch((const char*)weight + AHEAD);
-    const auto [first, second] = at::vec::convert_to_float<BFloat16>(Halves::loadu(weight));
+    const auto [first, second] = widened(weight);
     each([&, &first = first, &second = second](auto r) {
       const Floats input(rows[r * row_step + i]);
       left[r] = at::vec::fmadd(input, first, left[r]);
@@ -63,12 +75,13 @@ void store(BFloat16* to, Floats left, Floats right, int64_t count = COLUMNS) {
   at::vec::convert_from_float<BFloat16>(left, right).store(to, count);
 }
 
-// [outputs, inputs] as [blocks, inputs, COLUMNS]: read from end to end, one block of outputs after another.
+// [outputs, inputs] as [blocks, inputs, COLUMNS]: read from end to end, one block of outputs after another. The two
+// halves of a row's columns take turns, so that two instructions make floats of both.
 Tensor pack(const Tensor& weight) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1), blocks = (outputs + COLUMNS - 1) / COLUMNS;
   Tensor padded = at::zeros({blocks * COLUMNS, inputs}, weight.options());
   padded.narrow(0, 0, outputs).copy_(weight);
-  return padded.view({blocks, COLUMNS, inputs}).transpose(1, 2).contiguous();
+  return padded.view({blocks, 2, COLUMNS / 2, inputs}).permute({0, 3, 2, 1}).contiguous();
 }
 
 Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
@@ -90,8 +103,9 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
       for (int64_t row = 0; row < count; row += together)
         with_rows(std::min(together, count - row), [&](auto R) {
           BFloat16* to = y + row * outputs + column;
-          products<R>(wide.data() + row * inputs, inputs, inputs, w + column * inputs, COLUMNS,
-                      [&](int r, Floats a, Floats c) { store(to + r * outputs, a + left, c + right, there); });
+          products<R, in_pairs>(
+              wide.data() + row * inputs, inputs, inputs, w + column * inputs, COLUMNS,
+              [&](int r, Floats a, Floats c) { store(to + r * outputs, a + left, c + right, there); });
         });
     }
   });
