@@ -2,8 +2,8 @@
 
 A check of a few tokens is a pass over the target's weights: how fast they come from memory is its price. oneDNN reads
 the layers of a small model at about half of that speed, and each token beyond the first costs it time; `kernels.cpp`
-reads at nearly all of it, a dozen tokens for little more than the price of one. It computes each row alike, however
-many there are and wherever the slots lie that it sees.
+reads at nearly all of it, and a dozen tokens take half as long again as one. It computes each row alike, however many
+there are and wherever the slots lie that it sees.
 """
 
 from __future__ import annotations
