@@ -49,7 +49,7 @@ std::tuple<Floats, Floats> in_a_row(const BFloat16* weight) {
 std::tuple<Floats, Floats> in_pairs(const BFloat16* weight) {
   using Pairs = at::vec::Vectorized<int32_t>;
   const Pairs pairs = Pairs::loadu(weight);
-  return {at::vec::cast<float>(pairs << Pairs(16)), at::vec::cast<float>(pairs & Pairs(-1 << 16))};
+  return {at::vec::cast<float>(pairs << Pairs(16)), at::vec::cast<float>(pairs & Pairs(~0xFFFF))};
 }
 
 // Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums.
