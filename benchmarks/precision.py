@@ -3,7 +3,7 @@
     python benchmarks/precision.py --head examples/smollm2-135m-eagle3 --prompts gsm8k.jsonl humaneval.jsonl
 
 For each: stock `generate`, our plain steps and our rounds, interleaved, greedy. int8 and int4 are torchao's weight-only
-formats over bfloat16 (`pip install 'headstart[int8]'`). Ratios are medians and quartiles over prompts.
+formats over bfloat16 (`pip install torchao==0.18`). Ratios are medians and quartiles over prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from cpu import compared, ours, ratio, stock
@@ -63,20 +62,29 @@ def main() -> None:
     console.print("\n".join(lines), markup=False)
 
 
-def quantized(config: str, **options: Any) -> Target:
-    """A bfloat16 target whose linear layers are torchao's."""
+def int8() -> Target:
+    """A bfloat16 target whose linear layers have weights of 8 bits, one scale for each output."""
     library = torchao()
     target = Target.from_pretrained(TARGET, torch.bfloat16)
-    library.quantize_(target.model, getattr(library, config)(**options))
+    library.quantize_(target.model, library.Int8WeightOnlyConfig())
+    return target
+
+
+def int4() -> Target:
+    """The same with 4 bits and one scale for 32 weights, packed as CPUs read them."""
+    # Not before int4 is asked for: a prototype, which moves between versions.
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    target = Target.from_pretrained(TARGET, torch.bfloat16)
+    torchao().quantize_(target.model, PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False))
     return target
 
 
 LOADERS: dict[str, Callable[[], Target]] = {
     "bfloat16": lambda: Target.from_pretrained(TARGET, torch.bfloat16),
     "float32": lambda: Target.from_pretrained(TARGET, torch.float32),
-    "int8": lambda: quantized("Int8WeightOnlyConfig"),
-    # One scale for 32 weights, packed as CPUs read them.
-    "int4": lambda: quantized("Int4WeightOnlyConfig", group_size=32, int4_packing_format="opaque"),
+    "int8": int8,
+    "int4": int4,
 }
 
 
