@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -42,11 +43,20 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A hash of a few values of every weight, rounded to bfloat16: the same in all dtypes, another after training."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        # Weight-only quantisation (torchao) keeps its weights in tensors that know few operations.
-        plain = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
-        first = plain.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + first.numpy().tobytes())
+        for part in _plain(weight):
+            first = part.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+            digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _plain(weight: Tensor) -> list[Tensor]:
+    """Weight-only quantisation (torchao) keeps its weights in tensors that know few operations."""
+    if not is_traceable_wrapper_subclass(weight):
+        return [weight]
+    try:
+        return [weight.dequantize()]
+    except NotImplementedError:  # packed for one kernel alone: the parts that it is packed in
+        return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
 
 
 def norm_and_blocks(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[torch.nn.Module]]:
