@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
+from torch.testing._internal.two_tensor import TwoTensor
 
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, Target, TreeShape, loop
@@ -167,6 +168,20 @@ def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
     lm = SpeculativeLM.from_pretrained(target, head)
     output = lm.generate(padded, attention_mask=mask, **settings)
     assert output.sequences[:, padded.shape[1] :].tolist() == truths
+
+
+def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
+    class Packed(TwoTensor):
+        def dequantize(self):
+            raise NotImplementedError
+
+    model = FAMILIES["llama"]().eval()
+    layer = model.model.layers[0].mlp.up_proj
+    plain, found = layer.weight.detach(), set()
+    for parts in ((plain, plain), (plain, plain + 1), (plain + 1, plain)):
+        layer.weight = torch.nn.Parameter(Packed(*parts))
+        found.add(Target(model).origin["weights"])
+    assert len(found) == 3
 
 
 @functools.cache
