@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from cpu import compared, ours, ratio, stock
@@ -62,29 +63,26 @@ def main() -> None:
     console.print("\n".join(lines), markup=False)
 
 
-def int8() -> Target:
-    """A bfloat16 target whose linear layers have weights of 8 bits, one scale for each output."""
-    library = torchao()
+def quantized(config: Any) -> Target:
+    """A bfloat16 target whose linear layers are torchao's."""
     target = Target.from_pretrained(TARGET, torch.bfloat16)
-    library.quantize_(target.model, library.Int8WeightOnlyConfig())
+    torchao().quantize_(target.model, config)
     return target
 
 
-def int4() -> Target:
-    """The same with 4 bits and one scale for 32 weights, packed as CPUs read them."""
+def int4() -> Any:
+    """One scale for 32 weights, packed as CPUs read them."""
     # Not before int4 is asked for: a prototype, which moves between versions.
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-    target = Target.from_pretrained(TARGET, torch.bfloat16)
-    torchao().quantize_(target.model, PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False))
-    return target
+    return PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
 
 
 LOADERS: dict[str, Callable[[], Target]] = {
     "bfloat16": lambda: Target.from_pretrained(TARGET, torch.bfloat16),
     "float32": lambda: Target.from_pretrained(TARGET, torch.float32),
-    "int8": int8,
-    "int4": int4,
+    "int8": lambda: quantized(torchao().Int8WeightOnlyConfig()),
+    "int4": lambda: quantized(int4()),
 }
 
 

@@ -8,21 +8,22 @@ over n nodes, a draft of depth d, and what verification and cache take (Sequoia,
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..heads import DraftHead
-from ..inference import DraftTree, DynamicShape, Stats, Target, TreePolicy, TreeShape
+from ..inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
 from ..inference.grow import DynamicTree
 from ..inference.loop import PREFILL_TOKENS
 from ..inference.rounds import Passage, Start, TargetOutput
 from ..inference.sampling import RandomDraw
 from ..inference.tree import StoppingShape
 from .data import Example
+from .evaluate import seconds_in_turns
 
 REPEATS = 9
 """Forwards over each size, whose median counts."""
@@ -190,20 +191,14 @@ def check_seconds(
 @torch.inference_mode()
 def forward_seconds(target: Target, text_BT: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
     """Seconds of a forward over chains of so many nodes behind texts of one length, in turns; by size."""
-    batch, length = text_BT.shape
-    cache = target.new_cache(batch)
+    length, cache = text_BT.shape[1], target.new_cache(len(text_BT))
     for chunk_BT in text_BT.split(PREFILL_TOKENS, dim=1):
         target.read_chunk(chunk_BT, length, cache, layers, [])
-    taken: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(REPEATS + 1):
-        for size in sizes:
-            tokens_BN = text_BT[:, :1].expand(-1, size).contiguous()
-            parents_BN = torch.tensor([TreeShape.chain(size - 1).parents], device=target.device).expand(batch, -1)
-            sizes_B = torch.full((batch,), size, device=target.device)
-            tree = DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=size - 1)
-            start = time.perf_counter()
-            logits = target.forward_tree(tree, length, cache, layers).logits_BNV
-            logits[0, -1, 0].item()  # sync: a time is asked for
-            if turn > 0:
-                taken[size].append(time.perf_counter() - start)
+
+    def check(size: int) -> None:
+        tokens_BN = text_BT[:, :1].expand(-1, size).contiguous()
+        logits = target.forward_chain(tokens_BN, length, cache, layers).logits_BNV
+        logits[0, -1, 0].item()  # sync: a time is asked for
+
+    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, REPEATS)
     return {size: statistics.median(times) for size, times in taken.items()}
