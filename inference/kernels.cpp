@@ -26,6 +26,7 @@ using Halves = at::vec::Vectorized<BFloat16>;
 constexpr int64_t COLUMNS = Halves::size();              // computed together: two registers of float32
 constexpr int64_t ROWS = Floats::size() == 16 ? 12 : 5;  // share a pass over weights: as many as registers can sum
 constexpr int64_t AHEAD = 4096;                          // bytes: weights are fetched so far before they are needed
+constexpr int64_t SHARED = 64;                           // slots whose values all rows read before the next ones
 
 // How many rows each pass takes, at most: as equal as can be.
 int64_t rows_of_a_pass(int64_t rows) {
@@ -52,13 +53,17 @@ std::tuple<Floats, Floats> in_pairs(const BFloat16* weight) {
   return {at::vec::cast<float>(pairs << Pairs(16)), at::vec::cast<float>(pairs & Pairs(~0xFFFF))};
 }
 
-// Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums.
+// Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums, which go
+// on from those of `before`, if it is given.
 template <int R, auto& widened = in_a_row, typename Use>
 void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step,
-              const Use& use) {
+              const Use& use, const float* before = nullptr, int64_t before_step = 0) {
   Floats left[R], right[R];  // in registers, where every loop over them is unrolled
   const c10::ForcedUnroll<R> each;
-  each([&](auto r) { left[r] = right[r] = Floats(0); });
+  each([&](auto r) {
+    left[r] = before ? Floats::loadu(before + r * before_step) : Floats(0);
+    right[r] = before ? Floats::loadu(before + r * before_step + Floats::size()) : Floats(0);
+  });
   for (int64_t i = 0; i < inputs; i++, weight += step) {
     __builtin_prefetch((const char*)weight + AHEAD);
     const auto [first, second] = widened(weight);
@@ -112,58 +117,97 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   return out;
 }
 
+// Rows of numbers that lie `step` apart.
+struct Rows {
+  const BFloat16* at;
+  int64_t step;
+
+  const BFloat16* operator[](int64_t row) const { return at + row * step; }
+};
+
+// Attention of `count` rows of queries [count, size] that share keys and values [slots, size]; mask [count, slots].
+// What is shared comes from memory once: all rows have used some slots before the next ones are looked at.
+void attend(const BFloat16* query, Rows key, Rows value, Rows mask, double scale, int64_t count, int64_t slots,
+            int64_t size, BFloat16* out) {
+  const int64_t room = (slots + COLUMNS - 1) / COLUMNS * COLUMNS, together = rows_of_a_pass(count);
+  std::vector<float> wide(count * size), scores(count * room), totals(count), sums(count * size);
+  std::vector<BFloat16> turned(size * COLUMNS);
+  at::vec::convert(query, wide.data(), count * size);
+  const auto passes = [&](const auto& use) {
+    for (int64_t row = 0; row < count; row += together)
+      with_rows(std::min(together, count - row), [&](auto R) { use(R, row); });
+  };
+  for (int64_t slot = 0; slot < slots; slot += COLUMNS) {
+    const int64_t there = std::min(COLUMNS, slots - slot);
+    for (int64_t from = 0; from < size; from += COLUMNS) {
+      for (int64_t ahead = slot + COLUMNS; ahead < slot + 2 * COLUMNS; ahead++) __builtin_prefetch(key[ahead] + from);
+      at::vec::transpose_mxn<BFloat16>(key[slot] + from, key.step, turned.data() + from * COLUMNS, COLUMNS, there,
+                                       COLUMNS);
+    }
+    passes([&](auto R, int64_t row) {
+      products<R>(wide.data() + row * size, size, size, turned.data(), COLUMNS, [&](int r, Floats left, Floats right) {
+        const auto [first, second] = at::vec::convert_to_float<BFloat16>(Halves::loadu(mask[row + r] + slot, there));
+        float* to = scores.data() + (row + r) * room + slot;
+        at::vec::fmadd(left, Floats(scale), first).store(to);
+        at::vec::fmadd(right, Floats(scale), second).store(to + Floats::size());
+      });
+    });
+  }
+  const auto larger = [](Floats& x, Floats& y) { return at::vec::maximum(x, y); };
+  for (int64_t row = 0; row < count; row++) {
+    float* its = scores.data() + row * room;
+    const Floats most(at::vec::reduce_all<float>(larger, its, slots));
+    at::vec::map<float>([&](Floats x) { return (x - most).exp_u20(); }, its, its, slots);
+  }
+  // Slot by slot, for one that is not seen adds zero: the others add up alike wherever they lie.
+  passes([&](auto R, int64_t row) {
+    float its[R] = {};
+    const float* score = scores.data() + row * room;
+    for (int64_t slot = 0; slot < slots; slot++, score++)
+      c10::ForcedUnroll<R>()([&](auto r) { its[r] += score[r * room]; });
+    std::copy(its, its + R, totals.data() + row);
+  });
+  for (int64_t slot = 0; slot < slots; slot += SHARED)
+    passes([&](auto R, int64_t row) {
+      for (int64_t from = 0; from < size; from += COLUMNS) {
+        float* to = sums.data() + row * size + from;
+        const auto keep = [&](int r, Floats left, Floats right) {
+          left.store(to + r * size);
+          right.store(to + r * size + Floats::size());
+        };
+        products<R>(scores.data() + row * room + slot, room, std::min(SHARED, slots - slot), value[slot] + from,
+                    value.step, keep, to, size);
+      }
+    });
+  for (int64_t row = 0; row < count; row++)
+    for (int64_t from = 0; from < size; from += COLUMNS) {
+      const float* its = sums.data() + row * size + from;
+      const Floats left = Floats::loadu(its), right = Floats::loadu(its + Floats::size()), total(totals[row]);
+      store(out + row * size + from, left / total, right / total);
+    }
+}
+
 // softmax(query . key * scale + mask) . value: query [batch, groups, rows, size], key and value [batch, groups, slots,
-// size], mask [batch or 1, groups or 1, rows, slots].
+// size], mask [batch or 1, groups or 1, rows, slots]. Every thread takes an equal share of all rows.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
   const int64_t batch = query.size(0), groups = query.size(1), rows = query.size(2), size = query.size(3);
-  const int64_t slots = key.size(2), room = (slots + COLUMNS - 1) / COLUMNS * COLUMNS;
-  const int64_t together = rows_of_a_pass(rows), passes = (rows + together - 1) / together;
+  const int64_t slots = key.size(2);
   TORCH_CHECK(size % COLUMNS == 0 && key.stride(3) == 1 && value.stride(3) == 1, "heads are rows of whole registers");
   const Tensor queries = query.contiguous(), masks = mask.expand({batch, groups, rows, slots});
   TORCH_CHECK(masks.stride(3) == 1 || slots == 1, "a mask is contiguous along its slots");
   Tensor out = at::empty(query.sizes(), query.options());
-  const auto start = [](const Tensor& t, int64_t b, int64_t g) {
-    return t.const_data_ptr<BFloat16>() + b * t.stride(0) + g * t.stride(1);
-  };
+  const BFloat16* q = queries.const_data_ptr<BFloat16>();
   BFloat16* y = out.mutable_data_ptr<BFloat16>();
-  at::parallel_for(0, batch * groups * passes, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> wide(together * size), scores(together * room), totals(together);
-    std::vector<BFloat16> turned(size * COLUMNS);
-    for (int64_t task = begin; task < end; task++) {
-      const int64_t b = task / (groups * passes), g = task / passes % groups, row = task % passes * together;
-      const int64_t count = std::min(together, rows - row);
-      const BFloat16 *k = start(key, b, g), *v = start(value, b, g), *m = start(masks, b, g) + row * masks.stride(2);
-      at::vec::convert(start(queries, b, g) + row * size, wide.data(), count * size);
-      with_rows(count, [&](auto R) {
-        for (int64_t slot = 0; slot < slots; slot += COLUMNS) {
-          const int64_t there = std::min(COLUMNS, slots - slot);
-          for (int64_t from = 0; from < size; from += COLUMNS)
-            at::vec::transpose_mxn<BFloat16>(k + slot * key.stride(2) + from, key.stride(2),
-                                             turned.data() + from * COLUMNS, COLUMNS, there, COLUMNS);
-          products<R>(wide.data(), size, size, turned.data(), COLUMNS, [&](int r, Floats left, Floats right) {
-            const auto [first, second] =
-                at::vec::convert_to_float<BFloat16>(Halves::loadu(m + r * masks.stride(2) + slot, there));
-            float* to = scores.data() + r * room + slot;
-            at::vec::fmadd(left, Floats(scale), first).store(to);
-            at::vec::fmadd(right, Floats(scale), second).store(to + Floats::size());
-          });
-        }
-        const auto larger = [](Floats& x, Floats& y) { return at::vec::maximum(x, y); };
-        for (int r = 0; r < R; r++) {
-          float* its = scores.data() + r * room;
-          const Floats most(at::vec::reduce_all<float>(larger, its, slots));
-          at::vec::map<float>([&](Floats x) { return (x - most).exp_u20(); }, its, its, slots);
-        }
-        // Slot by slot, for one that is not seen adds zero: the others add up alike wherever they lie.
-        std::fill(totals.begin(), totals.end(), 0.0f);
-        for (int64_t slot = 0; slot < slots; slot++)
-          for (int r = 0; r < R; r++) totals[r] += scores[r * room + slot];
-        BFloat16* to = y + ((b * groups + g) * rows + row) * size;
-        for (int64_t from = 0; from < size; from += COLUMNS)
-          products<R>(scores.data(), room, slots, v + from, value.stride(2), [&](int r, Floats left, Floats right) {
-            store(to + r * size + from, left / Floats(totals[r]), right / Floats(totals[r]));
-          });
-      });
+  at::parallel_for(0, batch * groups * rows, 1, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t b = begin / rows / groups, g = begin / rows % groups, row = begin % rows;
+      const int64_t count = std::min(rows - row, end - begin);
+      const auto from = [&](const Tensor& t, int64_t row) {
+        return Rows{t.const_data_ptr<BFloat16>() + b * t.stride(0) + g * t.stride(1) + row * t.stride(2), t.stride(2)};
+      };
+      attend(q + begin * size, from(key, 0), from(value, 0), from(masks, row), scale, count, slots, size,
+             y + begin * size);
+      begin += count;
     }
   });
   return out;

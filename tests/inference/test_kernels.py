@@ -78,8 +78,17 @@ CASES = [
 ]
 
 
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    """Rows of one group are then one thread's, or several threads'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_attention_of_any_shape(case):
+def test_attention_of_any_shape(case, threads):
     query, key, value, mask = attention_case(*case)
     found = ops.attention(query, key, value, mask, 0.2)
     exact = F.scaled_dot_product_attention(*(each.double() for each in (query, key, value, mask)), scale=0.2)
@@ -87,7 +96,7 @@ def test_attention_of_any_shape(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_of_a_row_does_not_depend_on_the_others(case):
+def test_attention_of_a_row_does_not_depend_on_the_others(case, threads):
     query, key, value, mask = attention_case(*case)
     found = ops.attention(query, key, value, mask, 0.2)
     for b in range(case[0]):
