@@ -51,6 +51,12 @@ def check_room(needed: int, rows: int, tokens: int, device: torch.device) -> Non
         )
 
 
+def _scattered(path_BA: Tensor, lengths_B: Tensor) -> bool:
+    """Whether the first `lengths_B` nodes of any path are others than those that were written first."""
+    new_A = torch.arange(path_BA.shape[1])
+    return bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
+
+
 class TreeCache(Cache):
     """The cache of one `generate` call.
 
@@ -100,7 +106,9 @@ class TreeCache(Cache):
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote."""
-        self.move(path_BA)
+        # Every other path lies where it should already. A CPU can be asked; another device would be waited for.
+        if path_BA.device.type != "cpu" or _scattered(path_BA, lengths_B):
+            self.move(path_BA)
         self.commit(lengths_B)
 
     def move(self, path_BA: Tensor) -> None:

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from headstart.inference import DraftTree, Target
-from headstart.inference.cache import BUCKET, STEP, TreeCache
+from headstart.inference.cache import BUCKET
 
 VOCAB = 31
 
@@ -147,32 +147,3 @@ def test_a_saved_target_loads_in_the_dtype_that_is_asked_for(target_folder):
     assert target.dtype == torch.bfloat16
     assert target.name == str(target_folder)
     assert target.end_tokens == {257}
-
-
-def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
-    cache = TreeCache(num_layers=2, batch_size=1, device=torch.device("cpu"))
-    random = torch.Generator().manual_seed(0)
-    written = []
-    for length in (5, BUCKET - 6, 4, 1):
-        states = torch.randn(2, 1, 3, length, 4, generator=random)
-        cache.place(length, sum(part.shape[3] for part in written))
-        for layer in range(2):
-            cache.layers[layer].update(states[layer], -states[layer])
-        cache.keep(torch.arange(length)[None], torch.tensor([length]))
-        written.append(states)
-        whole = torch.cat(written, dim=3)
-        assert torch.equal(torch.stack(cache.keys)[:, :, :, : whole.shape[3]], whole)
-        assert torch.equal(torch.stack(cache.values)[:, :, :, : whole.shape[3]], -whole)
-        assert cache.used - STEP < whole.shape[3] <= cache.used and cache.used % STEP == 0
-        assert cache.used < cache.capacity <= cache.used + BUCKET and cache.capacity % BUCKET == 0
-
-
-def test_the_cache_keeps_the_accepted_path_of_each_row():
-    cache = TreeCache(num_layers=1, batch_size=2, device=torch.device("cpu"))
-    states = torch.arange(10.0).reshape(2, 1, 5, 1)
-    cache.place(5, 0)
-    cache.layers[0].update(states, states)
-    cache.keep(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
-    assert cache.lengths_B.tolist() == [3, 2]
-    assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 2, 4]
-    assert cache.keys[0][1, 0, :2, 0].tolist() == [5, 6]
