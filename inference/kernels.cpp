@@ -42,51 +42,54 @@ void with_rows(int64_t rows, const Use& use) {
   use(std::integral_constant<int, R>{});
 }
 
-std::tuple<Floats, Floats> in_a_row(const BFloat16* weight) {
-  return at::vec::convert_to_float<BFloat16>(Halves::loadu(weight));
-}
-
-// Of columns 0, n, 1, n + 1, ... for n floats in a register, as `pack` lays them: a float's upper half is a bfloat16.
-std::tuple<Floats, Floats> in_pairs(const BFloat16* weight) {
+// The even and the odd columns, for two instructions make floats of them: a float's upper half is a bfloat16.
+std::tuple<Floats, Floats> in_pairs(const BFloat16* columns) {
   using Pairs = at::vec::Vectorized<int32_t>;
-  const Pairs pairs = Pairs::loadu(weight);
+  const Pairs pairs = Pairs::loadu(columns);
   return {at::vec::cast<float>(pairs << Pairs(16)), at::vec::cast<float>(pairs & Pairs(~0xFFFF))};
 }
 
-// Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums, which go
-// on from those of `before`, if it is given.
-template <int R, auto& widened = in_a_row, typename Use>
-void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step,
-              const Use& use, const float* before = nullptr, int64_t before_step = 0) {
-  Floats left[R], right[R];  // in registers, where every loop over them is unrolled
-  const c10::ForcedUnroll<R> each;
-  each([&](auto r) {
-    left[r] = before ? Floats::loadu(before + r * before_step) : Floats(0);
-    right[r] = before ? Floats::loadu(before + r * before_step + Floats::size()) : Floats(0);
-  });
-  for (int64_t i = 0; i < inputs; i++, weight += step) {
-    __builtin_prefetch((const char*)weight + AHEAD);
-    const auto [first, second] = widened(weight);
-    each([&, &first = first, &second = second](auto r) {
-      const Floats input(rows[r * row_step + i]);
-      left[r] = at::vec::fmadd(input, first, left[r]);
-      right[r] = at::vec::fmadd(input, second, right[r]);
-    });
-  }
-  each([&](auto r) { use(r, left[r], right[r]); });
+// The first `count` columns; the others are zero.
+std::tuple<Floats, Floats> in_pairs(const BFloat16* columns, int64_t count) {
+  BFloat16 there[COLUMNS];
+  Halves::loadu(columns, count).store(there);
+  return in_pairs(there);
 }
 
-void store(BFloat16* to, Floats left, Floats right, int64_t count = COLUMNS) {
+void store(BFloat16* to, Floats even, Floats odd, int64_t count = COLUMNS) {
+  const auto [left, right] = at::vec::interleave2(even, odd);
   at::vec::convert_from_float<BFloat16>(left, right).store(to, count);
 }
 
-// [outputs, inputs] as [blocks, inputs, COLUMNS]: read from end to end, one block of outputs after another. The two
-// halves of a row's columns take turns, so that two instructions make floats of both.
+// Of rows [R, inputs] and weights [inputs, COLUMNS], whose rows lie `step` apart: `use` gets each row's sums of even
+// and of odd columns, which go on from those of `before`, if it is given.
+template <int R, typename Use>
+void products(const float* rows, int64_t row_step, int64_t inputs, const BFloat16* weight, int64_t step,
+              const Use& use, const float* before = nullptr, int64_t before_step = 0) {
+  Floats even[R], odd[R];  // in registers, where every loop over them is unrolled
+  const c10::ForcedUnroll<R> each;
+  each([&](auto r) {
+    even[r] = before ? Floats::loadu(before + r * before_step) : Floats(0);
+    odd[r] = before ? Floats::loadu(before + r * before_step + Floats::size()) : Floats(0);
+  });
+  for (int64_t i = 0; i < inputs; i++, weight += step) {
+    __builtin_prefetch((const char*)weight + AHEAD);
+    const auto [first, second] = in_pairs(weight);
+    each([&, &first = first, &second = second](auto r) {
+      const Floats input(rows[r * row_step + i]);
+      even[r] = at::vec::fmadd(input, first, even[r]);
+      odd[r] = at::vec::fmadd(input, second, odd[r]);
+    });
+  }
+  each([&](auto r) { use(r, even[r], odd[r]); });
+}
+
+// [outputs, inputs] as [blocks, inputs, COLUMNS]: read from end to end, one block of outputs after another.
 Tensor pack(const Tensor& weight) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1), blocks = (outputs + COLUMNS - 1) / COLUMNS;
   Tensor padded = at::zeros({blocks * COLUMNS, inputs}, weight.options());
   padded.narrow(0, 0, outputs).copy_(weight);
-  return padded.view({blocks, 2, COLUMNS / 2, inputs}).permute({0, 3, 2, 1}).contiguous();
+  return padded.view({blocks, COLUMNS, inputs}).transpose(1, 2).contiguous();
 }
 
 Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
@@ -103,14 +106,13 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t column = begin * COLUMNS; column < end * COLUMNS; column += COLUMNS) {
       const int64_t there = std::min(COLUMNS, outputs - column);
-      Floats left(0), right(0);
-      if (b) std::tie(left, right) = at::vec::convert_to_float<BFloat16>(Halves::loadu(b + column, there));
+      Floats even(0), odd(0);
+      if (b) std::tie(even, odd) = in_pairs(b + column, there);
       for (int64_t row = 0; row < count; row += together)
         with_rows(std::min(together, count - row), [&](auto R) {
           BFloat16* to = y + row * outputs + column;
-          products<R, in_pairs>(
-              wide.data() + row * inputs, inputs, inputs, w + column * inputs, COLUMNS,
-              [&](int r, Floats a, Floats c) { store(to + r * outputs, a + left, c + right, there); });
+          products<R>(wide.data() + row * inputs, inputs, inputs, w + column * inputs, COLUMNS,
+                      [&](int r, Floats a, Floats c) { store(to + r * outputs, a + even, c + odd, there); });
         });
     }
   });
@@ -145,11 +147,13 @@ void attend(const BFloat16* query, Rows key, Rows value, Rows mask, double scale
                                        COLUMNS);
     }
     passes([&](auto R, int64_t row) {
-      products<R>(wide.data() + row * size, size, size, turned.data(), COLUMNS, [&](int r, Floats left, Floats right) {
-        const auto [first, second] = at::vec::convert_to_float<BFloat16>(Halves::loadu(mask[row + r] + slot, there));
+      products<R>(wide.data() + row * size, size, size, turned.data(), COLUMNS, [&](int r, Floats even, Floats odd) {
+        const auto [first, second] = in_pairs(mask[row + r] + slot, there);
+        const auto [left, right] = at::vec::interleave2(at::vec::fmadd(even, Floats(scale), first),
+                                                        at::vec::fmadd(odd, Floats(scale), second));
         float* to = scores.data() + (row + r) * room + slot;
-        at::vec::fmadd(left, Floats(scale), first).store(to);
-        at::vec::fmadd(right, Floats(scale), second).store(to + Floats::size());
+        left.store(to);
+        right.store(to + Floats::size());
       });
     });
   }
@@ -171,9 +175,9 @@ void attend(const BFloat16* query, Rows key, Rows value, Rows mask, double scale
     passes([&](auto R, int64_t row) {
       for (int64_t from = 0; from < size; from += COLUMNS) {
         float* to = sums.data() + row * size + from;
-        const auto keep = [&](int r, Floats left, Floats right) {
-          left.store(to + r * size);
-          right.store(to + r * size + Floats::size());
+        const auto keep = [&](int r, Floats even, Floats odd) {
+          even.store(to + r * size);
+          odd.store(to + r * size + Floats::size());
         };
         products<R>(scores.data() + row * room + slot, room, std::min(SHARED, slots - slot), value[slot] + from,
                     value.step, keep, to, size);
@@ -182,8 +186,8 @@ void attend(const BFloat16* query, Rows key, Rows value, Rows mask, double scale
   for (int64_t row = 0; row < count; row++)
     for (int64_t from = 0; from < size; from += COLUMNS) {
       const float* its = sums.data() + row * size + from;
-      const Floats left = Floats::loadu(its), right = Floats::loadu(its + Floats::size()), total(totals[row]);
-      store(out + row * size + from, left / total, right / total);
+      const Floats even = Floats::loadu(its), odd = Floats::loadu(its + Floats::size()), total(totals[row]);
+      store(out + row * size + from, even / total, odd / total);
     }
 }
 
