@@ -11,13 +11,15 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch import Tensor, fx
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -93,8 +95,9 @@ class Graph:
         self.kinds: set[Hashable] = set()
         self.broken = False
         self.replay = replay and device.type == "cuda"
-        options: dict[str, Any] = {"guard_filter_fn": _needed, "triton.cudagraphs": self.replay}
-        self._compiled = torch.compile(own, fullgraph=True, options=options)
+        options: dict[str, Any] = {"guard_filter_fn": _needed}
+        backend = partial(_by_inductor, replay=self.replay)
+        self._compiled = torch.compile(own, fullgraph=True, backend=backend, options=options)
 
     def __call__(
         self, kind: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
@@ -141,7 +144,7 @@ class Graph:
         """A call of a known kind: to set the options takes longer than a small graph."""
         try:
             return self._compiled(*arguments)
-        except FailOnRecompileLimitHit:  # torch's own limit: its guards saw a difference that is not in the kind
+        except (FailOnRecompileLimitHit, BackendCompilerFailed):  # its guards saw a difference that is not in the kind
             return self._with_options(arguments)
 
     def _with_options(self, arguments: tuple[Any, ...]) -> Any:
@@ -151,6 +154,13 @@ class Graph:
             torch._dynamo.config.patch(recompile_limit=GRAPHS),
         ):
             return self._compiled(*arguments)
+
+
+def _by_inductor(module: fx.GraphModule, inputs: list[Any], replay: bool) -> Any:
+    """Compile for torch, which asks for it also by itself, where its guards see a difference: not without options."""
+    if symbols.use_duck_shape:
+        raise RuntimeError("a graph without the options is slow")
+    return compile_fx(module, inputs, config_patches={"triton.cudagraphs": replay})
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

@@ -269,9 +269,16 @@ def test_a_size_that_the_function_fixes_is_said_and_runs_as_it_is():
 
 @needs_compiler
 @pytest.mark.parametrize("limit", [1, 8], ids=["beyond torch's limit", "within"])
-def test_what_a_kind_does_not_tell_apart_is_compiled_again(limit):
+def test_what_a_kind_does_not_tell_apart_is_compiled_again_with_our_options(limit, monkeypatch):
+    froze, compile_fx = [], compiled.compile_fx
+
+    def told(*given, **named):
+        froze.append(compiled.inductor.freezing)
+        return compile_fx(*given, **named)
+
+    monkeypatch.setattr(compiled, "compile_fx", told)
     graph = Graph(lambda tensor, word: (tensor + len(word),), "a sum", CPU)
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=limit):
         warnings.simplefilter("error", UserWarning)
         assert [graph("kind", list, list, torch.ones(1), word)[0].item() for word in ("a", "bb")] == [2, 3]
-    assert not graph.broken
+    assert froze == [True, True] and not graph.broken
