@@ -2,15 +2,15 @@
 
     python benchmarks/rounds.py
 
-Bare compiled forwards in turns, medians; the prefill of 2,048 tokens beside that of the stock model, in turns too: ours
-as it is and by the compiled graph.
+Bare compiled forwards, those of a table in turns, medians; the prefill of 2,048 tokens beside that of the stock model,
+in turns too: ours as it is and by the compiled graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from headstart.inference import Target
 from headstart.train.console import console
 from headstart.train.evaluate import seconds_in_turns
-from headstart.train.expected import forward_seconds
+from headstart.train.expected import checker
 from headstart.train.provenance import provenance
 
 NODES = (1, 6, 16, 32)
@@ -49,23 +49,21 @@ def main() -> None:
     target.compile()
     lines.append("Compiled: " + prefills(target, texts(1, PREFILL)))
     console.print("\n".join(lines), markup=False)
-    lines += table("context", CONTEXTS, lambda length: forward_seconds(target, texts(1, length), NODES, ()))
-    lines += table(
-        f"rows, {BATCH_CONTEXT} tokens each",
-        ROWS,
-        lambda rows: forward_seconds(target, texts(rows, BATCH_CONTEXT), NODES, ()),
-    )
+    lines += table(target, "context", {length: texts(1, length) for length in CONTEXTS})
+    lines += table(target, f"rows, {BATCH_CONTEXT} tokens each", {rows: texts(rows, BATCH_CONTEXT) for rows in ROWS})
     Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     console.print("\n".join(lines), markup=False)
 
 
-def table(what: str, sizes: tuple[int, ...], timed: Callable[[int], dict[int, float]]) -> list[str]:
-    """A row for each size, a column for each number of nodes."""
+def table(target: Target, what: str, texts: dict[int, Tensor]) -> list[str]:
+    """A row for each text or batch of texts, a column for each number of nodes."""
+    checks = {size: checker(target, text_BT, ()) for size, text_BT in texts.items()}
+    sides = {(size, nodes): partial(check, nodes) for size, check in checks.items() for nodes in NODES}
+    taken = seconds_in_turns(sides, REPEATS)
     lines = ["", f"| {what} | " + " | ".join(f"{nodes} nodes" for nodes in NODES) + " |", "|---" * 5 + "|"]
-    for size in sizes:
-        found = timed(size)
-        lines.append(f"| {size} | " + " | ".join(f"{1000 * found[nodes]:.1f}" for nodes in NODES) + " |")
-        console.print(lines[-1], markup=False)
+    for size in texts:
+        found = (f"{1000 * statistics.median(taken[size, nodes]):.1f}" for nodes in NODES)
+        lines.append(f"| {size} | " + " | ".join(found) + " |")
     return lines
 
 

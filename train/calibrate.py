@@ -118,7 +118,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     found = {name: _rate(stats[policy]) / _rate(stats[None]) for name, policy in tried.items()}
     for name, policy in tried.items():
         console.print(
-            f"{name}, {_told(policy)}: acceptance length {stats[policy].acceptance_length:.2f} (expected "
+            f"{_told(policy)}: acceptance length {stats[policy].acceptance_length:.2f} (expected "
             f"{lengths[policy]:.2f}), {_rate(stats[policy]):.1f} tokens/s, {found[name]:.2f} of plain decoding "
             f"(expected {rates[policy] * costs.plain:.2f})"
         )

@@ -8,7 +8,7 @@ over n nodes, a draft of depth d, and what verification and cache take (Sequoia,
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -188,17 +188,24 @@ def check_seconds(
     return {size: scale * alone[size] for size in sizes}
 
 
+def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of a forward over chains of so many nodes behind a text, in turns; by size."""
+    check = checker(target, text_1T, layers)
+    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, REPEATS)
+    return {size: statistics.median(times) for size, times in taken.items()}
+
+
 @torch.inference_mode()
-def forward_seconds(target: Target, text_BT: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of a forward over chains of so many nodes behind texts of one length, in turns; by size."""
+def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callable[[int], None]:
+    """What runs a forward over chains of so many nodes behind texts of one length, which are read before."""
     length, cache = text_BT.shape[1], target.new_cache(len(text_BT))
     for chunk_BT in text_BT.split(PREFILL_TOKENS, dim=1):
         target.read_chunk(chunk_BT, length, cache, layers, [])
 
+    @torch.inference_mode()
     def check(size: int) -> None:
         tokens_BN = text_BT[:, :1].expand(-1, size).contiguous()
         logits = target.forward_chain(tokens_BN, length, cache, layers).logits_BNV
         logits[0, -1, 0].item()  # sync: a time is asked for
 
-    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, REPEATS)
-    return {size: statistics.median(times) for size, times in taken.items()}
+    return check
