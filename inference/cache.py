@@ -53,7 +53,7 @@ def check_room(needed: int, rows: int, tokens: int, device: torch.device) -> Non
 
 def _scattered(path_BA: Tensor, lengths_B: Tensor) -> bool:
     """Whether the first `lengths_B` nodes of any path are others than those that were written first."""
-    new_A = torch.arange(path_BA.shape[1])
+    new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
     return bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
 
 

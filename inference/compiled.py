@@ -11,15 +11,14 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from contextlib import suppress
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -95,8 +94,8 @@ class Graph:
         self.kinds: set[Hashable] = set()
         self.broken = False
         self.replay = replay and device.type == "cuda"
+        backend = _Inductor(None, {"triton.cudagraphs": self.replay}, None)
         options: dict[str, Any] = {"guard_filter_fn": _needed}
-        backend = partial(_by_inductor, replay=self.replay)
         self._compiled = torch.compile(own, fullgraph=True, backend=backend, options=options)
 
     def __call__(
@@ -142,10 +141,9 @@ class Graph:
 
     def _again(self, arguments: tuple[Any, ...]) -> Any:
         """A call of a known kind: to set the options takes longer than a small graph."""
-        try:
+        with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # guards saw a difference that no kind tells
             return self._compiled(*arguments)
-        except (FailOnRecompileLimitHit, BackendCompilerFailed):  # its guards saw a difference that is not in the kind
-            return self._with_options(arguments)
+        return self._with_options(arguments)
 
     def _with_options(self, arguments: tuple[Any, ...]) -> Any:
         with (
@@ -156,11 +154,15 @@ class Graph:
             return self._compiled(*arguments)
 
 
-def _by_inductor(module: fx.GraphModule, inputs: list[Any], replay: bool) -> Any:
-    """Compile for torch, which asks for it also by itself, where its guards see a difference: not without options."""
-    if symbols.use_duck_shape:
-        raise RuntimeError("a graph without the options is slow")
-    return compile_fx(module, inputs, config_patches={"triton.cudagraphs": replay})
+class _Inductor(torch._TorchCompileInductorWrapper):
+    """torch's own backend, with our options only: torch compiles by itself too, where its guards see a difference."""
+
+    __name__ = "inductor"
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if symbols.use_duck_shape:
+            raise RuntimeError("a graph without the options is slow")
+        return super().__call__(*given, **named)
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

@@ -270,13 +270,13 @@ def test_a_size_that_the_function_fixes_is_said_and_runs_as_it_is():
 @needs_compiler
 @pytest.mark.parametrize("limit", [1, 8], ids=["beyond torch's limit", "within"])
 def test_what_a_kind_does_not_tell_apart_is_compiled_again_with_our_options(limit, monkeypatch):
-    froze, compile_fx = [], compiled.compile_fx
+    froze, backend = [], torch._TorchCompileInductorWrapper
 
-    def told(*given, **named):
+    def told(self, *given, call=backend.__call__):
         froze.append(compiled.inductor.freezing)
-        return compile_fx(*given, **named)
+        return call(self, *given)
 
-    monkeypatch.setattr(compiled, "compile_fx", told)
+    monkeypatch.setattr(backend, "__call__", told)
     graph = Graph(lambda tensor, word: (tensor + len(word),), "a sum", CPU)
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=limit):
         warnings.simplefilter("error", UserWarning)
