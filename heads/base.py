@@ -376,6 +376,11 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A number format as users and configs write it: float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def wide(tensor: Tensor) -> Tensor:
     """At least float32: 16-bit formats are widened, float64 stays."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from . import HEADS
-from .base import DraftHead, TargetInfo, build_config
+from .base import DraftHead, TargetInfo, build_config, dtype_name
 from .card import Listing, model_card
 from .files import CONFIG_FILE, WEIGHTS_FILE, read_json, read_weights
 from .hub import local_folder
@@ -113,7 +113,7 @@ def save_head(head: DraftHead, folder: str | Path, facts: HeadFacts, adapter: An
         }
     )
     state = {key: value.detach().cpu().contiguous() for key, value in plain_tensors(head.state_dict()).items()}
-    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_name(next(head.parameters()).dtype)
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
     with new_folder(folder) as partial:
         try:

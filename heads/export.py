@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .base import DraftHead
+from .base import DraftHead, dtype_name
 from .checkpoint import HeadFacts, new_folder
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
@@ -128,7 +128,7 @@ def _speculators_config(
             "verifier": {"name_or_path": head.target.name, "architectures": list(architectures)},
         },
         "transformer_layer_config": layer,
-        "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(next(head.parameters()).dtype),
         "tie_word_embeddings": False,
     }
     if eagle3:

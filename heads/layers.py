@@ -273,17 +273,17 @@ class DraftCache:
         slots_BT = self.nodes + lengths_B[:, None] + torch.arange(new_tokens, device=lengths_B.device)
         # What a short prompt's row is given behind its end is forgotten; it only must not lie outside.
         slots_BT = slots_BT.clamp(max=self.slots - 1)
-        return _Entries(self, (slots_S >= self.nodes) & (slots_S <= slots_BT[..., None]), slots_BT=slots_BT)
+        return Entries(self, (slots_S >= self.nodes) & (slots_S <= slots_BT[..., None]), slots_BT=slots_BT)
 
     def draft(self, lengths_B: Tensor, first: int, seen_BWN: Tensor) -> Memory:
         """The next entries go to the nodes' slots from `first` on; they see the committed tokens and `seen_BWN`."""
         slots_S = torch.arange(self.slots - self.nodes, device=lengths_B.device)
         committed_BWS = (slots_S < lengths_B[:, None])[:, None].expand(-1, seen_BWN.shape[1], -1)
-        return _Entries(self, torch.cat([seen_BWN, committed_BWS], dim=-1), first=first)
+        return Entries(self, torch.cat([seen_BWN, committed_BWS], dim=-1), first=first)
 
 
 @dataclass(frozen=True)
-class _Entries:
+class Entries:
     """The memory of one forward."""
 
     cache: DraftCache
@@ -294,15 +294,28 @@ class _Entries:
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
         """See `Memory.attend`."""
-        for states, new in ((self.cache.keys, key_BGTE), (self.cache.values, value_BGTE)):
-            if layer == len(states):
-                states.append(new.new_zeros(*new.shape[:2], self.cache.capacity, new.shape[3]))
+        keys, values = self.of_layer(layer, key_BGTE)
+        for states, new in ((keys, key_BGTE), (values, value_BGTE)):
             if self.slots_BT is None:
-                states[layer][:, :, self.first : self.first + new.shape[2]] = new
+                states[:, :, self.first : self.first + new.shape[2]] = new
             else:
-                write_slots(states[layer], self.slots_BT, new)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+                write_slots(states, self.slots_BT, new)
         return masked_attention(query_BHTE, keys, values, self.visible_BTS[:, None])
+
+    def of_layer(self, layer: int, like_BGTE: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [B, G, S, E], made at its first forward."""
+        for states in (self.cache.keys, self.cache.values):
+            if layer == len(states):
+                batch, groups, _, size = like_BGTE.shape
+                states.append(like_BGTE.new_zeros(batch, groups, self.cache.capacity, size))
+        return self.cache.keys[layer], self.cache.values[layer]
+
+    def places_BT(self) -> Tensor:
+        """The slots that the entries go to."""
+        if self.slots_BT is not None:
+            return self.slots_BT
+        batch, new, _ = self.visible_BTS.shape
+        return torch.arange(self.first, self.first + new, device=self.visible_BTS.device).expand(batch, -1)
 
 
 def llama_config(

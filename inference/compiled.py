@@ -1,14 +1,12 @@
 """A function as one compiled graph for all lengths of text and sizes of tree, and the function itself to fall back on.
 
-On a CPU Inductor freezes the weights into the graph, in the order in which kernels read them (in bfloat16 our own): the
-eager linear layers reach less than half of the memory's bandwidth. On a GPU the graph is replayed (CUDA graphs). A size
-of 1 is a graph of its own, all others share one: lengths are symbols in it. Inductor keeps what it compiled on disk,
-but on a CPU its kernels only: packed weights cannot be written, so a new process makes the graph around them again.
+On an accelerator the graph is replayed (CUDA graphs). A size of 1 is a graph of its own, all others share one: lengths
+are symbols in it. A CPU has kernels of our own instead (`cpu_kernels`), which need not be waited for. This module
+imports torch's compiler, which takes seconds: import it where something is compiled.
 """
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -22,41 +20,10 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from .kernels import OwnKernels
-
 GRAPHS = 64
 """Graphs of one function, at most: one for each kind; torch's own limit is too small for batches that shrink."""
-ON_CPU = {
-    "freezing": True,
-    "cpp.enable_concat_linear": True,
-    "emulate_precision_casts": True,
-    "post_grad_custom_pre_pass": OwnKernels(),
-}
-"""Inductor's options there: weights packed into the graph, those that read the same input as one, for our kernels; and
-values rounded where the model rounds them, in whichever way a graph is cut: a size of 1 says what all others say."""
-# Modules whose `patch` no annotation knows.
-inductor: Any = import_module("torch._inductor.config")
+# A module whose `patch` no annotation knows.
 symbols: Any = import_module("torch.fx.experimental._config")
-
-
-def missing_compiler(device: torch.device) -> str | None:
-    """Why nothing can be compiled on this machine, or None."""
-    if device.type == "cpu" and not (inductor.cpp.cxx[1] and shutil.which(inductor.cpp.cxx[1])):
-        return "there is no C++ compiler (g++) on this machine"
-    return None
-
-
-def wanted(compile: bool | str, device: torch.device) -> bool:
-    """What a user's word means here.
-
-    Raises:
-        ValueError: another word.
-    """
-    if compile == "auto":
-        return missing_compiler(device) is None
-    if not isinstance(compile, bool):
-        raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
-    return compile
 
 
 Sizes = Sequence[tuple[Tensor, int]]
@@ -88,8 +55,8 @@ class Graph:
         def traced(*arguments: Any) -> Any:
             return function(*arguments)
 
-        # torch keeps graphs, and what it learned of sizes, with a function's code. Frozen weights are constants of a
-        # graph and are not compared at a call: with code of its own, one model's graph never answers for another.
+        # torch keeps graphs, and what it learned of sizes, with a function's code; with code of its own, one model's
+        # graph never answers for another.
         own = FunctionType(traced.__code__.replace(), traced.__globals__, what, None, traced.__closure__)
         self.kinds: set[Hashable] = set()
         self.broken = False
@@ -147,7 +114,6 @@ class Graph:
 
     def _with_options(self, arguments: tuple[Any, ...]) -> Any:
         with (
-            inductor.patch(ON_CPU if self.device.type == "cpu" else {}),
             symbols.patch(use_duck_shape=False),
             torch._dynamo.config.patch(recompile_limit=GRAPHS),
         ):
@@ -160,7 +126,7 @@ class _Inductor(torch._TorchCompileInductorWrapper):
     __name__ = "inductor"
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        if symbols.use_duck_shape:
+        if symbols.use_duck_shape:  # which `_with_options` turns off
             raise RuntimeError("a graph without the options is slow")
         return super().__call__(*given, **named)
 

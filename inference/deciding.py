@@ -9,17 +9,21 @@ Letters in tensor names: B batch, N nodes, U uniform numbers, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from . import cpu_kernels
 from .cache import TreeCache
-from .compiled import Graph
 from .rounds import Round, TargetOutput, Verdict
 from .sampling import Draw, RandomDraw, ReadyDraw
 from .stats import Stats
 from .tree import DraftTree, TreeShape
-from .verify import Verifier
+from .verify import Verifier, point_mass
+
+if TYPE_CHECKING:
+    from .compiled import Graph
 
 DRAWN_SHAPES = 2
 """Shapes of drawn trees that get a graph each; where shapes keep changing, their rule runs as it is."""
@@ -31,12 +35,17 @@ class Decider:
     def __init__(self, verify: Verifier, draws: bool = True) -> None:
         """Hold a rule; `draws` is False for one that asks for no random numbers."""
         self.verify, self.draws = verify, draws
+        self.by_place = verify is point_mass
+        """Whether it asks for one number a node, which can therefore be that of the node's place in the text."""
         self.graph: Graph | None = None
         self._shapes: set[TreeShape | None] = set()
 
     def compile(self, device: torch.device) -> None:
-        """From now on in a graph."""
-        self.graph = self.graph or Graph(self._settle, "the acceptance rule", device, replay=True)
+        """From now on in a graph; on a CPU its operations cost next to nothing as they are."""
+        if not cpu_kernels.serve(device):
+            from .compiled import Graph  # imports torch's compiler
+
+            self.graph = self.graph or Graph(self._settle, "the acceptance rule", device, replay=True)
 
     def __call__(
         self, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, draw: Draw, cache: TreeCache, stats: Stats
@@ -69,6 +78,8 @@ class Decider:
         rows, nodes = tree.tokens_BN.shape
         if not self.draws:
             return scores_BNV.new_empty(rows, 0)
+        if type(draw) is ReadyDraw:
+            return draw.uniform_BU
         if type(draw) is not RandomDraw:
             return draw
         # Of each row no rule asks for more than all nodes at every depth, and one for the bonus token.

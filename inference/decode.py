@@ -7,9 +7,9 @@ is what `generate` writes for it alone.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,18 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
+from . import cpu_kernels
+from .adaptive import AdaptiveDrafter, AssumedCosts, adaptive, chosen_from
 from .cache import check_room
-from .choosing import Fallback, chosen_from
-from .compiled import missing_compiler, wanted
+from .costs import RoundCosts, measured_costs
+from .cpu_decoder import packed_head
 from .deciding import Decider
+from .grow import drafter_of
 from .guessing import RootOnly
 from .hybrid import Hybrid
-from .loading import draft_models, loaded, saved_tree, source_of
+from .loading import auto_trees, draft_models, guesser_of, loaded, source_of
 from .loop import Rules, speculate
+from .machine import check_threads
 from .planning import batch_budget, machine
 from .rounds import Drafter
 from .sampling import Draw, RandomDraw, Scorer
@@ -99,6 +103,8 @@ class SpeculativeLM:
         """What the head was trained against, as its checkpoint remembers it."""
         self.listeners: list[Callable[[Stats], None]] = []
         """Called with the statistics of every generation."""
+        self.round_listeners: list[Callable[[Written], None]] = []
+        """Called after every round with what was written so far; what one of them raises ends the generation."""
         target.check_layers(self.drafter.feature_layers)
 
     @classmethod
@@ -113,75 +119,107 @@ class SpeculativeLM:
         revision: str | None = None,
         head_revision: str | None = None,
         lossy: bool = False,
-        compile: bool | str = False,
+        compile: bool | str = "auto",
         drafter: str | Drafter | None = None,
-        fallback: bool = False,
+        fallback: bool = True,
     ) -> SpeculativeLM:
         """Load a target and what drafts for it.
 
         Args:
             target: see `Target.from_pretrained`; or one that is loaded already.
             head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none, or for plain decoding.
-            dtype: of target and head, where they are loaded here.
-            tree: what `tree_policy` takes, or "auto" for the tree saved with the head, for this machine if it was
-                calibrated here (or a default one), made smaller in batches so that a forward does not cost more than
-                it saves. Several with | between them: each round takes the one that has been fastest so far.
+            dtype: of target and head, where they are loaded here; "auto" for the fastest on this machine of those that
+                are right for the model (see `dtypes`), float32 for a GGUF file.
+            tree: what `tree_policy` takes, or "auto" for the tree that `headstart tree` found on this machine, or else
+                for dynamic trees of a few sizes, made smaller in batches so that a forward does not cost more than it
+                saves. Several with | between them: each round takes the one that has been fastest so far.
             verifier: see `__init__`.
             device: of target and head.
             revision: of the target's Hub id.
             head_revision: of the head's Hub id.
             lossy: see `__init__`.
-            compile: see `compile`; "auto" for True where this machine can, without a warning where it cannot.
+            compile: True for compiled rounds, see the method `compile`; False for none; "auto" for them where they need
+                not be waited for, on CPUs.
             drafter: a word of `drafters.WORDS`, or one of your own, which may be wrong in any way: the output stays
                 the target's. Beside a head, what it looks up is joined with the head's tree.
-            fallback: decode plainly where guesses cost more time than they save; see `Fallback`.
+            fallback: measure plain steps too, and take them where drafts cost more time than they save; see
+                `AdaptiveDrafter`. False for drafts in each round: of the tree that is named, of the fastest of several,
+                or of the first of those that "auto" would choose from. For a seed, picked trees give one text either
+                way; so do drawn ones, of which sampling takes the first that is named each round.
 
         Raises:
             ValueError: something that cannot be loaded, or a head or tree that does not fit; named.
         """
         loaded_here = isinstance(target, str | Path)
         if isinstance(target, Target):
-            refuse_loading_options(dtype, device, revision)
-        elif is_encoder_decoder(target, revision):
-            target = Seq2SeqTarget.load(target, dtype, device, revision)
+            refuse_loading_options(target.dtype, dtype, device, revision)
         else:
-            target = Target.from_pretrained(target, dtype, device, revision)
+            kind = Seq2SeqTarget if is_encoder_decoder(target, revision) else Target
+            target = kind.from_pretrained(target, dtype, device, revision)
+        if target.device.type == "cpu":
+            check_threads()
         compiled = wanted(compile, target.device)
+        if compiled:
+            target.compile()
         origin: dict[str, Any] = {}
         source = source_of(drafter, target, tree if head is None else "auto")
         if head is not None:
-            ours, facts = loaded(head, target, head_revision, loaded_here)
+            ours, facts = loaded(head, target, head_revision, loaded_here, dtype == "auto")
             origin = facts.origin
             ours = ours.to(target.device).eval()
+            target.check_layers(ours.feature_layers)
+            if compiled and cpu_kernels.serve(target.device):
+                ours = packed_head(ours)
             if tree == "auto":
-                policy = saved_tree(ours, facts, machine(target.device, compiled))
-                trees = chosen_from(ours, policy, target.ends, batch_budget(policy, target.device))
+                costs = measured_costs(target, ours) if fallback else AssumedCosts.of(target.device)
+                policies = auto_trees(ours, facts, machine(target.device, compiled), costs)
+                if not fallback or target.graph is not None:  # a graph for each tree would take minutes
+                    policies = policies[:1]
+                grown = [
+                    drafter_of(ours, policy, target.ends, batch_budget(policy, target.device)) for policy in policies
+                ]
+                trees: Drafter = AdaptiveDrafter(grown, fallback, costs) if len(grown) > 1 else grown[0]
             else:
                 trees = chosen_from(ours, tree, target.ends)
             source = trees if source is None else Hybrid(trees, source)
-        if fallback:
-            if source is None:
-                raise ValueError("fallback=True needs something to fall back from: a head or a drafter")
-            source = Fallback(source)
+        if fallback and source is not None and not isinstance(source, RootOnly):
+            source = adaptive(source)
         lm = cls(target, source, verifier, lossy)
         lm.origin = origin
         return lm.compile() if compiled else lm
 
     def compile(self) -> SpeculativeLM:
-        """Run rounds in compiled graphs of target, head and rule, which are made when they are first needed.
+        """Run plain steps and rounds as fast as this device can, which `compile="auto"` does on CPUs.
 
-        That takes a minute or two a process, and on a CPU a second copy of the weights (of a head that draws, one for
-        each depth), which must not change from then on; a plain step and a round cost about half of what they did.
-        Where something cannot be compiled, a warning says so and it runs as it is.
+        On a CPU target and head run in kernels of our own, which are compiled once for a machine, in seconds, and hold
+        a copy of the weights in the shortest format that holds them exactly; weights of the target that change in place
+        are copied again. Without a compiler a warning says so and all runs as it is. On an accelerator rounds
+        are graphs, made when they are first needed, which takes minutes a process; weights must not change then.
         """
-        missing = missing_compiler(self.target.device)
-        if missing is None:
-            self.target.compile()
-            self.drafter.compile()
-            for rule in (self.sampling_rule, self.greedy_rule):
-                rule.compile(self.target.device)
-        else:
-            warnings.warn(f"nothing is compiled: {missing}", stacklevel=2)
+        self.target.compile()
+        self.drafter.compile()
+        for rule in (self.sampling_rule, self.greedy_rule):
+            rule.compile(self.target.device)
+        return self
+
+    @cached_property
+    def costs(self) -> RoundCosts:
+        """What rounds cost on this machine; measured, in about a second, if that is not known here."""
+        guesser = guesser_of(self.drafter)
+        return measured_costs(self.target, guesser if isinstance(guesser, DraftHead) else None)
+
+    def warmup(self) -> SpeculativeLM:
+        """Do now what the first answer would wait for: build and pack, measure what rounds cost, write a few tokens."""
+        self.costs  # noqa: B018 - measured now
+        listeners, self.listeners = self.listeners, []
+        prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
+        mask_1T, generator = torch.ones_like(prompt_1T), torch.Generator(self.target.device)
+        settings: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0}
+        try:
+            for sampling in (False, True):
+                self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
+        finally:
+            self.listeners = listeners
         return self
 
     def generate(
@@ -201,7 +239,9 @@ class SpeculativeLM:
             input_ids: prompts, [batch, time]; padded left or right.
             attention_mask: 1 where a token is no padding; None to let transformers infer it from the padding token.
             generation_config: as for `model.generate`.
-            generator: of the random draws; None for torch's global one.
+            generator: of the random draws; None for torch's global one. For a seed, the number that decides a token
+                belongs to its row of the call and its place in the text: with picked trees, and without drafts, the
+                text is the same whatever was drafted, with any `slots`. The rules for drawn trees draw round by round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
             tokenizer: needed for `stop_strings`.
             slots: rows that are decoded at the same time; the next one begins where one has ended (continuous
@@ -313,12 +353,14 @@ class SpeculativeLM:
                 f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {self.target.max_positions} "
                 f"positions of {self.target.name!r}"
             )
+        self.target.refresh()
         together = min(len(prompts), slots or len(prompts))
         room = longest + new_tokens + self.drafter.max_nodes
         check_room(self.target.cache_bytes(together, room), together, room, self.target.device)
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
-        out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots)
+        listeners = self.round_listeners
+        out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots, listeners)
         rule = self.sampling_rule if config.do_sample else self.greedy_rule
         rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
         stats = speculate(rules, self.drafter, out)
@@ -334,6 +376,19 @@ class SpeculativeLM:
             logits=_by_token(out.logits),
             stats=stats,
         )
+
+
+def wanted(compile: bool | str, device: torch.device) -> bool:
+    """What a user's word means here: "auto" is for what need not be waited for.
+
+    Raises:
+        ValueError: another word.
+    """
+    if compile == "auto":
+        return cpu_kernels.serve(device)
+    if not isinstance(compile, bool):
+        raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
+    return compile
 
 
 def with_stop_strings(

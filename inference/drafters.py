@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .choosing import chosen_from
+from .adaptive import chosen_from
 from .corpus import Datastore
 from .draft_model import DraftModel
 from .lookahead import Lookahead
@@ -68,9 +68,8 @@ def draft_model(model: Target, target: Target, tree: str | Sequence[Sequence[int
 def _model(name: str, target: Target, tree: Any) -> Drafter:
     if not name:
         raise ValueError(f"the drafter model needs a model: {WORDS['model']}")
-    if is_encoder_decoder(name):
-        return draft_model(Seq2SeqTarget.load(name, target.dtype, target.device), target, tree)
-    return draft_model(Target.from_pretrained(name, target.dtype, target.device), target, tree)
+    kind = Seq2SeqTarget if is_encoder_decoder(name) else Target
+    return draft_model(kind.load(name, target.dtype, target.device), target, tree)
 
 
 def _ngram(options: str, target: Target, tree: Any) -> Drafter:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..heads import DraftHead, TargetEnds, TargetInfo
 from ..heads.base import wide
-from .compiled import Graph
+from . import cpu_kernels
+from .cpu_decoder import packed_head
 from .draft_model import DraftModel
 from .rounds import Drafter, Passage, Round, Start
 from .sampling import Draw
 from .tree import DraftTree, Origin
 
+if TYPE_CHECKING:
+    from .compiled import Graph
+
 MISSED = 64
-"""Rounds without guesses whose features are kept, at most, before the head is shown them."""
+"""Rounds without guesses whose features are kept, at most, before the head is shown them; of a guesser that reads no
+features, `READ_TOKENS` are."""
 
 READ_TOKENS = 512
 """Tokens of the prompts that a head is shown at once: its mask has as many rows."""
@@ -159,8 +164,16 @@ class HeadDrafter:
         """A graph for the draft, or for each depth where it draws, and one to observe; a second model has its own."""
         if isinstance(self.head, DraftModel):
             self.head.compile()
-        elif isinstance(self.head, DraftHead) and not self._graphs:
-            name, device = f"the draft of {type(self.head).__name__}", self.ends.lm_head.weight.device
+            return
+        device = self.ends.lm_head.weight.device
+        if not isinstance(self.head, DraftHead) or self._graphs:
+            return
+        if cpu_kernels.serve(device):
+            self.head = packed_head(self.head)
+        else:
+            from .compiled import Graph  # imports torch's compiler
+
+            name = f"the draft of {type(self.head).__name__}"
             self._graphs = {
                 "grow": Graph(self._grow, name, device, replay=True),
                 "expand": Graph(self.head.expand, name, device),
@@ -200,7 +213,7 @@ class HeadDrafter:
             lengths_B = finished.verdict.lengths_B
             missed = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, lengths_B)
             self.shared.missed.append(missed)
-            if len(self.shared.missed) >= MISSED:
+            if len(self.shared.missed) >= (MISSED if self.feature_layers else READ_TOKENS):
                 self._catch_up()
             return
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)

@@ -8,13 +8,12 @@ from typing import Any
 
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, adapter_of, differences, load_head
-from .choosing import Bandit, Fallback
+from .adaptive import AdaptiveDrafter, RoundCosts, candidate_trees
 from .draft_model import DraftModel
 from .drafters import drafter_from
 from .guarded import Guarded
-from .guessing import HeadDrafter, RootOnly
+from .guessing import Guesser, HeadDrafter, RootOnly
 from .hybrid import Hybrid
-from .planning import default_tree
 from .rounds import Drafter
 from .seq2seq import Seq2SeqTarget
 from .target import Target
@@ -24,12 +23,18 @@ from .tree import TreePolicy, tree_policy
 
 def draft_models(drafter: Drafter) -> list[Seq2SeqTarget]:
     """The encoder-decoders that a drafter asks."""
-    if isinstance(drafter, Fallback):
-        return draft_models(drafter.drafter)
-    if isinstance(drafter, Bandit):
-        return draft_models(drafter.arms[0])
-    model = drafter.head.model if isinstance(drafter, HeadDrafter) and isinstance(drafter.head, DraftModel) else None
+    guesser = guesser_of(drafter)
+    model = guesser.model if isinstance(guesser, DraftModel) else None
     return [model] if isinstance(model, Seq2SeqTarget) else []
+
+
+def guesser_of(drafter: Drafter) -> Guesser | None:
+    """The head, or what is asked like one, that a drafter grows its trees from."""
+    if isinstance(drafter, AdaptiveDrafter):
+        return guesser_of(drafter.trees[0])
+    if isinstance(drafter, Hybrid):
+        return guesser_of(drafter.head)
+    return drafter.head if isinstance(drafter, HeadDrafter) else None
 
 
 def source_of(drafter: str | Drafter | None, target: Target, tree: Any) -> Drafter | None:
@@ -44,14 +49,21 @@ def source_of(drafter: str | Drafter | None, target: Target, tree: Any) -> Draft
         return None
     if tree != "auto":
         raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-    ours = isinstance(drafter, HeadDrafter | Bandit | TextDrafter | Hybrid | Fallback | RootOnly)
+    ours = isinstance(drafter, HeadDrafter | AdaptiveDrafter | TextDrafter | Hybrid | RootOnly)
     return drafter if ours else Guarded(drafter, target.info.vocab_size)
 
 
 def loaded(
-    head: str | Path | DraftHead, target: Target, revision: str | None, loaded_here: bool
+    head: str | Path | DraftHead, target: Target, revision: str | None, loaded_here: bool, auto: bool = False
 ) -> tuple[DraftHead, HeadFacts]:
     """A head that fits the target, and what travelled with it.
+
+    Args:
+        head: a checkpoint folder, a Hub id, or a head.
+        target: that it is to draft for.
+        revision: of the head's Hub id.
+        loaded_here: whether the target was given by name, and may get the head's adapter.
+        auto: whether its dtype was nobody's wish, so that nobody is told that the head was trained in another.
 
     Raises:
         ValueError: a head that cannot be loaded or does not fit.
@@ -63,17 +75,21 @@ def loaded(
             raise ValueError(f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head")
         return head, HeadFacts()
     loaded, facts = load_head(head, target.info, target.dtype, revision)
-    for difference in differences(facts.origin, target.origin):
+    unasked = ("dtype",) if loaded_here and auto else ()
+    origin = {name: value for name, value in target.origin.items() if name not in unasked}
+    for difference in differences(facts.origin, origin):
         warnings.warn(f"the head {str(head)!r} may accept less here: {difference}", stacklevel=3)
     if facts.adapted:
         _adapt(target, adapter_of(head, revision), loaded_here)
     return loaded, facts
 
 
-def saved_tree(head: DraftHead, facts: HeadFacts, machine_word: str) -> TreePolicy:
-    """The tree that was fastest on this machine, or else the last that was found anywhere, or else a default one."""
-    saved = facts.measured.get("fastest", {}).get(machine_word, facts.tree)
-    return default_tree(head.max_depth, head.draft_vocab_size) if saved is None else tree_policy(saved)
+def auto_trees(head: DraftHead, facts: HeadFacts, machine_word: str, costs: RoundCosts) -> list[TreePolicy]:
+    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
+    here = facts.measured.get("fastest", {}).get(machine_word)
+    if here is not None:
+        return [tree_policy(here)]
+    return candidate_trees(head, None if facts.tree is None else tree_policy(facts.tree), costs)
 
 
 def _adapt(target: Target, adapter: Path, loaded_here: bool) -> None:

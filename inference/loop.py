@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from .cache import TreeCache
 from .deciding import Decider
 from .guessing import RootOnly
 from .rounds import Drafter, Passage, Start
-from .sampling import Draw, Scorer
+from .sampling import Draw, RandomDraw, ReadyDraw, Scorer, place_numbers
 from .stats import Stats
 from .target import Target
+from .tree import DraftTree
 from .written import Written
 
 PREFILL_TOKENS = 2048
@@ -41,12 +42,30 @@ class Rules:
     """Of drafts and verdicts."""
     sampling: bool
     """False for greedy decoding."""
+    uniform_RP: Tensor | None = None
+    """One number for every place of every row of the call, by which the rule draws the token there; None where the
+    rule draws round by round."""
+
+    def draw_at(self, tree: DraftTree, out: Written) -> Draw:
+        """What the rule draws by: a node at depth d of a row with n new tokens decides the token at place n + d.
+
+        So the same numbers give the same text whatever was drafted: another tree asks for the same places.
+        """
+        if self.uniform_RP is None:
+            return self.draw
+        places_B2 = torch.tensor([[row, len(out.rows[row])] for row in out.active], device=self.uniform_RP.device)
+        rows_B1, written_B1 = places_B2.split(1, dim=1)
+        places_BN = (written_B1 + tree.depths_BN).clamp(max=self.uniform_RP.shape[1] - 1)  # deeper is not returned
+        return ReadyDraw(self.uniform_RP[rows_B1, places_BN])
 
 
 @torch.inference_mode()
 def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
     """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop."""
     stats = Stats(rows=[[] for _ in out.rows])
+    if rules.decide.by_place and type(rules.draw) is RandomDraw:
+        numbers = place_numbers(rules.draw, len(out.rows), out.new_tokens, rules.target.device)
+        rules = replace(rules, uniform_RP=numbers)
     with stats.clock("prefill"):
         cache, roots_B = _begin(rules, drafter, out)
         roots_B = _turn_over(rules, drafter, out, cache, roots_B)
@@ -58,7 +77,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
             output = rules.target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
         with stats.clock("processors"):
             scores_BNV = rules.score(output.logits_BNV, tree, out)
-        finished = rules.decide(tree, output, scores_BNV, rules.draw, cache, stats)
+        finished = rules.decide(tree, output, scores_BNV, rules.draw_at(tree, out), cache, stats)
         with stats.clock("host"):
             out.add(finished, scores_BNV, stats)
         with stats.clock("draft"):
@@ -124,7 +143,7 @@ def _begin(rules: Rules, drafter: Drafter, out: Written) -> tuple[TreeCache, Ten
     logits_B1V = torch.stack([logits[row] for row in rows])[:, None]
     features_B1F = torch.stack([features[row] for row in rows])[:, None]
     scores_B1V = rules.score(logits_B1V, tree, out)
-    roots_B = rules.decide.verify(tree, scores_B1V, rules.draw).next_tokens_B
+    roots_B = rules.decide.verify(tree, scores_B1V, rules.draw_at(tree, out)).next_tokens_B
     out.first(roots_B, scores_B1V, logits_B1V)
     drafter.read(Passage(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
     return cache, roots_B

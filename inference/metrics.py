@@ -32,7 +32,7 @@ def metrics(stats: Stats) -> dict[str, float]:
         "inter_token_seconds_p99": float(np.quantile(latencies, 0.99)) if latencies else float("nan"),
         "tokens_per_second": _share(stats.tokens, busy),
         "draft_share": _share(stats.seconds.get("draft", 0.0), busy),
-        "plain_rounds": len(records) - len(guessing),
+        "plain_rounds": stats.plain_rounds,
     }
 
 

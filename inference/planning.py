@@ -15,10 +15,8 @@ from functools import lru_cache
 
 import torch
 
-from .tree import DynamicShape, TreePolicy, TreeShape
-
-DEFAULT_NODES = 12
-"""Nodes of a tree that nobody measured, the root counted: wider costs more than a forward of one token on a CPU."""
+from .machine import hardware
+from .tree import DrawnShape, DynamicShape, TreePolicy, TreeShape
 
 GPU_TOKENS = 128
 """Tokens that a forward on a GPU holds for hardly more than the price of one."""
@@ -99,16 +97,25 @@ def best_draft_length(
     return max(range(most + 1), key=lambda gamma: time_factor(rates, gamma, draft_cost, check_cost))
 
 
-def default_tree(max_depth: int, draft_vocab_size: int) -> TreeShape:
-    """A tree for a head that was not measured: accuracies that fall by a fifth per depth and by half per rank."""
-    ranks = min(8, draft_vocab_size)
-    accuracy = [[0.5 * 0.8**depth * 0.5**rank for rank in range(ranks)] for depth in range(max_depth)]
-    return best_static_tree(accuracy, DEFAULT_NODES)
+def default_accuracy(depth: int, ranks: int = 8) -> list[list[float]]:
+    """Of a head that was not measured: accuracies that fall by a fifth per depth and by half per rank."""
+    return [[0.5 * 0.8**d * 0.5**rank for rank in range(ranks)] for d in range(depth)]
+
+
+@lru_cache(maxsize=256)
+def default_length(policy: TreePolicy) -> float:
+    """Tokens per round of a tree of a head that was not measured, the bonus token counted."""
+    if isinstance(policy, TreeShape):
+        ranks = 1 + max((path[-1] for path in policy.paths), default=0)
+        return expected_length(policy, default_accuracy(policy.depth, ranks))
+    if isinstance(policy, DynamicShape):
+        return default_length(best_static_tree(default_accuracy(policy.depth), policy.size))
+    return default_length(policy.shape if isinstance(policy, DrawnShape) else TreeShape.chain(policy.length))
 
 
 @lru_cache(maxsize=256)
 def cut(shape: TreeShape, nodes: int) -> TreeShape:
-    """The part of a static tree that is worth most if accuracies fall as `default_tree` assumes; at least its root."""
+    """The part of a static tree that is worth most if accuracies fall as `default_accuracy` says; at least its root."""
     if shape.size <= nodes:
         return shape
     # A parent is worth more than its children and a sibling more than the next, so what is left is a tree.
@@ -118,9 +125,7 @@ def cut(shape: TreeShape, nodes: int) -> TreeShape:
 
 def machine(device: torch.device, compiled: bool) -> str:
     """By which word a head remembers the tree that was fastest somewhere."""
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else f"{device.type}, {torch.get_num_threads()} threads"
-    return name + (", compiled" if compiled else "")
+    return hardware(device) + (", compiled" if compiled else "")
 
 
 def batch_budget(policy: TreePolicy, device: torch.device) -> int:

@@ -103,6 +103,15 @@ class RandomDraw:
         return (probs / times).topk(count, dim=-1).indices
 
 
+def place_numbers(draw: RandomDraw, rows: int, places: int, device: torch.device) -> Tensor:
+    """One uniform number for every place of every row, [rows, places], float64, on `device`.
+
+    They are drawn place by place, on the generator's own device.
+    """
+    source = device if draw.generator is None else draw.generator.device
+    return draw.uniform((places, rows), source).T.to(device)
+
+
 class ReadyDraw(RandomDraw):
     """Draws by uniform numbers that were drawn before, each used once."""
 

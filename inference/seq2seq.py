@@ -7,8 +7,7 @@ guesses form a chain, and one row is decoded at a time; trees and batches are re
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import TreeCache
 from .rounds import TargetOutput
-from .sources import locate, refuse_loading_options
+from .sources import locate
 from .target import Target
 from .tree import DraftTree
 
@@ -43,6 +42,8 @@ def is_encoder_decoder(source: Any, revision: str | None = None) -> bool:
 class Seq2SeqTarget(Target):
     """A frozen encoder-decoder; see `Target`."""
 
+    loader = AutoModelForSeq2SeqLM
+
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.
 
@@ -62,26 +63,6 @@ class Seq2SeqTarget(Target):
                 + ", ".join(FAMILIES)
             )
         return ("full_attention",)
-
-    @classmethod
-    def load(
-        cls, source: str | Path | PreTrainedModel, dtype: Any = "auto", device: Any = None, revision: str | None = None
-    ) -> Seq2SeqTarget:
-        """A model by its folder or Hub id, or one that is loaded already.
-
-        Raises:
-            ValueError: nothing to load at `source`, or another family than T5.
-        """
-        if isinstance(source, PreTrainedModel):
-            refuse_loading_options(dtype, device, revision)
-            return cls(source)
-        try:
-            model = AutoModelForSeq2SeqLM.from_pretrained(str(source), dtype=dtype, revision=revision)
-        except OSError as error:
-            raise ValueError(f"no target model at {str(source)!r}: {error}") from error
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        frozen = cast(torch.nn.Module, model).to(where).eval().requires_grad_(False)
-        return cls(cast(PreTrainedModel, frozen), str(source))
 
     def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
         """Read what is to be answered; the decoder sees it from then on.

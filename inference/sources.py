@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..heads.base import dtype_name
 
 PACKAGE = "package:"
 """Prefix of a target that lies as a GGUF file in an installed Python package."""
@@ -45,6 +47,41 @@ def _gguf_of_package(package: str) -> tuple[str, str]:
     return str(folder), files[0]
 
 
+def default_device() -> str:
+    """The first GPU, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_model(
+    loader: Any,
+    source: str | Path,
+    dtype: torch.dtype,
+    where: str | torch.device | dict[str, Any],
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """A target's model, frozen and in eval mode.
+
+    Args:
+        loader: transformers' class that loads it.
+        source: see `Target.from_pretrained`.
+        dtype: of the weights.
+        where: a device, or accelerate's map of modules to devices.
+        revision: of a Hub id.
+
+    Raises:
+        ValueError: nothing to load at `source`.
+    """
+    folder, gguf = locate(source)
+    packing = {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)} if gguf else {}
+    spread = {"device_map": where} if isinstance(where, dict) else {}
+    try:
+        model = loader.from_pretrained(folder, dtype=dtype, revision=revision, **packing, **spread)
+    except OSError as error:
+        raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+    placed = model if spread else model.to(where)
+    return cast(PreTrainedModel, placed.eval().requires_grad_(False))
+
+
 def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a target, from the same places as `Target.from_pretrained`.
 
@@ -71,12 +108,16 @@ def tokenizer_origin(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     }
 
 
-def refuse_loading_options(dtype: torch.dtype | str, device: Any, revision: str | None) -> None:
+def refuse_loading_options(loaded: torch.dtype, dtype: torch.dtype | str, device: Any, revision: str | None) -> None:
     """A target that is loaded already stays as it is.
 
     Raises:
-        ValueError: naming the option that would be ignored.
+        ValueError: naming the option that would be ignored; of a dtype, the model's own too.
     """
-    for name, given in (("dtype", None if dtype == "auto" else dtype), ("device", device), ("revision", revision)):
+    if dtype not in ("auto", loaded, dtype_name(loaded)):
+        raise ValueError(
+            f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so instead"
+        )
+    for name, given in (("device", device), ("revision", revision)):
         if given is not None:
             raise ValueError(f"{name} {given} was given with a target that is loaded already; load it so instead")

@@ -50,6 +50,11 @@ class Stats:
         return sum(map(len, self.rows))
 
     @property
+    def plain_rounds(self) -> int:
+        """Rounds without drafts, summed over rows."""
+        return sum(record.drafted == 0 for row in self.rows for record in row)
+
+    @property
     def tokens(self) -> int:
         """Tokens that rounds returned; the prefill's token is not one of them."""
         return sum(record.returned for row in self.rows for record in row)

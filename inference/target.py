@@ -11,31 +11,39 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import (
-    AutoModelForCausalLM,
-    GgufConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..heads import TargetEnds
-from ..heads.attention import FEW, repeated
-from . import attention
+from ..heads.attention import repeated
+from ..heads.base import dtype_name
+from . import attention, cpu_kernels
 from .cache import TreeCache
-from .compiled import Graph
+from .cpu_decoder import PackedDecoder, packed_decoder
+from .dtypes import chosen_dtype
 from .facts import fingerprint, norm_and_blocks, target_info
 from .families import attention_kinds
 from .rounds import TargetOutput
-from .sources import locate, refuse_loading_options
+from .sources import default_device, load_model, refuse_loading_options
 from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from .compiled import Graph
+
+
+PIECE = 512
+"""Tokens of a prompt that our kernels read at once."""
 
 
 class Target:
     """A causal LM that is never trained and never changed; one that is loaded here is frozen, in eval mode."""
+
+    loader: Any = AutoModelForCausalLM
+    """transformers' class that loads it."""
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.
@@ -55,9 +63,12 @@ class Target:
         self.flex = model.config._attn_implementation == "flex_attention"
         self.own_attention = attention.usable(model, self.config)
         self.graph: Graph | None = None
-        """The compiled forward over a tree; see `compile`."""
-        self._states: list[Tensor] = []
-        """What a layer's keys and values look like, where prompts are read in that graph too."""
+        """The compiled forward over a tree, on an accelerator; see `compile`."""
+        self.packed: PackedDecoder | None = None
+        """The forward in our kernels, on a CPU, of models that they know."""
+        self.packed_model: Any = None
+        """The model with linear layers in our kernels, on a CPU, of other models."""
+        self._packed_of: tuple[int, int] | None = None
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
@@ -80,7 +91,7 @@ class Target:
         Args:
             source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
                 model that is loaded already.
-            dtype: of the weights; "auto" takes the checkpoint's own (float32 for GGUF).
+            dtype: of the weights; "auto" for the fastest here that is right for the model, see `dtypes`.
             device: where to, or accelerate's map of modules to devices; None for the first GPU, or the CPU.
             revision: of a Hub id.
 
@@ -88,35 +99,53 @@ class Target:
             ValueError: nothing to load at `source`, or an architecture that cannot be asked for trees.
         """
         if isinstance(source, PreTrainedModel):
-            refuse_loading_options(dtype, device, revision)
+            refuse_loading_options(source.dtype, dtype, device, revision)
             return cls(source)
-        folder, gguf = locate(source)
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        spread = {"device_map": where} if isinstance(where, dict) else {}
-        chosen = torch.float32 if gguf and dtype == "auto" else dtype
-        packing = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {}
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=gguf, dtype=chosen, revision=revision, **packing, **spread
-            )
-        except OSError as error:
-            raise ValueError(f"no target model at {str(source)!r}: {error}") from error
-        placed = cast(torch.nn.Module, model) if isinstance(where, dict) else cast(torch.nn.Module, model).to(where)
-        frozen = placed.eval().requires_grad_(False)
-        return cls(cast(PreTrainedModel, frozen), str(source))
+        where = device or default_device()
+        single = None if isinstance(where, dict) else torch.device(where)
+        return cls.load(source, chosen_dtype(dtype, source, single, revision), where, revision)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        dtype: torch.dtype,
+        where: str | torch.device | dict[str, Any],
+        revision: str | None = None,
+    ) -> Target:
+        """As `from_pretrained`, in a dtype that is chosen already."""
+        return cls(load_model(cls.loader, source, dtype, where, revision), str(source))
 
     def compile(self) -> None:
-        """Run forwards over trees in a graph, compiled when one is first asked for; weights must not change then.
+        """Run forwards over trees, and prompts on a CPU, as fast as this device can.
 
-        On a CPU prompts are read in that graph too, as chains: its linear layers are faster than eager ones.
+        On a CPU in our kernels, which hold a copy of the weights in their shortest exact format; elsewhere in a graph
+        that is compiled when one is first asked for, and that the weights must not change under.
         """
-        if self.graph is None:
-            if self.device.type == "cpu" and self.own_attention:
-                token_11, probe = torch.zeros(1, 1, dtype=torch.int64), self.new_cache(1)
-                with torch.inference_mode():  # with features: transformers hooks in what shows them, by a lock
-                    self.read_chunk(token_11, 1, probe, (-1,), [])
-                self._states = probe.states()
-            self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
+        if not cpu_kernels.serve(self.device):
+            from .compiled import Graph  # imports torch's compiler
+
+            self.graph = self.graph or Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
+        elif cpu_kernels.library() is not None and self._packed_of != self._version:
+            layers = getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers
+            self.packed = packed_decoder(self.model, layers)
+            self.packed_model = cpu_kernels.packed_copy(self.model) if self.packed is None else None
+            self._packed_of = self._version
+
+    def refresh(self) -> None:
+        """Pack weights that have changed since they were packed again."""
+        if self._packed_of is not None:
+            self.compile()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` did anything."""
+        return any(each is not None for each in (self.graph, self.packed, self.packed_model))
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """The model, and a number that grows with every change of a weight in place."""
+        return id(self.model), sum(parameter._version for parameter in self.model.parameters())
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Become the model with a peft adapter merged into its weights: what a jointly trained head drafts for."""
@@ -130,6 +159,7 @@ class Target:
         if self.graph is not None:  # which holds the weights of before
             self.graph = None
             self.compile()
+        self.refresh()
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -139,7 +169,7 @@ class Target:
         return {
             "target": self.name,
             "revision": getattr(self.model.config, "_commit_hash", None),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "quantization": None if method is None else str(getattr(method, "value", method)),
             "weights": fingerprint(self.model),
         }
@@ -172,7 +202,8 @@ class Target:
 
     def new_cache(self, batch_size: int) -> TreeCache:
         """An empty cache for this model."""
-        return TreeCache(self.info.num_layers, batch_size, self.device, self._states)
+        states = [] if self.packed is None else self.packed.states()
+        return TreeCache(self.info.num_layers, batch_size, self.device, states)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -191,14 +222,14 @@ class Target:
         """
         size = tokens_BT.shape[1]
         cache.place(size, max(longest - size, 0))
-        if self.graph is not None and self._states and size > 1:
+        if self.packed is not None:
             return self._read_as_chains(tokens_BT, cache, layers, kept)
         if self.own_attention and self.attention_kinds == ("full_attention",):
             cache.shown, masks = cache.read + size, None
         else:
             slots_S = torch.arange(cache.capacity, device=self.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
-            masks = self._masks(cache.slots_BN, slots_S.expand(len(tokens_BT), -1), visible_BTS)
+            masks = self._masks(self._seen(cache.slots_BN, slots_S.expand(len(tokens_BT), -1), visible_BTS))
         rows = torch.tensor(kept, dtype=torch.int64, device=self.device)
         output = self._ask(self._run, tokens_BT, cache.slots_BN, masks, cache, layers, rows)
         cache.commit(torch.full_like(cache.lengths_B, size))
@@ -208,19 +239,15 @@ class Target:
     def _read_as_chains(
         self, tokens_BT: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
-        """`read_chunk` by the graph of the trees: in pieces of no more nodes than a tree may have there."""
-        size = tokens_BT.shape[1]
-        most = max(FEW // (self.info.num_attention_heads // self.info.num_key_value_heads), 4)
+        """`read_chunk` by forwards over chains of no more than `PIECE` nodes."""
         logits, features, start = [], [], 0
-        for piece in tokens_BT.tensor_split(-(-size // most), dim=1):
-            # A graph knows its arguments by their strides too, even where there is but one row.
-            piece_BN, nodes = piece.flatten().view_as(piece), piece.shape[1]
-            # Two places more: none and one would be graphs of their own.
-            places_K = torch.tensor([0, 0, *(place - start for place in kept if start <= place < start + nodes)])
-            output = self.forward_chain(piece_BN, cache.read, cache, layers, places_K)
+        for piece_BN in tokens_BT.split(PIECE, dim=1):
+            nodes = piece_BN.shape[1]
+            places = [place - start for place in kept if start <= place < start + nodes]
+            output = self.forward_chain(piece_BN, cache.read, cache, layers, torch.tensor(places, dtype=torch.int64))
             cache.commit(torch.full_like(cache.lengths_B, nodes))
             cache.read += nodes
-            logits.append(output.logits_BNV[:, 2:])
+            logits.append(output.logits_BNV)
             features.append(output.features_BNF)
             start += nodes
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
@@ -269,7 +296,10 @@ class Target:
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.place(new, longest, nodes - new)
-        positions_BN, masks = self.sight(seen_BNM, depths_BM, cache)
+        positions_BN, seen = self.sight(seen_BNM, depths_BM, cache)
+        if self.packed is not None:
+            return TargetOutput(*self.packed(tokens_BN, positions_BN, seen, cache, layers, kept_K))
+        masks = self._masks(seen)
         if kept_K is None:
             kept_K = torch.arange(new, device=self.device)
         given = (tokens_BN, positions_BN, masks, cache, layers, kept_K)
@@ -285,12 +315,12 @@ class Target:
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
         return self._ask(self.graph, kind, sizes, lambda: [cache], *given)
 
-    def sight(self, seen_BNM: Tensor, depths_BM: Tensor, cache: TreeCache) -> tuple[Tensor, Any]:
-        """The positions of the last N of M nodes, and the mask by which they see the committed tokens and nodes."""
+    def sight(self, seen_BNM: Tensor, depths_BM: Tensor, cache: TreeCache) -> tuple[Tensor, dict[str, Tensor]]:
+        """The positions of the last N of M nodes, and by kind of attention which slots they see, [B, N, S]."""
         new, nodes = seen_BNM.shape[1:]
         lengths_B1 = cache.lengths_B[:, None]
         # A captured graph is for one shape; elsewhere our attention looks no further than the mask reaches.
-        short = self.own_attention and self.device.type == "cpu"
+        short = (self.own_attention or self.packed is not None) and self.device.type == "cpu"
         slots_S = torch.arange(cache.used if short else cache.capacity, device=self.device)
         committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, new, -1)
         node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
@@ -299,7 +329,7 @@ class Target:
         visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
         positions_BN = lengths_B1 + depths_BM[:, nodes - new :]
         slot_positions_BS = torch.where(is_node_BS, lengths_B1 + depths_BM.gather(1, node_of_slot_BS), slots_S)
-        return positions_BN, self._masks(positions_BN, slot_positions_BS, visible_BNS)
+        return self._in_range(positions_BN), self._seen(positions_BN, slot_positions_BS, visible_BNS)
 
     @torch.no_grad()
     def read(
@@ -347,11 +377,10 @@ class Target:
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Logits and features; a graph if compiled."""
-        output = self.model(
+        output = (self.packed_model or self.model)(
             input_ids=tokens_BN,
             attention_mask=masks,
-            # Nodes past the last position can never be returned; they only must not break an embedding table.
-            position_ids=positions_BN.clamp(max=self.max_positions - 1),
+            position_ids=self._in_range(positions_BN),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
@@ -359,15 +388,26 @@ class Target:
         )
         return output.logits, self._features(output.hidden_states, layers, tokens_BN)
 
-    def _masks(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Any:
-        """The 4-D mask, or one for each kind of attention where a model alternates between them."""
-        masks = {}
+    def _in_range(self, positions_BN: Tensor) -> Tensor:
+        """Nodes past the last position can never be returned; they only must not break an embedding table."""
+        return positions_BN.clamp(max=self.max_positions - 1)
+
+    def _seen(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> dict[str, Tensor]:
+        """What is visible, by kind of attention: a sliding window hides what lies behind it."""
+        seen = {}
         for kind in self.attention_kinds:
-            seen_BNS = visible_BNS
+            seen[kind] = visible_BNS
             if kind == "sliding_attention":
                 window = self.config.sliding_window
-                seen_BNS = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
-            masks[kind] = self._block_mask(seen_BNS) if self.flex else self._additive_mask(seen_BNS)
+                seen[kind] = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
+        return seen
+
+    def _masks(self, seen: dict[str, Tensor]) -> Any:
+        """The 4-D mask, or one for each kind of attention where a model alternates between them."""
+        masks = {
+            kind: self._block_mask(seen_BNS) if self.flex else self._additive_mask(seen_BNS)
+            for kind, seen_BNS in seen.items()
+        }
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
 
     def _additive_mask(self, seen_BNS: Tensor) -> Tensor:

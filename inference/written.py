@@ -37,6 +37,7 @@ class Written:
         keep_scores: bool = False,
         keep_logits: bool = False,
         slots: int | None = None,
+        listeners: Sequence[Callable[[Written], None]] = (),
     ) -> None:
         """Begin.
 
@@ -49,8 +50,9 @@ class Written:
             keep_scores: whether the processed scores of every written token are kept.
             keep_logits: whether its raw logits are.
             slots: rows that are decoded at once, the others waiting until one ends; None for all.
+            listeners: called after prompts were read, and after every round.
         """
-        self.prompts = prompts
+        self.prompts, self.listeners = prompts, listeners
         self.new_tokens, self.eos, self.criteria, self.streamer = new_tokens, eos, criteria, streamer
         self.rows: list[list[int]] = [[] for _ in prompts]
         self.active = list(range(len(prompts)))[:slots]
@@ -61,12 +63,19 @@ class Written:
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
         self._committed = [len(prompt) for prompt in prompts]
-        self._ended: set[int] = set()
+        self.ended: set[int] = set()
+        """Of all rows of the call."""
+        self._leaving: set[int] = set()
 
     @property
     def longest(self) -> int:
         """Length of the longest row in the cache."""
         return max(self._committed[row] for row in self.active)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(map(len, self.rows))
 
     def text(self, row: int) -> Tensor:
         """A row's tokens, prompt and written, as [T]."""
@@ -82,6 +91,7 @@ class Written:
                 self._refuse(row, 0, logits_B1V[place, 0])
             self._append(row, [token])
             self._keep(row, scores_B1V[place], logits_B1V[place])
+        self._tell()
 
     def add(self, finished: Round, scores_BNV: Tensor, stats: Stats) -> None:
         """Take what a round emitted.
@@ -102,18 +112,19 @@ class Written:
             self._keep(row, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
             record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
+        self._tell()
 
     def ended_places(self) -> list[int]:
         """The places in the batch of rows that have ended."""
-        return [place for place, row in enumerate(self.active) if row in self._ended]
+        return [place for place, row in enumerate(self.active) if row in self._leaving]
 
     def drop_ended(self) -> list[int] | None:
         """Take the rows that have ended out of `active`; the places of the others in the batch, None for all."""
-        if not self._ended:
+        if not self._leaving:
             return None
-        places = [place for place, row in enumerate(self.active) if row not in self._ended]
+        places = [place for place, row in enumerate(self.active) if row not in self._leaving]
         self.active = [self.active[place] for place in places]
-        self._ended = set()
+        self._leaving = set()
         return places
 
     def padded(self, padding: int) -> Tensor:
@@ -129,11 +140,16 @@ class Written:
             written.append(token)
             count += 1
             if token in self.eos or len(written) == self.new_tokens or self._stopped(row):
-                self._ended.add(row)
+                self.ended.add(row)
+                self._leaving.add(row)
                 break
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens[:count]))
         return count
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener(self)
 
     def _stopped(self, row: int) -> bool:
         """Whether a criterion ends the row after its newest token."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +23,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.inference import DraftTree, Stats, Target, TreeShape
+from headstart.inference import DraftTree, Stats, Target, TreeShape, dtypes, machine
 from headstart.inference.deciding import Decider
 from headstart.inference.loop import Rules, speculate
 from headstart.inference.rounds import Passage, Round, Start
 from headstart.inference.sampling import RandomDraw, Scorer
 from headstart.inference.written import Written
+
+os.environ["HEADSTART_CACHE"] = tempfile.mkdtemp(prefix="headstart-tests-")  # processes that tests start have it too
+atexit.register(shutil.rmtree, os.environ["HEADSTART_CACHE"], ignore_errors=True)
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -68,6 +74,21 @@ def build_model(
         if parameter.ndim > 1:
             parameter.data *= 4
     return model.to(dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "auto" takes does not depend on the machine that runs the tests; those about it say what is fast."""
+    monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing of this machine was measured or told yet; the folder where it will be kept."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(machine, "_told", set())
+    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -98,9 +98,3 @@ def test_what_is_public_says_what_it_is(path: Path) -> None:
     public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
     silent = [node.name for node in public if not ast.get_docstring(node)]
     assert not silent, f"{name_of(path)}: no docstring on {silent}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_file_is_long(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= 400, f"{name_of(path)} has {lines} lines: it wants to be two files"

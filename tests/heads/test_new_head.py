@@ -132,7 +132,7 @@ def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
     prompts = [tokens_BT[i, : first_B[i]] for i in range(2)]
     assert facts.tree is not None
     for tree in (facts.tree, "chain:3", [[0], [1], [0, 0], [1, 0], [0, 0, 0]], "dynamic:8:3:3"):
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
         for prompt in prompts:
             mask = torch.ones_like(prompt[None])
             settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}

@@ -104,7 +104,7 @@ def together(
     target: Target, head: DraftHead, tree: str, prompts: list[Tensor], new_tokens: int
 ) -> tuple[list[list[int]], GenerateOutput]:
     """What is written with a head, all prompts in one left-padded batch."""
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
     input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
     output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)

@@ -112,7 +112,7 @@ def trained(name: str, options: dict[str, Any], target: Target, tokens_BT: Tenso
 
 def assert_decodes_like_generate(target: Target, head: Path, tree: list[list[int]], prompts: list[Tensor]) -> float:
     """Greedy output is `generate`'s, row by row and in a batch; returns the acceptance length."""
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     longest = max(map(len, prompts))
     padded, masks, expected = [], [], []
     for row in prompts:
@@ -225,7 +225,7 @@ def test_a_head_is_shown_what_was_written_and_which_nodes_it_expands(
     text_BT = continued(target, torch.randint(VOCAB, (24, 3)), 40)
     head = trained("bigram", {"feature_layers": (0, -1)}, target, text_BT, steps=25)
     assert isinstance(head, Witness)
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     prompts, masks = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
     for row, length in enumerate((9, 1, 4)):
         prompts[row, 9 - length :], masks[row, 9 - length :] = text_BT[row, :length], 1

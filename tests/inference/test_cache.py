@@ -11,8 +11,6 @@ from headstart.inference.cache import BUCKET, STEP, TreeCache
 
 NODES = 4
 PATHS = [(0, *rest) for rest in product(range(1, NODES), repeat=2) if rest[0] < rest[1]]
-
-
 COMMITTED = (5, 9)
 """Tokens of each row before the tree."""
 
@@ -44,6 +42,17 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
         assert torch.equal(torch.stack(cache.values)[:, :, :, : whole.shape[3]], -whole)
         assert cache.used - STEP < whole.shape[3] <= cache.used and cache.used % STEP == 0
         assert cache.used < cache.capacity <= cache.used + BUCKET and cache.capacity % BUCKET == 0
+
+
+def test_the_cache_keeps_the_accepted_path_of_each_row():
+    cache = TreeCache(num_layers=1, batch_size=2, device=torch.device("cpu"))
+    states = torch.arange(10.0).reshape(2, 1, 5, 1)
+    cache.place(5, 0)
+    cache.layers[0].update(states, states)
+    cache.keep(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
+    assert cache.lengths_B.tolist() == [3, 2]
+    assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 2, 4]
+    assert cache.keys[0][1, 0, :2, 0].tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -6,17 +6,24 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
-from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape
+from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape, cpu_kernels
 from headstart.inference.cache import TreeCache
-from headstart.inference.compiled import missing_compiler
 from headstart.inference.deciding import DRAWN_SHAPES, Decider
 from headstart.inference.rounds import TargetOutput
 from headstart.inference.sampling import RandomDraw, ReadyDraw
 from headstart.inference.verify import RULES, greedy
 
 CPU, VOCAB = torch.device("cpu"), 5
-needs_compiler = pytest.mark.skipif(missing_compiler(CPU) is not None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs on this CPU, too, of operations as they are."""
+    monkeypatch.setattr(cpu_kernels, "serve", lambda device: False)
+    inductor = torch._TorchCompileInductorWrapper
+    monkeypatch.setattr(inductor, "__call__", lambda self, model, inputs: aot_eager(model, inputs))
 
 
 class Case:
@@ -53,7 +60,7 @@ class Case:
         return [*given, found.finite_BA, self.cache.lengths_B, *self.cache.keys, *self.cache.values]
 
 
-@needs_compiler
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "rule",
@@ -73,7 +80,7 @@ def test_a_graph_decides_as_the_rule_does(rule, rows):
     assert compiled.graph.kinds
 
 
-@needs_compiler
+@pytest.mark.usefixtures("graphs")
 def test_trees_whose_shapes_keep_changing_get_no_graph_each():
     decider = Decider(RULES["block"].verify)
     decider.compile(CPU)
@@ -97,7 +104,9 @@ def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
     target = tiny_target(vocab_size=20)
     wide = "without_replacement" in RULES[rule].origins
     for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if wide else ("drawn:chain:4",):
-        lm = SpeculativeLM.from_pretrained(target, drafter="random", tree=tree, verifier=rule, lossy=True)
+        lm = SpeculativeLM.from_pretrained(
+            target, drafter="random", tree=tree, verifier=rule, lossy=True, fallback=False
+        )
         row = torch.arange(9)[None].expand(2, -1)
         settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
         lm.generate(row, attention_mask=torch.ones_like(row), **settings)
@@ -106,7 +115,7 @@ def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
 def test_greedy_decoding_draws_nothing(tiny_target):
     """A seed set before means the same after it."""
     target = tiny_target(vocab_size=20)
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
     row, before = torch.arange(9)[None], torch.get_rng_state()
     lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=9, do_sample=False)
     assert torch.equal(torch.get_rng_state(), before)

@@ -81,7 +81,7 @@ def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
 )
 def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(9)
-    lm = SpeculativeLM.from_pretrained(target, head=medusa(target, **options), tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target, **options), tree=tree, fallback=False)
     assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
 
 
@@ -224,7 +224,7 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
     vocab = 3
     target = tiny_target(vocab_size=vocab, layers=1)
     head = medusa(target, num_heads=2)
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, verifier=verifier)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, verifier=verifier, fallback=False)
     input_ids = prompt(2, vocab=vocab)
     processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
 
@@ -294,9 +294,11 @@ def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
 def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="5 deep, but the head drafts at most 3"):
-        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5")
+        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5", fallback=False)
     with pytest.raises(ValueError, match="9 tokens after one node, but the head's draft vocabulary has 8"):
-        SpeculativeLM.from_pretrained(target, head=medusa(target, draft_vocab_size=8), tree=[[i] for i in range(9)])
+        SpeculativeLM.from_pretrained(
+            target, head=medusa(target, draft_vocab_size=8), tree=[[i] for i in range(9)], fallback=False
+        )
 
 
 def test_a_head_for_another_model_is_refused_with_all_differences(tiny_target):
@@ -319,7 +321,7 @@ def test_a_head_is_told_a_capacity_that_holds_the_whole_generation(tiny_target, 
     head = medusa(target)
     begin = head.begin
     monkeypatch.setattr(head, "begin", lambda *args: told.append(args[1:]) or begin(*args))
-    ours(SpeculativeLM.from_pretrained(target, head=head, tree="chain:2"), prompt(7), max_new_tokens=9)
+    ours(SpeculativeLM.from_pretrained(target, head=head, tree="chain:2", fallback=False), prompt(7), max_new_tokens=9)
     assert told == [(1, 7 + 9 + 3, 2, 2)]
 
 

@@ -139,9 +139,10 @@ def test_flex_attention_gets_the_same_mask():
     target = build("gemma3, alternating")
     seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
-    additive = target._masks(positions_BN, slots_BS, seen_BNS)
+    seen = target._seen(positions_BN, slots_BS, seen_BNS)
+    additive = target._masks(seen)
     target.flex = True
-    for kind, blocks in target._masks(positions_BN, slots_BS, seen_BNS).items():
+    for kind, blocks in target._masks(seen).items():
         row, node, slot = torch.meshgrid(torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij")
         assert torch.equal(blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0)
 
@@ -261,7 +262,9 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
         slots = None  # an oracle knows its texts by their place in the first batch
     else:
         slots = case["slots"]
-        lm = SpeculativeLM.from_pretrained(target, drafting(case["family"], case["source"]), tree=case["tree"])
+        lm = SpeculativeLM.from_pretrained(
+            target, drafting(case["family"], case["source"]), tree=case["tree"], fallback=False
+        )
     padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])

@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from headstart.heads.checkpoint import HeadFacts, build_head, save_head
 from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, guessing, loop
+from headstart.inference.planning import machine
 
 VOCAB = 31
 ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
@@ -179,7 +180,7 @@ def test_nothing_is_kept_that_was_not_asked_for(tiny_target):
 
 def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="drawn:branch:2x1")
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="drawn:branch:2x1", fallback=False)
     settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0, "num_return_sequences": 5}
     first, again, other = (
         lm.generate(torch.stack([ROWS[3]] * 2), generator=torch.Generator().manual_seed(seed), **settings).sequences
@@ -193,7 +194,7 @@ def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_targe
 @pytest.mark.parametrize("tree", ["drawn:chain:4", "drawn:branch:2x2x1", "drawn:[[0], [1], [0, 0]]"])
 def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, draft_vocab_size=13), tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, draft_vocab_size=13), tree=tree, fallback=False)
     input_ids, mask = padded(ROWS)
     state = torch.get_rng_state()
     output = lm.generate(input_ids, attention_mask=mask, **PLAIN)
@@ -217,7 +218,7 @@ def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatch, kind, reader, size):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3")
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False)
     input_ids, mask = padded(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     monkeypatch.setattr(*((loop, "PREFILL_TOKENS") if reader == "target" else (guessing, "READ_TOKENS")), size)
@@ -229,7 +230,7 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatc
 
 def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2")
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
     sizes, forward = [], target.forward_tree
     monkeypatch.setattr(
         target, "forward_tree", lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest)
@@ -245,8 +246,9 @@ def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
 @pytest.mark.parametrize("tree", ["dynamic:12:3:3", [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [1, 0]]])
 def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_target, monkeypatch, tmp_path, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    save_head(a_head(target), tmp_path / "head", HeadFacts(tree=tree))
-    lm = SpeculativeLM.from_pretrained(target, tmp_path / "head")
+    here = {"fastest": {machine(target.device, compiled=True): tree}}
+    save_head(a_head(target), tmp_path / "head", HeadFacts(measured=here))
+    lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", fallback=False)
     budget = lm.drafter.max_nodes
     seen, forward = [], target.forward_tree
     monkeypatch.setattr(
@@ -260,7 +262,7 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_t
         assert written.tolist() == [stock(target, row).tolist() for row in rows]
         assert seen[0] == (count, max(1, budget // count))
         assert all(rows * nodes <= max(rows, budget) for rows, nodes in seen)
-    explicit = SpeculativeLM.from_pretrained(target, tmp_path / "head", tree=tree)
+    explicit = SpeculativeLM.from_pretrained(target, tmp_path / "head", tree=tree, fallback=False)
     seen.clear()
     explicit.generate(*padded(ROWS), **PLAIN)
     assert all(nodes == budget for _, nodes in seen)
@@ -313,7 +315,7 @@ class Forbids(LogitsProcessor):
 
 def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2")
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
     forward, calls = target.forward_tree, []
 
     def broken(*args):
@@ -338,7 +340,7 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
 )
 def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, verifier):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier, fallback=False)
     settings = {**PLAIN, "do_sample": do_sample, "logits_processor": [Forbids()]}
     with pytest.raises(ValueError, match="forbid every token at new token 8 of row 0; leave at least one allowed"):
         lm.generate(ROWS[0][None], **settings)
@@ -369,7 +371,7 @@ def test_a_text_that_fills_all_positions_is_written_to_its_end(tree):
         parameter.data *= 4
     target = Target(model)
     head = build_head("eagle", {"depth": 4, "start": "random"}, target.info).double().eval()
-    lm = SpeculativeLM.from_pretrained(target, head, tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
     for length in (1, 20, 31):
         row = torch.arange(1, 1 + length)[None] % 23 + 1
         settings = {"max_new_tokens": 32 - length, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}

@@ -40,7 +40,7 @@ def test_merged_statistics_keep_every_tokens_time():
 
 def test_a_meter_listens_to_every_generation_and_writes_what_prometheus_reads(tiny_target):
     target = tiny_target(vocab_size=20)
-    lm, meter, heard = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup"), Meter(), []
+    lm, meter, heard = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False), Meter(), []
     lm.listeners += [meter.add, heard.append]
     for start in range(3):
         lm.generate(torch.tensor([[start, 1, 2, start]]), max_new_tokens=30, do_sample=False)

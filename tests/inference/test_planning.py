@@ -11,7 +11,6 @@ from headstart.inference.planning import (
     best_draft_length,
     best_static_tree,
     chain_length,
-    default_tree,
     operations_factor,
     time_factor,
 )
@@ -49,13 +48,6 @@ def test_ranks_may_be_out_of_order_without_breaking_the_tree():
 
 def test_a_small_vocabulary_ends_the_tree():
     assert best_static_tree([[0.5, 0.25]], 16).size == 3
-
-
-def test_the_default_tree_fits_head_and_vocabulary():
-    for depth, vocab in itertools.product((1, 4), (2, 3, 1000)):
-        shape = default_tree(depth, vocab)
-        assert shape.depth <= depth
-        assert max(path[-1] for path in shape.paths) < vocab
 
 
 def test_a_tree_without_its_root_is_refused():

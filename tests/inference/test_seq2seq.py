@@ -10,7 +10,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.choosing import Fallback
+from headstart.inference.adaptive import AdaptiveDrafter
 from headstart.inference.drafters import draft_model, drafter_from
 from headstart.inference.sampling import RandomDraw
 from headstart.inference.seq2seq import Seq2SeqTarget
@@ -60,7 +60,7 @@ def drafters(target):
         "counts": drafter_from("ngram:2", target, "chain:2"),
         "random": drafter_from("random", target),
         "lookup": drafter_from("prompt-lookup:2:1:2", target),
-        "fallback": Fallback(draft_model(small, target, "chain:2")),
+        "adaptive": AdaptiveDrafter([draft_model(small, target, "chain:2")]),
     }
 
 
@@ -125,7 +125,7 @@ def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
     big.save_pretrained(tmp_path / "big")
     small.save_pretrained(tmp_path / "small")
     lm = SpeculativeLM.from_pretrained(
-        tmp_path / "big", dtype=torch.float64, drafter=f"model:{tmp_path / 'small'}", tree="chain:2"
+        tmp_path / "big", dtype=torch.float64, drafter=f"model:{tmp_path / 'small'}", tree="chain:2", fallback=False
     )
     ids = source(6)
     settings = {"max_new_tokens": 12, "do_sample": False}

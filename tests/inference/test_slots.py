@@ -57,7 +57,9 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
     monkeypatch.setattr(
         target, "forward_tree", lambda tree, *rest: widths.append(len(tree.tokens_BN)) or original(tree, *rest)
     )
-    lm = SpeculativeLM.from_pretrained(target, head_of(name, target), tree=tree if HEADS[name] else "auto")
+    lm = SpeculativeLM.from_pretrained(
+        target, head_of(name, target), tree=tree if HEADS[name] else "auto", fallback=False
+    )
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     output = lm.generate(padded, attention_mask=mask, slots=slots, **settings)
@@ -75,7 +77,7 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     """Every branch of two texts, the second of which begins where the first has ended."""
     target = tiny_target(vocab_size=3)
     head = head_of("medusa", target)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:1" if drawn else "chain:1")
+    lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:1" if drawn else "chain:1", fallback=False)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     rows = prompts(2, vocab=3)
 

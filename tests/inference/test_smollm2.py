@@ -60,7 +60,7 @@ def test_float32_answers_are_those_of_generate_up_to_ties():
 def test_compiled_bfloat16_answers_are_those_of_plain_steps_to_the_last_bit():
     target, tokenizer = Target.from_pretrained(SOURCE, dtype=torch.bfloat16), load_tokenizer(SOURCE)
     plain = SpeculativeLM.from_pretrained(target, compile=True)
-    fast = SpeculativeLM.from_pretrained(target, head=HEAD, compile=True)
+    fast = SpeculativeLM.from_pretrained(target, head=HEAD, compile=True, fallback=False)
     settings = {"max_new_tokens": 128, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     for path in prompt_files():
         for messages in read_prompts(path, 40):
@@ -146,7 +146,7 @@ def sampled():
 )
 def test_sampled_texts_have_the_targets_distribution(sampled, tree, verifier):
     target, prompt_1T, expected = sampled
-    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree=tree, verifier=verifier)
+    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree=tree, verifier=verifier, fallback=False)
     found = draws(lm, prompt_1T, seed=0)
     assert set(found) <= set(expected)
     value = p_value(expected, found)
@@ -156,7 +156,7 @@ def test_sampled_texts_have_the_targets_distribution(sampled, tree, verifier):
 
 def test_the_same_check_rejects_a_planted_bug(sampled):
     target, prompt_1T, expected = sampled
-    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3")
+    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3", fallback=False)
     lm.sampling_rule = Decider(forgets_what_was_rejected)
     value = p_value(expected, draws(lm, prompt_1T, seed=0))
     print(f"\nplanted bug: p = {value:.2g}")

@@ -49,7 +49,7 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
         head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
         head.initialize(target.ends, torch.ones(vocab, dtype=torch.int64))
         small = Lookup(2, 1, 1) if tree == "chain:1" else Lookup(6, 4, 2)
-        return Hybrid(SpeculativeLM.from_pretrained(target, head, tree=tree).drafter, small)
+        return Hybrid(SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False).drafter, small)
     return drafter_from(word, target, tree)
 
 
@@ -286,13 +286,13 @@ def test_a_copy_of_a_drafter_is_independent(target, tiny_target):
 )
 def test_what_is_no_drafter_is_refused(target, word, message):
     with pytest.raises(ValueError, match=message):
-        SpeculativeLM.from_pretrained(target, drafter=word)
+        SpeculativeLM.from_pretrained(target, drafter=word, fallback=False)
     assert word.split(":")[0] in WORDS or "unknown" in message
 
 
 def test_a_tree_for_a_source_that_takes_none_is_refused(target):
     with pytest.raises(ValueError, match="takes no tree 'chain:3'"):
-        SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", tree="chain:3")
+        SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", tree="chain:3", fallback=False)
 
 
 def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target, target_folder, tmp_path):
@@ -300,10 +300,10 @@ def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target
         draft_model(tiny_target(vocab_size=VOCAB + 1), target)
     Datastore.of(corpus(), "another").save(tmp_path / "store")
     with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
-        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'store'}")
+        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False)
     hash_of = tokenizer_origin(load_tokenizer(target_folder))["tokenizer"]
     Datastore.of([[300, 1]], hash_of).save(tmp_path / "large")
     with pytest.raises(ValueError, match="token 300"):
-        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'large'}")
+        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False)
     with pytest.raises(ValueError, match="corpus is empty"):
         Datastore.of([[], []])

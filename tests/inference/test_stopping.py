@@ -29,7 +29,7 @@ def medusa(target, **options):
 def test_greedy_is_generate(tiny_target, tree, kind):
     target = tiny_target(vocab_size=VOCAB)
     drafters = {
-        "head": lambda: SpeculativeLM.from_pretrained(target, medusa(target), tree=tree).drafter,
+        "head": lambda: SpeculativeLM.from_pretrained(target, medusa(target), tree=tree, fallback=False).drafter,
         "model": lambda: draft_model(tiny_target(vocab_size=VOCAB, layers=1, seed=2), target, tree),
         "counts": lambda: drafter_from("ngram:2", target, tree),
     }

@@ -1,0 +1,188 @@
+"""What is known of this machine: measured once, and kept in one file in the user's cache folder.
+
+    machine.json    {"AMD EPYC, AVX2, 2 threads, torch 2.13.0+cpu, format 1": {"seconds of ...": ..., ...}, ...}
+
+A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version: what
+was measured for one says nothing of another. Without the file, or with one that cannot be read, things are measured
+anew; where it cannot be written, they are remembered until the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+FORMAT = 1
+"""Of what the file holds; another version measures anew and leaves the rest of the file alone."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+_measured: dict[str, dict[str, Any]] = {}
+"""By this process: for each machine what was measured, by name."""
+_told: set[str] = set()
+"""The warnings that were given: each comes once a process."""
+
+
+def cache_folder() -> Path:
+    """Where things are kept from one process to the next: `$HEADSTART_CACHE`, or headstart in the user's cache folder.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    if own := os.environ.get("HEADSTART_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
+
+
+def hardware(device: torch.device) -> str:
+    """What computes: a GPU's name, or the processor's with its instruction set and the threads that torch uses."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    threads, cores = torch.get_num_threads(), usable_cores()
+    limited = f" on {cores} cores" if cores < threads else ""
+    return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads{limited}"
+
+
+def name_of(device: torch.device) -> str:
+    """By what a machine is known again in the file."""
+    return f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
+
+
+@cache
+def processor() -> str:
+    """The processor's own name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_threads() -> None:
+    """Warn, once, of more threads than cores: they wait for each other, and all takes many times as long.
+
+    torch starts as many threads as the process has cores. It does not notice when it is limited later
+    (`os.sched_setaffinity`, `taskset -p`), and OMP_NUM_THREADS counts for more than the limit.
+    """
+    threads, cores = torch.get_num_threads(), usable_cores()
+    if threads > cores:
+        tell_once(
+            f"torch uses {threads} threads and this process may run on {cores} {'core' if cores == 1 else 'cores'}, "
+            f"which is many times slower than with as many threads; call torch.set_num_threads({cores})"
+        )
+
+
+def tell_once(message: str, why: str = "") -> None:
+    """Warn, unless this process has said so before; `why` may differ from one time to the next."""
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message + why, stacklevel=3)
+
+
+def measured_once(device: torch.device, name: str, measure: Callable[[], Any], read: Callable[[Any], Value]) -> Value:
+    """What was measured here before, by this process or an earlier one; or what is now, and is kept.
+
+    Args:
+        device: where.
+        name: by which it is kept.
+        measure: gives what JSON can hold.
+        read: makes the value of that, and raises ValueError, TypeError, KeyError or AttributeError for what it cannot
+            be.
+    """
+    machine = name_of(device)
+    for kept in (_measured, _on_disk()):
+        try:
+            return read(kept[machine][name])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+    found = measure()
+    _keep(machine, name, found)
+    return read(found)
+
+
+def positive(number: Any) -> float:
+    """A number that was kept.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    if not isinstance(number, float | int) or not 0 < number < math.inf:
+        raise ValueError(f"{number!r} is no number above 0")
+    return float(number)
+
+
+def _keep(machine: str, name: str, value: Any) -> None:
+    """Remember a value, here and in the file; what others wrote there stays."""
+    _measured.setdefault(machine, {})[name] = value
+    on_disk = _on_disk()
+    before = on_disk.get(machine)
+    on_disk[machine] = (before if isinstance(before, dict) else {}) | _measured[machine]
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _replace(folder / "machine.json", json.dumps(on_disk, indent=1))
+    except (OSError, RuntimeError) as error:
+        tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    number, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError:
+        os.unlink(partial)
+        raise
+
+
+def _on_disk() -> dict[str, Any]:
+    """What the file holds, and nothing if it is not there or broken."""
+    try:
+        found = json.loads((cache_folder() / "machine.json").read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):  # a file that was cut is no JSON, or no UTF-8: ValueError
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def turns(sides: Sequence[Key], number: int) -> list[Key]:
+    """The order of the sides of a comparison at its `number`-th time: each time another one begins."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
+
+
+def seconds_in_turns(
+    sides: Mapping[Key, Callable[[], object]], repeats: int, limit: float = math.inf
+) -> dict[Key, list[float]]:
+    """Of so many calls of each side, after one that is not counted.
+
+    Once `limit` seconds are over there are no more; if the first calls took all of them, those count.
+    """
+    taken: dict[Key, list[float]] = {name: [] for name in sides}
+    began = time.perf_counter()
+    for number in range(repeats + 1):
+        if number > 0 and time.perf_counter() - began > limit:
+            break
+        for name in turns(list(sides), number):
+            start = time.perf_counter()
+            sides[name]()
+            taken[name].append(time.perf_counter() - start)
+    return {name: times[1:] or times for name, times in taken.items()}

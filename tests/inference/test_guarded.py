@@ -1,0 +1,91 @@
+"""Drafters that somebody else wrote: whatever they do, the text is the target's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from useless_drafter import Useless
+
+from headstart.inference import DraftTree, SpeculativeLM
+
+VOCAB = Useless.vocab_size
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def written(lm, tokens):
+    return lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=tokens, do_sample=False)
+
+
+def plainly(target, tokens):
+    settings = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "max_new_tokens": tokens, "do_sample": False}
+    return target.model.generate(torch.tensor([[1, 2, 3]]), **settings)
+
+
+def test_a_drafter_of_somebody_elses_may_not_draw(target):
+    class Odd(Useless):
+        origin = "chain"
+
+    with pytest.raises(ValueError, match="must pick its guesses, and Odd says that they are 'chain'"):
+        SpeculativeLM.from_pretrained(target, drafter=Odd())
+
+
+@pytest.mark.parametrize("where", ["begin", "read", "propose", "observe"])
+def test_a_drafter_that_raises_is_reported_once_and_nothing_is_lost(target, where):
+    class Broken(Useless):
+        calls = 0
+
+        def fail(self, *_):
+            Broken.calls += 1
+            raise RuntimeError("its file is gone")
+
+    setattr(Broken, where, Broken.fail)
+    lm = SpeculativeLM.from_pretrained(target, drafter=Broken(), fallback=False)
+    for _ in range(2):
+        Broken.calls = 0
+        with pytest.warns(UserWarning, match="the drafter Broken failed.*its file is gone") as told:
+            assert torch.equal(written(lm, 20).sequences, plainly(target, 20))
+        assert len(told) == 1 and Broken.calls == 1
+
+
+def tree(tokens, parents, depth, size=None):
+    sizes_B = torch.tensor([len(tokens) if size is None else size])
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), sizes_B, max_depth=depth)
+
+
+@pytest.mark.parametrize(
+    ("proposed", "message"),
+    [
+        (lambda root: tree([root, VOCAB], [-1, 0], 1), f"node 1 is token {VOCAB}; the target has {VOCAB}"),
+        (lambda root: tree([root, -1], [-1, 0], 1), "node 1 is token -1"),
+        (lambda root: tree([root] * 9, list(range(-1, 8)), 8), "9 nodes, and at most 8 were announced"),
+        (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 lies below node 2"),
+        (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "not the root"),
+        (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep and has 3 nodes, and 1 was said"),
+        (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "the same token as its sibling"),
+        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and 3 was said"),
+        (lambda root: tree([root, 1], [-1, 0], 1, size=3), "said to have 3 nodes, of 2"),
+        (lambda root: tree([root, 1], [-1, 0], 1, size=0), "said to have 0 nodes, of 2"),
+    ],
+)
+def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):
+    class Odd(Useless):
+        def propose(self, roots_B):
+            return proposed(int(roots_B[0]))
+
+    lm = SpeculativeLM.from_pretrained(target, drafter=Odd(), fallback=False)
+    with pytest.warns(UserWarning, match=message):
+        assert torch.equal(written(lm, 20).sequences, plainly(target, 20))
+
+
+@pytest.mark.filterwarnings("error")
+def test_padding_may_repeat_a_token(target):
+    class Ragged(Useless):
+        def propose(self, roots_B):
+            return tree([int(roots_B[0]), 1, 1], [-1, 0, 0], 1, size=2)
+
+    lm = SpeculativeLM.from_pretrained(target, drafter=Ragged(), fallback=False)
+    assert torch.equal(written(lm, 20).sequences, plainly(target, 20))
