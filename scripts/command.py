@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import re
@@ -55,7 +56,7 @@ def _plain(value: Any, inside: bool = False) -> Any:
 def options_of_type(kind: type, wanted: type, before: str = "") -> Iterator[str]:
     """Dotted names of the options that are of a type, such as list."""
     for name, hint in typing.get_type_hints(kind).items():
-        if wanted in (hint, typing.get_origin(hint)):
+        if wanted in (hint, typing.get_origin(hint), *typing.get_args(hint)):
             yield before + name
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from options_of_type(hint, wanted, f"{before}{name}.")
@@ -96,3 +97,4 @@ def run(main: Callable[[list[str]], None], arguments: list[str]) -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except Stopped as stopped:
         print(stopped)
+        gc.freeze()  # Python's last collection would take a second, or several on a busy machine

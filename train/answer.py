@@ -9,20 +9,29 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from ..heads.base import dtype_name
 from ..inference import Stats
+from .benchmark import first_difference
 from .commands import GenerateConfig
 from .console import console
 from .data import prompt_ids
-from .engine import load_engine
+from .engine import Shared, load_engine
 
 
-def answer(config: GenerateConfig) -> None:
+def answer(config: GenerateConfig, shared: Shared | None = None) -> dict[str, float]:
     """Load, answer, print the rates.
+
+    Args:
+        config: of the command.
+        shared: the target, if others use it too.
+
+    Returns:
+        tokens per second, by side: `headstart`, and, if it was asked, `generate`.
 
     Raises:
         ValueError: a target, head, tree or prompt that cannot be used.
     """
-    lm, tokenizer = load_engine(config)
+    lm, tokenizer = load_engine(config, shared)
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
     input_ids = prompt_ids(tokenizer, messages, config.thinking).to(target.device)
@@ -32,18 +41,22 @@ def answer(config: GenerateConfig) -> None:
     settings["attention_mask"] = torch.ones_like(input_ids)
     settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(config.seed)  # both draw from the global generator
+    rates: dict[str, float] = {}
 
-    def rated(title: str, write: Callable[[], torch.Tensor]) -> float:
+    def rated(side: str, title: str, write: Callable[[], torch.Tensor]) -> torch.Tensor:
         console.rule(title)
         start = time.perf_counter()
-        tokens = write().shape[1] - input_ids.shape[1]
-        return tokens / (time.perf_counter() - start)
+        sequences = write()
+        rates[side] = (sequences.shape[1] - input_ids.shape[1]) / (time.perf_counter() - start)
+        return sequences
 
-    if config.compare and config.max_new_tokens > 0:
-        for generate in (target.model.generate, lm.generate):  # a first call is slow, whoever makes it
-            generate(input_ids, attention_mask=settings["attention_mask"], max_new_tokens=2, do_sample=False)
-        stock = rated("model.generate", lambda: target.model.generate(input_ids, **settings))
-        console.print(f"{stock:.1f} tokens/s")
+    compared = config.compare and config.max_new_tokens > 0
+    if compared:
+        console.print("warming up both sides")  # a first call is slow, whoever makes it
+        target.model.generate(input_ids, attention_mask=settings["attention_mask"], max_new_tokens=2, do_sample=False)
+        lm.warmup()
+        stock = rated("generate", "model.generate", lambda: target.model.generate(input_ids, **settings))
+        console.print(f"{rates['generate']:.1f} tokens/s")
     stats = Stats()
 
     def speculate() -> torch.Tensor:
@@ -52,12 +65,21 @@ def answer(config: GenerateConfig) -> None:
         stats = output.stats
         return output.sequences
 
-    ours = rated("headstart" if config.head or config.drafter else "headstart, plain", speculate)
-    line = f"{ours:.1f} tokens/s"
-    if config.compare and config.max_new_tokens > 0:
-        line += f" ({ours / stock:.2f} times)"
+    ours = rated("headstart", "headstart" if config.head or config.drafter else "headstart, plain", speculate)
+    line = f"{rates['headstart']:.1f} tokens/s"
+    if compared:
+        line += f" ({rates['headstart'] / rates['generate']:.2f} times)"
     if stats.rounds:
-        rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
+        accepted = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
         line += f", {stats.rounds} rounds, acceptance length {stats.acceptance_length:.2f}"
-        line += f", acceptance rate by depth {rates}" if rates else ""
+        line += f", acceptance rate by depth {accepted}" if accepted else ""
     console.print(line)
+    if compared and config.temperature == 0:
+        parting = first_difference(target, stock, ours, input_ids.shape[1])
+        console.print(
+            "both wrote the same text"
+            if parting is None
+            else f"the texts differ from token {parting['token']} on, where the logits of the two tokens lie "
+            f"{abs(parting['logit_gap']):.2g} apart (in {dtype_name(target.dtype)})"
+        )
+    return rates

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from torch import Tensor
 
 from ..heads.checkpoint import json_ready
 from ..inference import SpeculativeLM, Stats, Target
+from ..inference.machine import turns
 from .commands import BenchConfig
-from .console import StopRequest, console, progress_bar
+from .console import ProgressBar, Stopped, StopRequest, console, number
 from .data import check_lengths, prompt_ids, read_prompts
-from .engine import load_engine
-from .evaluate import answer_settings, summary, turns
+from .engine import Shared, as_loaded, load_engine
+from .evaluate import answer_settings, summary
 from .floors import profile
 from .provenance import provenance
 
@@ -51,30 +54,52 @@ class Answered:
         return self.tokens[side] / self.seconds[side]
 
 
-def benchmark(config: BenchConfig) -> dict[str, Any]:
+def benchmark(config: BenchConfig, deadline: float = math.inf, shared: Shared | None = None) -> dict[str, Any]:
     """Run the comparison, print its table, write its JSON.
+
+    Args:
+        config: of the command.
+        deadline: on `time.monotonic`'s clock; what prompts fit before it are answered, at least one.
+        shared: the target, if others use it too.
 
     Raises:
         ValueError: a target, head, tree or prompt file that cannot be used.
+        Stopped: Ctrl-C or SIGTERM; what was measured is printed and written.
     """
     prompts = {path: read_prompts(path, config.limit) for path in config.prompts}
     empty = [path for path, rows in prompts.items() if not rows]
     if empty:
         raise ValueError(f"{empty[0]} holds no prompts")
-    fast, tokenizer = load_engine(config)
-    target = fast.target
+    fast, tokenizer = load_engine(config, shared)
+    config, target = as_loaded(config, fast), fast.target
     encoded = {
         path: [prompt_ids(tokenizer, messages, config.thinking).to(target.device) for messages in rows]
         for path, rows in prompts.items()
     }
     for path, rows_of_ids in encoded.items():
         check_lengths(rows_of_ids, config.max_new_tokens, target.max_positions, path)
-    answered = _answer_all(target, encoded, _sides(target, fast, config))
+    with StopRequest() as stop:
+        answered = _answer_all(target, encoded, _sides(target, fast, config), deadline, stop)
+        report = _report(config, fast, encoded, answered, stop.wanted)
+        if stop.wanted:
+            raise Stopped(f"stopped after {report['total']['prompts']} prompts; the same command asks them again")
+    return report
+
+
+def _report(
+    config: BenchConfig,
+    fast: SpeculativeLM,
+    encoded: dict[str, list[Tensor]],
+    answered: dict[str, list[Answered]],
+    stopped: bool,
+) -> dict[str, Any]:
+    """All figures, printed and written."""
     greedy = config.temperature == 0
     report = {
         "options": dataclasses.asdict(config),
         "nodes": fast.drafter.max_nodes,
-        "complete": all(len(answered[path]) == len(rows) for path, rows in prompts.items()),
+        "complete": all(len(answered[path]) == len(rows) for path, rows in encoded.items()),
+        "stopped": stopped,
         "files": {path: figures(rows, greedy) for path, rows in answered.items() if rows},
         "total": figures([row for rows in answered.values() for row in rows], greedy),
         **provenance(),
@@ -83,10 +108,11 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
         longest = max((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
         stats = Stats.merged(row.stats for rows in answered.values() for row in rows)
         report["profile"] = profile(fast, stats, longest)
-    _print(report)
+    report = json_ready(report)
+    print_report(report)
     if config.output:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.output).write_text(json.dumps(json_ready(report), indent=2) + "\n", encoding="utf-8")
+        Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -139,7 +165,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def _sides(
     target: Target, fast: SpeculativeLM, config: BenchConfig
 ) -> dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]:
-    plain = SpeculativeLM.from_pretrained(target)
+    plain = SpeculativeLM.from_pretrained(target, compile=config.compile)
     settings = answer_settings(config.max_new_tokens, config.temperature)
     generator = torch.Generator(target.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)  # stock generate draws from the global generator
@@ -159,20 +185,32 @@ def _sides(
 
 
 def _answer_all(
-    target: Target, encoded: dict[str, list[Tensor]], sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]]
+    target: Target,
+    encoded: dict[str, list[Tensor]],
+    sides: dict[str, Callable[[Tensor], tuple[Tensor, Stats | None]]],
+    deadline: float,
+    stop: StopRequest,
 ) -> dict[str, list[Answered]]:
+    """What is answered before the deadline, or before somebody stops it: at least one prompt."""
     answered: dict[str, list[Answered]] = {path: [] for path in encoded}
     total = sum(map(len, encoded.values()))
-    for side in sides.values():  # warm up
-        side(next(iter(encoded.values()))[0])
-    with StopRequest() as stop, progress_bar() as bar:
-        task = bar.add_task("benchmark", total=total, note="")
+    console.print("each side answers the first prompt once, to be warm")
+    with stop.at_once():
+        for side in sides.values():
+            side(next(iter(encoded.values()))[0])
+    began = time.monotonic()
+    with ProgressBar("prompts", total) as bar, suppress(Stopped):
         for path, prompts in encoded.items():
             for number, input_ids in enumerate(prompts):
-                if stop.wanted and any(answered.values()):
+                each = (time.monotonic() - began) / max(bar.done, 1)
+                if bar.done and time.monotonic() + each > deadline:
                     return answered
-                answered[path].append(_answer(target, input_ids, sides, turns(SIDES, number)))
-                bar.update(task, advance=1, note=Path(path).name)
+                with stop.at_once():
+                    found = _answer(target, input_ids, sides, turns(SIDES, number))
+                answered[path].append(found)
+                bar.update(bar.done + 1, Path(path).name)
+    if not any(answered.values()):
+        raise Stopped("stopped before a prompt was answered")
     return answered
 
 
@@ -200,7 +238,8 @@ def _answer(
     )
 
 
-def _print(report: dict[str, Any]) -> None:
+def print_report(report: dict[str, Any]) -> None:
+    """The table, as `benchmark` returns or wrote it."""
     options = report["options"]
     title = f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g}, {report['nodes']} nodes"
     table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
@@ -228,13 +267,15 @@ def _print(report: dict[str, Any]) -> None:
             *(f"{rates[side]:.1f}" for side in SIDES),
             spread(row["speedup_vs_generate"]),
             spread(row["speedup_vs_plain"]),
-            f"{row['acceptance_length']:.2f}",
-            " ".join(f"{rate:.2f}" for rate in row["acceptance_rate_by_depth"]),
+            number(row["acceptance_length"]),
+            " ".join(number(rate) for rate in row["acceptance_rate_by_depth"]),
             "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         )
     console.print(table)
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["total"]["milliseconds_per_round"].items())
     console.print(f"a round in milliseconds: {parts}")
+    plain, rounds = report["total"]["plain_rounds"], report["total"]["rounds"]
+    console.print(f"{plain} of {rounds} rounds without drafts, where plain steps were measured or faster")
     if "profile" in report:
         found = report["profile"]
         console.print(

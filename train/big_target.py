@@ -29,7 +29,7 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
     """
     dtype, placement = dtype_of(config.target_dtype), config.target_placement
     if placement == "whole":
-        return Target.from_pretrained(config.target, dtype, accelerator.device, config.target_revision)
+        return Target.load(config.target, dtype, accelerator.device, config.target_revision)
     if (placement == "shard") != (accelerator.num_processes > 1):
         other = "spread" if placement == "shard" else "shard"
         raise ValueError(
@@ -48,7 +48,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     weights: dict[str, Any] = {}
     origin: list[Any] = [None]
     if accelerator.is_main_process:
-        whole = Target.from_pretrained(config.target, dtype, "cpu", config.target_revision)
+        whole = Target.load(config.target, dtype, "cpu", config.target_revision)
         model, weights, origin = whole.model, whole.model.state_dict(), [whole.origin]
     else:
         model = empty_model(config, dtype)
@@ -74,7 +74,7 @@ def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
     first = next(iter(places.values()))
     ends = {id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings(), Target(model).ends.norm)}
     places |= {name: first for name, part in model.named_modules() if id(part) in ends}
-    return Target.from_pretrained(config.target, dtype, places, config.target_revision)
+    return Target.load(config.target, dtype, places, config.target_revision)
 
 
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -35,9 +35,9 @@ from ..inference.grow import drafter_of
 from ..inference.planning import best_static_tree, expected_length, machine
 from ..inference.rounds import Drafter
 from .commands import TreeConfig
-from .config import dtype_of
-from .console import console
+from .console import console, counted
 from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
+from .engine import as_loaded
 from .evaluate import answer_settings, in_turns, summary, teacher_forced
 from .expected import Costs, Shape, dynamic_lengths, measured_costs, timed_trees
 from .provenance import provenance
@@ -66,8 +66,8 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     load_head(config.head)  # a mistake is told before a model is loaded
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.dtype), compile=config.compile)
-    target = lm.target
+    lm = SpeculativeLM.from_pretrained(config.target, config.head, config.dtype, compile=config.compile)
+    config, target = as_loaded(config, lm), lm.target
     head = load_head(config.head, target.info, target.dtype)[0].to(target.device).eval()
     warn_of_other_data(lm.origin, tokenizer, config.thinking)
     prompts = [
@@ -87,7 +87,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         config: of the command.
     """
     target = lm.target
-    answered = [lm.generate(ids, **_settings(config)).sequences for ids in prompts]
+    answered = [lm.generate(ids, **_settings(config)).sequences for ids in counted(prompts, "answers")]
     written = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, answered, strict=True)]
     if max(written) < 2:
         raise ValueError(
@@ -132,7 +132,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         "speedup": found[best],
         "trees": {name: {"nodes": policy.size, **summary(stats[policy])} for name, policy in tried.items()},
     }
-    save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile))
+    save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile is True))
     console.print(f"the {best} tree is saved in {config.head}")
     return tried[best]
 

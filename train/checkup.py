@@ -19,7 +19,6 @@ from ..heads import DraftHead, Eagle3Head, EagleHead
 from ..heads.checkpoint import build_head, differences, load_head, word_of
 from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
 from .commands import VerifyConfig
-from .config import dtype_of
 from .console import console
 from .data import Example, prompt_ids
 from .evaluate import real_acceptance, teacher_forced
@@ -47,14 +46,14 @@ def verify_head(config: VerifyConfig) -> None:
     Raises:
         ValueError: a head that does not fit the target, has values that are no numbers, or is never right.
     """
-    head, facts = load_head(config.head, dtype=dtype_of(config.dtype))
+    head, facts = load_head(config.head)
+    target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
+    head = head.to(target.device, target.dtype).eval()
     broken = [name for name, tensor in head.state_dict().items() if not tensor.isfinite().all()]
     if broken:
         raise ValueError(f"{config.head}: tensor {broken[0]!r} has values that are no numbers or infinite")
-    target, tokenizer = Target.from_pretrained(config.target, dtype_of(config.dtype)), load_tokenizer(config.target)
     head.target.check(target.info)
     target.check_layers(head.feature_layers)
-    head = head.to(target.device).eval()
     for difference in differences(facts.origin, target.origin):
         console.print(f"- another target than it was trained against: {difference}")
 

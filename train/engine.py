@@ -1,29 +1,81 @@
-"""What the commands that decode load: the engine of their options, and the tokenizer that it was trained with."""
+"""What the commands that decode load: the target and its tokenizer, and what drafts for it."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
 from transformers import PreTrainedTokenizerBase
 
-from ..inference import SpeculativeLM, load_tokenizer
-from .commands import BenchConfig, GenerateConfig
-from .config import dtype_of
+from ..heads.base import dtype_name
+from ..inference import SpeculativeLM, Target, load_tokenizer
+from .commands import BenchConfig, GenerateConfig, TreeConfig
+from .console import console
 from .data import check_tokenizer, warn_of_other_data
 
+Options = TypeVar("Options", BenchConfig, TreeConfig)
 
-def load_engine(config: BenchConfig | GenerateConfig) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """Load the tokenizer, whose mistakes are told first, then target and what drafts for it.
+
+def as_loaded(config: Options, lm: SpeculativeLM) -> Options:
+    """The options with what "auto" became."""
+    dtype: Any = dtype_name(lm.target.dtype)
+    return dataclasses.replace(config, dtype=dtype, compile=lm.target.compiled)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A target and its tokenizer for several commands in one process: loaded once, when first asked for."""
+
+    name: str
+    dtype: str
+
+    @cached_property
+    def target(self) -> Target:
+        """See `Target.from_pretrained`."""
+        self.tokenizer  # noqa: B018  # its mistakes are told first
+        console.print(f"loading {self.name}")
+        return Target.from_pretrained(self.name, self.dtype)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """See `load_tokenizer`."""
+        tokenizer = load_tokenizer(self.name)
+        check_tokenizer(tokenizer, self.name)
+        return tokenizer
+
+
+def load(
+    target: str, head: str | None, dtype: str, shared: Shared | None = None, **options: Any
+) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    """Load the tokenizer, whose mistakes are told first, the target, if they are not loaded yet, and what drafts.
 
     Raises:
-        ValueError: a target, head, drafter, tree or verifier that cannot be used.
+        ValueError: a target, head or option of `SpeculativeLM.from_pretrained` that cannot be used.
     """
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(
+    if shared is not None:
+        return SpeculativeLM.from_pretrained(shared.target, head, **options), shared.tokenizer
+    tokenizer = load_tokenizer(target)
+    check_tokenizer(tokenizer, target)
+    return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer
+
+
+def load_engine(
+    config: BenchConfig | GenerateConfig, shared: Shared | None = None
+) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    """The engine of a command's options, and the tokenizer that it was trained with.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    lm, tokenizer = load(
         config.target,
         config.head,
-        dtype_of(config.dtype),
-        config.tree,
-        config.verifier,
+        config.dtype,
+        shared,
+        tree=config.tree,
+        verifier=config.verifier,
         lossy=config.lossy,
         compile=config.compile,
         drafter=config.drafter,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,8 +12,10 @@ from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
+from ..inference.machine import turns
 from ..inference.planning import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
+from .console import ProgressBar
 from .data import Example, collate
 from .features import online_features
 
@@ -105,45 +106,32 @@ def teacher_forced(
     ranks = min(RANKS, head.draft_vocab_size)
     losses, counts = torch.zeros(2, head.max_depth)
     hits = torch.zeros(head.max_depth, ranks)
-    for start in range(0, len(examples), batch_size):
-        batch = collate(examples[start : start + batch_size])
-        output = head(online_features(target, head, batch, target.dtype), ranks=ranks)
-        depths = len(output.counts_K)
-        losses[:depths] += output.losses_K.cpu()
-        counts[:depths] += output.counts_K.cpu()
-        hits[:depths] += output.hits_KI.cpu()
+    with ProgressBar("accuracy, by conversations", len(examples)) as bar:
+        for start in range(0, len(examples), batch_size):
+            batch = collate(examples[start : start + batch_size])
+            output = head(online_features(target, head, batch, target.dtype), ranks=ranks)
+            depths = len(output.counts_K)
+            losses[:depths] += output.losses_K.cpu()
+            counts[:depths] += output.counts_K.cpu()
+            hits[:depths] += output.hits_KI.cpu()
+            bar.update(min(start + batch_size, len(examples)))
     counts = counts.clamp(min=1)
     return (losses / counts).tolist(), (hits / counts[:, None]).tolist()
 
 
 def real_acceptance(target: Target, head: DraftHead, tree: TreePolicy, prompts: list[Tensor], new_tokens: int) -> Stats:
     """Answer prompts greedily with the head, all in one batch."""
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree)
+    # Not compiled: the head goes on learning.
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
-    return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False).stats
+    with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
+        lm.round_listeners.append(lambda out: bar.update(out.tokens))
+        return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False).stats
 
 
 Key = TypeVar("Key")
-
-
-def turns(sides: Sequence[Key], number: int) -> list[Key]:
-    """The order of the sides of a comparison at its `number`-th prompt: each time another one begins."""
-    first = number % len(sides)
-    return [*sides[first:], *sides[:first]]
-
-
-def seconds_in_turns(sides: Mapping[Key, Callable[[], object]], repeats: int) -> dict[Key, list[float]]:
-    """Of so many calls of each side, after one that is not counted."""
-    taken: dict[Key, list[float]] = {name: [] for name in sides}
-    for number in range(repeats + 1):
-        for name in turns(list(sides), number):
-            start = time.perf_counter()
-            sides[name]()
-            if number > 0:
-                taken[name].append(time.perf_counter() - start)
-    return taken
 
 
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
@@ -154,12 +142,15 @@ def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settin
         prompts: token ids, each [1, time].
         settings: of `generate`.
     """
-    for lm in engines.values():
-        lm.generate(prompts[0], **settings)
     found: dict[Key, list[Stats]] = {name: [] for name in engines}
-    for number, ids in enumerate(prompts):
-        for name in turns(list(engines), number):
-            found[name].append(engines[name].generate(ids, **settings).stats)
+    with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
+        for lm in engines.values():
+            lm.generate(prompts[0], **settings)
+            bar.update(bar.done + 1)
+        for number, ids in enumerate(prompts):
+            for name in turns(list(engines), number):
+                found[name].append(engines[name].generate(ids, **settings).stats)
+                bar.update(bar.done + 1)
     return {name: Stats.merged(parts) for name, parts in found.items()}
 
 
@@ -182,4 +173,5 @@ def summary(stats: Stats) -> dict[str, Any]:
         "interval": list(stats.acceptance_length_interval),
         "acceptance_rate_by_depth": stats.acceptance_rate_by_depth,
         "rounds": stats.rounds,
+        "plain_rounds": stats.plain_rounds,
     }

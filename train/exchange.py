@@ -20,6 +20,8 @@ from ..heads.hub import local_folder, push_folder
 from ..heads.interop import import_head
 from ..heads.quantized import quantize, unread_by
 from ..inference import Target, TreeShape, load_tokenizer
+from ..inference.dtypes import own_dtype
+from ..inference.sources import default_device
 from .checkup import PROMPTS
 from .commands import ExportConfig, ImportConfig, PushConfig
 from .console import console
@@ -28,6 +30,11 @@ from .evaluate import real_acceptance
 
 NEW_TOKENS = 48
 """Tokens of each answer by which an int8 head is compared."""
+
+
+def original(source: str, dtype: torch.dtype | None = None) -> Target:
+    """A target in its checkpoint's own format, or in this one: what is written does not depend on this machine."""
+    return Target.load(source, dtype or own_dtype(source)[0], default_device())
 
 
 def push_head(config: PushConfig) -> None:
@@ -43,7 +50,7 @@ def push_head(config: PushConfig) -> None:
     head, _ = load_head(folder)
     shared = {}
     if head.served_names:
-        target = Target.from_pretrained(config.target or head.target.name)
+        target = original(config.target or head.target.name)
         head.target.check(target.info)
         shared = dict.fromkeys(head.served_names, target.ends.lm_head.weight.detach())
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,7 +80,7 @@ def import_foreign(config: ImportConfig) -> None:
     if "headstart" in found:
         raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
     tensors = read_weights(folder)
-    target = Target.from_pretrained(config.target)
+    target = original(config.target)
     imported = import_head(found, tensors, target.info, embedding_of(target))
     source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
     save_head(imported.head, config.output, HeadFacts(training={"imported": source}))
@@ -102,7 +109,7 @@ def export_foreign(config: ExportConfig) -> None:
         return
     embedding_VD, architectures = None, ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
-        target = Target.from_pretrained(config.target or head.target.name)
+        target = original(config.target or head.target.name)
         head.target.check(target.info)
         embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
     export_head(head, facts, config.to, config.output, embedding_VD, architectures)
@@ -118,7 +125,7 @@ def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> No
     if not facts.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
     source = config.target or head.target.name
-    target, tokenizer = Target.from_pretrained(source), load_tokenizer(source)
+    target, tokenizer = original(source), load_tokenizer(source)
     head.target.check(target.info)
     target.merge_adapter(adapter_of(config.head))
     final = Path(config.output)
@@ -140,7 +147,7 @@ def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None
     if facts.adapted:
         raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
     source, dtype = config.target or head.target.name, next(head.parameters()).dtype
-    target, tokenizer = Target.from_pretrained(source, dtype), load_tokenizer(source)
+    target, tokenizer = original(source, dtype), load_tokenizer(source)
     head.target.check(target.info)
     head = head.to(target.device).eval()
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
@@ -167,7 +174,7 @@ def export_model(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> Non
     if not isinstance(head, CutHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
     source, dtype = config.target or head.target.name, next(head.parameters()).dtype
-    target, tokenizer = Target.from_pretrained(source, dtype), load_tokenizer(source)
+    target, tokenizer = original(source, dtype), load_tokenizer(source)
     head.target.check(target.info)
     keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
     embedding_VD, lm_head_VD = embedding_of(target), target.ends.lm_head.weight.cpu()

@@ -8,25 +8,22 @@ over n nodes, a draft of depth d, and what verification and cache take (Sequoia,
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
+from ..inference.costs import forward_seconds
 from ..inference.grow import DynamicTree
-from ..inference.loop import PREFILL_TOKENS
 from ..inference.rounds import Passage, Start, TargetOutput
 from ..inference.sampling import RandomDraw
 from ..inference.tree import StoppingShape
+from .console import counted
 from .data import Example
-from .evaluate import seconds_in_turns
 
-REPEATS = 9
-"""Forwards over each size, whose median counts."""
 TIMED, TIMED_DEPTH, TIMED_WIDTHS = 8, 4, (2, 8)
 """Size, largest depth, and widths of the trees by which drafting is timed; deeper ones go on along the line."""
 
@@ -50,7 +47,7 @@ def dynamic_lengths(
     depths = range(1, head.max_depth + 1)
     drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.ends)
     lengths: dict[tuple[int, int], list[int]] = {(size, depth): [] for size in sizes for depth in depths}
-    for example in examples:
+    for example in counted(examples, f"trees of width {width}, by answers"):
         text_1T = torch.tensor([example.tokens], device=target.device)
         length, first = text_1T.shape[1], example.loss_mask.index(True)
         output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
@@ -186,26 +183,3 @@ def check_seconds(
     alone = forward_seconds(target, text_1T, (1, *sizes), layers)
     scale = step["target"] / alone[1] if target.device.type == "cpu" else 1.0
     return {size: scale * alone[size] for size in sizes}
-
-
-def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of a forward over chains of so many nodes behind a text, in turns; by size."""
-    check = checker(target, text_1T, layers)
-    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, REPEATS)
-    return {size: statistics.median(times) for size, times in taken.items()}
-
-
-@torch.inference_mode()
-def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callable[[int], None]:
-    """What runs a forward over chains of so many nodes behind texts of one length, which are read before."""
-    length, cache = text_BT.shape[1], target.new_cache(len(text_BT))
-    for chunk_BT in text_BT.split(PREFILL_TOKENS, dim=1):
-        target.read_chunk(chunk_BT, length, cache, layers, [])
-
-    @torch.inference_mode()
-    def check(size: int) -> None:
-        tokens_BN = text_BT[:, :1].expand(-1, size).contiguous()
-        logits = target.forward_chain(tokens_BN, length, cache, layers).logits_BNV
-        logits[0, -1, 0].item()  # sync: a time is asked for
-
-    return check

@@ -24,8 +24,7 @@ from ..inference.guessing import Guesser, HeadDrafter
 from ..inference.planning import best_draft_length, chain_length, operations_factor, time_factor
 from ..inference.rounds import Drafter
 from .commands import TreeConfig
-from .config import dtype_of
-from .console import console
+from .console import console, number
 from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
 from .evaluate import answer_settings, in_turns
 from .expected import check_seconds
@@ -62,10 +61,11 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
     lm = SpeculativeLM.from_pretrained(
         config.target,
         config.head or None,
-        dtype_of(config.dtype),
+        config.dtype,
         tree="auto" if config.head else f"chain:{LONGEST}",
         compile=config.compile,
         drafter=config.drafter,
+        fallback=False,
     )
     target, lead = lm.target, lm.drafter
     if not isinstance(lead, HeadDrafter):
@@ -75,7 +75,7 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
 
     def chain_of(gamma: int) -> Drafter:
         drafter = drafter_of(lead.head, TreeShape.chain(gamma), target.ends)
-        if config.compile:
+        if target.graph is not None:
             drafter.compile()
         return drafter
 
@@ -153,7 +153,7 @@ def _print(found: list[Explained], rates: list[float], draft_cost: float, best: 
     table = Table("drafts", "expected tokens", "measured", "expected vs plain", "measured", "operations vs plain")
     for row in found:
         figures = (row.expected_tokens, row.tokens, row.expected_factor, row.factor, row.operations)
-        table.add_row(str(row.gamma), *("-" if figure is None else f"{figure:.2f}" for figure in figures))
+        table.add_row(str(row.gamma), *map(number, figures))
     console.print(table)
     told = " ".join(f"{rate:.2f}" for rate in rates)
     console.print(f"acceptance rate by depth {told}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")

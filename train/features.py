@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +15,10 @@ from torch import Tensor
 from ..heads import DraftHead, TargetFeatures
 from ..inference import Target
 from .config import TrainConfig
-from .console import Stopped, StopRequest, progress_bar
+from .console import ProgressBar, Stopped, StopRequest
 from .data import Batch, Example, collate
 from .feature_cache import FeatureCache, bytes_per_token, corrupt_shards, key_of
+from .parallel import alone
 
 BATCH_TOKENS = 8192
 """Tokens of a batch, padding included, when states are computed before training."""
@@ -100,15 +102,16 @@ class CachedFeatures:
         """
         batches = list(by_length(examples, BATCH_TOKENS))
         total = sum(len(example.tokens) for batch in batches for example in batch)
-        with StopRequest() as stop, progress_bar() as bar:
-            task = bar.add_task("tokens", total=total, note="")
-            for number, batch in enumerate(batches):
-                if number % accelerator.num_processes == accelerator.process_index and not stop.wanted:
-                    self.fill(collate(batch))
-                bar.advance(task, sum(len(example.tokens) for example in batch))
-        self.settle(accelerator)
-        if stop.wanted:
-            raise Stopped("stopped; the same command goes on from there")
+        with StopRequest() as stop:
+            with ProgressBar("tokens", total) as bar, suppress(Stopped):
+                for number, batch in enumerate(batches):
+                    if number % accelerator.num_processes == accelerator.process_index and not stop.wanted:
+                        with stop.at_once(alone(accelerator)):
+                            self.fill(collate(batch))
+                    bar.update(bar.done + sum(len(example.tokens) for example in batch))
+            self.settle(accelerator)
+            if stop.wanted:
+                raise Stopped("stopped; the same command goes on from there")
 
     def settle(self, accelerator: Accelerator) -> None:
         """Write what is new, and take in what other processes wrote."""

@@ -12,6 +12,8 @@ matplotlib.use("agg")  # files only: a training machine has no screen
 import matplotlib.pyplot as plt
 import yaml
 
+from .console import number
+
 
 def write_report(folder: Path) -> Path:
     """Write the report of the run in a folder; return its file."""
@@ -51,7 +53,7 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
     lines += ["## Real acceptance length on held-out prompts", ""]
     lines += ["| step | held-out loss by depth | " + " | ".join(trees) + " |", "|---|---|" + "---|" * len(trees)]
     for row in evaluations:
-        losses = " ".join(map(_figure, row["held_out_loss"]))
+        losses = " ".join(map(number, row["held_out_loss"]))
         lengths = [_length(found) for found in row["eval"].values()]
         lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
@@ -65,12 +67,7 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
 
 def _length(found: dict[str, Any]) -> str:
     low, high = found["interval"]
-    return f"{_figure(found['acceptance_length'], 3)} ({_figure(low)} to {_figure(high)})"
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    """A number of the log, where what was not measured is null."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return f"{number(found['acceptance_length'], 3)} ({number(low)} to {number(high)})"
 
 
 def _plot(path: Path, title: str, curves: dict[str, list[tuple[int, float]]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
-from .expected import forward_seconds
+from ..inference.costs import forward_seconds
 
 READ_BYTES = {"cuda": 2**31, "cpu": 2**28}
 """That are read to measure a device's bandwidth; far more than its caches hold."""

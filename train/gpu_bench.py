@@ -26,7 +26,6 @@ from ..heads import DraftHead
 from ..heads.checkpoint import build_head, json_ready
 from ..inference import DynamicShape, Stats, Target, TreeShape
 from ..inference.cache import free_memory
-from ..inference.compiled import missing_compiler
 from ..inference.deciding import Decider
 from ..inference.grow import drafter_of
 from ..inference.guessing import HeadDrafter, RootOnly
@@ -100,9 +99,8 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
             continue
         target, head = random_pair(shape, device)
         decide = Decider(synthetic)
-        if missing_compiler(device) is None:
-            target.compile()
-            decide.compile(device)
+        target.compile()
+        decide.compile(device)
         for batch in config.batches:
             for context in config.contexts:
                 if weights + target.cache_bytes(batch, context + max(config.nodes)) > free:
@@ -159,7 +157,7 @@ def rounds_of(
 ) -> dict[str, Any]:
     """Milliseconds of a round's parts behind a text of some length, whose cache holds anything."""
     drafter = drafter_for(head, nodes, target)
-    if target.graph is not None:
+    if target.compiled:
         drafter.compile()
     room = (repeats + 3) * (DEPTH + 1)
     roots_B = torch.zeros(batch, dtype=torch.int64, device=target.device)

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,37 +32,51 @@ from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoint import HeadFacts, build_head
 from .batches import Order, Share
 from .config import TrainConfig, dtype_of
-from .console import Stopped, StopRequest, progress_bar
+from .console import ProgressBar, Stopped, StopRequest
 from .data import Batch, Example, collate_rows
+from .engine import Shared
 from .evaluate import Evaluation, evaluate
-from .features import FeatureSource, feature_source
+from .features import FeatureSource, OnlineFeatures, feature_source
 from .optim import build_optimizer
-from .parallel import autocast, engine_got, exchanged, gradient_scale, prepare, shard, start, whole_state
+from .parallel import alone, autocast, engine_got, exchanged, gradient_scale, prepare, shard, start, whole_state
+from .precision import as_begun, resolved
 from .probe import probe
 from .provenance import provenance
 from .report import Report, count_flops, due
 from .run import Progress, Run
 from .setup import Setup, head_options, set_up
 
+TIMED_STEPS = 3
+"""By which the time of a step is told."""
 SAMPLE = 4
 """Sequences on which a step's arithmetic is counted."""
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None = None) -> Path:
     """Run or continue a training run; return its folder.
+
+    Args:
+        config: of the run.
+        deadline: on `time.monotonic`'s clock; a run of one process begins no step after it and judges the head as it
+            then is.
+        shared: the target, if others use it too.
 
     Raises:
         ValueError: anything wrong with the options, the data, or the run that is to be continued.
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
     """
+    config = as_begun(config)
     accelerator, share = start(config)
+    config = resolved(config, accelerator)
     set_seed(config.loop.seed)
     run = Run(Path(config.output), accelerator)
     run.claim(config)
     if run.last.exists():
         accelerator.print(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
+        if not (run.folder / "report.md").exists():
+            report_on(run)
         return run.folder
-    setup = set_up(config, accelerator)
+    setup = set_up(config, accelerator, shared)
     head, training = setup.head.to(accelerator.device), setup.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
@@ -89,49 +108,81 @@ def train(config: TrainConfig) -> Path:
         features.settle(accelerator)  # a run that goes on from here finds the states that it has trained on
         run.save(progress, config.loop.keep)
 
-    with StopRequest() as stop, progress_bar() as bar:
-        task = bar.add_task("training", total=steps, completed=progress.step, note="")
-        last_epoch = None
-        for epoch, rows in order.from_step(progress.step):
-            if progress.step == steps:
-                break
-            if epoch != last_epoch:
-                features.settle(accelerator)
-            last_epoch = epoch
-            group = [
-                # As long as the deepest draft, so that every depth gives every process a gradient.
-                collate_rows([[training[i] for i in row] for row in part], head.max_depth + 2)
-                for part in share.of_step(rows)
-            ]
-            own = [sum(int(batch.loss_mask_BT.sum()) for batch in group), int(stop.wanted)]
-            # sync: once a step, for the mean over all ranks, and so that all of them stop at the same step
-            answer_tokens, stopping = accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum").tolist()
-            if stopping:
-                break
-            lr = float(engine.schedule.get_last_lr()[0])
-            report.start_step()
-            outputs, norm = one_step(engine, group, features, answer_tokens, report, progress.step >= joint_from)
-            progress.step += 1
-            progress.answer_tokens += answer_tokens
-            report.end_step(outputs, norm, lr)
-            bar.update(task, completed=progress.step, note=report.note)
-            if due(progress.step, config.loop.eval_every) and progress.step < steps:
-                found = judge(engine, setup, config, progress)
-                if stops_early(progress, found, config.loop.patience):
+    with StopRequest() as stop:
+        with ProgressBar("training steps", steps, progress.step) as bar, suppress(Stopped):
+            last_epoch = None
+            for epoch, rows in order.from_step(progress.step):
+                if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
+                    found = judge(engine, setup, config, progress, stop)
+                    if stops_early(progress, found, config.loop.patience):
+                        steps = progress.step
+                if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
+                    save()
+                if progress.step > 0 and time.monotonic() > deadline:
                     steps = progress.step
-            if due(progress.step, config.loop.save_every) and progress.step < steps:
-                save()
-    save()
-    if progress.step == steps:
-        judge(engine, setup, config, progress, last=True)
-        if accelerator.is_main_process:
-            from .final_report import write_report  # brings matplotlib along
-
-            accelerator.print(f"the report: {write_report(run.folder)}")
-    accelerator.end_training()
-    if progress.step < steps:
-        raise Stopped(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
+                if progress.step == steps:
+                    break
+                if epoch != last_epoch:
+                    features.settle(accelerator)
+                last_epoch = epoch
+                group = [
+                    # As long as the deepest draft, so that every depth gives every process a gradient.
+                    collate_rows([[training[i] for i in row] for row in part], head.max_depth + 2)
+                    for part in share.of_step(rows)
+                ]
+                own = [sum(int(batch.loss_mask_BT.sum()) for batch in group), int(stop.wanted)]
+                # sync: once a step, for the mean over all ranks, and so that all of them stop at the same step
+                tokens, stopping = accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum").tolist()
+                if stopping:
+                    break
+                lr = float(engine.schedule.get_last_lr()[0])
+                report.start_step()
+                with stop.at_once(alone(accelerator)), drawn_again_if_stopped():
+                    outputs, norm = gradients(engine, group, features, tokens, report, progress.step >= joint_from)
+                update(engine)
+                progress.step += 1
+                progress.answer_tokens += tokens
+                report.end_step(outputs, norm, lr)
+                bar.update(progress.step, report.note)
+        save()
+        if progress.step < steps:
+            accelerator.end_training()
+            raise Stopped(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
+        judge(engine, setup, config, progress, stop, last=True)
+        with stop.at_once(alone(accelerator)):
+            report_on(run)
+        accelerator.end_training()
     return run.folder
+
+
+def report_on(run: Run) -> None:
+    """Write the page on a finished run, by the main process."""
+    if run.accelerator.is_main_process:
+        from .final_report import write_report  # brings matplotlib along
+
+        run.accelerator.print(f"the report: {write_report(run.folder)}")
+
+
+def seconds_per_step(config: TrainConfig, shared: Shared | None = None) -> float:
+    """What a step of a run takes here: the mean of a few, which change nothing, after one to be warm.
+
+    Raises:
+        ValueError: anything wrong with the options or the data.
+    """
+    accelerator, share = start(config)
+    config = resolved(config, accelerator)
+    setup = set_up(config, accelerator, shared)
+    run, training = Run(Path(config.output), accelerator), setup.training
+    engine = build_engine(accelerator, share, run, setup, config, steps=1)
+    report, features = Report(run, 0, 1, Progress(), 0.0), OnlineFeatures(setup.target, setup.head)
+    order = Order([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)
+    taken = []
+    for _, rows in itertools.islice(order.from_step(0), 1 + TIMED_STEPS):
+        began = time.monotonic()
+        group = [collate_rows([[training[i] for i in row] for row in rows], setup.head.max_depth + 2)]
+        gradients(engine, group, features, 1, report, adapt=False)
+        taken.append(time.monotonic() - began)
+    return statistics.mean(taken[1:])
 
 
 @dataclass(frozen=True)
@@ -190,10 +241,10 @@ def build_engine(
     )
 
 
-def one_step(
+def gradients(
     engine: Engine, group: list[Batch], features: FeatureSource, answer_tokens: int, report: Report, adapt: bool
 ) -> tuple[list[HeadOutput], float]:
-    """Forwards, backwards, and the optimizer's step; the outputs and the gradient norm.
+    """Forwards and backwards of a step; the outputs and the gradient norm. Weights do not change.
 
     Raises:
         ValueError: a loss or a gradient that is no number.
@@ -213,20 +264,43 @@ def one_step(
             accelerator.backward(output.loss * scale)
     norm = float(accelerator.clip_grad_norm_(module.parameters(), engine.clip))
     check_norm(accelerator, norm, group, step, engine.run)
+    return outputs, norm
+
+
+def update(engine: Engine) -> None:
+    """The optimizer's step."""
     engine.optimizer.step()
     if engine.averaged:
         engine.averaged.update_parameters(engine.head)
     engine.schedule.step()
     engine.optimizer.zero_grad()
-    return outputs, norm
 
 
-def judge(engine: Engine, setup: Setup, config: TrainConfig, progress: Progress, last: bool = False) -> Evaluation:
-    """Measure real acceptance; keep the head if it is the best so far, or the last."""
+@contextmanager
+def drawn_again_if_stopped() -> Iterator[None]:
+    """Of a step that is cut off, random draws are undone: the run goes on with this very step."""
+    host, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    except Stopped:
+        torch.set_rng_state(host)
+        torch.cuda.set_rng_state_all(devices)
+        raise
+
+
+def judge(
+    engine: Engine, setup: Setup, config: TrainConfig, progress: Progress, stop: StopRequest, last: bool = False
+) -> Evaluation:
+    """Measure real acceptance; keep the head if it is the best so far, or the last.
+
+    Raises:
+        Stopped: Ctrl-C or SIGTERM, before anything is kept.
+    """
     copy = build_head(*head_options(config), setup.target.info)
     copy.load_state_dict(whole_state(engine.averaged.module if engine.averaged else engine.head))
     copy = copy.to(engine.accelerator.device, dtype_of(config.loop.save_dtype))
-    found = evaluate(setup.target, copy, setup.held_out, config.eval)
+    with stop.at_once(alone(engine.accelerator)):
+        found = evaluate(setup.target, copy, setup.held_out, config.eval)
     facts = HeadFacts(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
@@ -235,6 +309,7 @@ def judge(engine: Engine, setup: Setup, config: TrainConfig, progress: Progress,
         adapted=engine.adapted is not None,
     )
     engine.run.judged(progress, copy, found, facts, engine.adapted, last)
+    progress.judged = progress.step
     return found
 
 

@@ -103,6 +103,11 @@ def engine_asked(accelerator: Accelerator) -> str:
     return "one process" if accelerator.num_processes == 1 else "DDP"
 
 
+def alone(accelerator: Accelerator) -> bool:
+    """Whether no other process waits for this one, nor an engine for the end of its step."""
+    return bool(accelerator.distributed_type == DistributedType.NO) and engine_asked(accelerator) == "one process"
+
+
 def engine_got(module: nn.Module) -> str:
     """The engine that really drives a module."""
     stage: Any = getattr(module, "zero_optimization_stage", None)  # DeepSpeed's engine has it

@@ -28,6 +28,7 @@ from .console import console
 from .features import cache_bytes
 from .optim import matrices_of
 from .parallel import check_engine
+from .precision import formats, with_formats
 from .setup import head_options
 
 SCALE = 16
@@ -49,6 +50,8 @@ class Plan:
     processes: int
     target_parameters: int
     head_parameters: int
+    target_dtype: str
+    precision: str
     memory: dict[str, int]
     cache_bytes: int
     """Of a token's states, if they are kept on disk."""
@@ -85,6 +88,8 @@ def plan_run(config: TrainConfig) -> Plan:
     share = Share.of(config.loop.batch_size, config.loop.micro_batch, 0, processes)
     rows = config.loop.batch_size // (processes * share.forwards)
     length = config.data.pack or config.data.max_length
+    here = torch.device("cpu") if processes == 1 and not torch.accelerator.is_available() else torch.device("cuda")
+    config = with_formats(config, *formats(config, here))
     dtype = dtype_of(config.target_dtype)
     model = empty_model(config, dtype)
     target = Target(model, config.target)
@@ -116,7 +121,8 @@ def plan_run(config: TrainConfig) -> Plan:
         "activations": activations(config, info, rows, length) + in_16_bits,
         "loss": loss_chunk(tokens, info.vocab_size, head.draft_vocab_size, dtype.itemsize),
     }
-    return Plan(engine, processes, whole, size, memory, cache_bytes(target, head, config))
+    formats_of = (config.target_dtype, config.loop.precision)
+    return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(target, head, config))
 
 
 def loss_chunk(tokens: int, vocab_size: int, draft_vocab_size: int, itemsize: int) -> int:
@@ -205,7 +211,7 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     console.print(
         f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}: {plan.head_parameters:,}; "
         f"{plan.engine}, {plan.processes} {'process' if plan.processes == 1 else 'processes'}, target "
-        f"{config.target_placement}"
+        f"{config.target_placement} in {plan.target_dtype}, arithmetic in {plan.precision}"
     )
     table = Table("on each process", "GiB")
     for name, size in plan.memory.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from .config import TrainConfig
 from .features import CachedFeatures, cache_bytes, kept_layers, open_cache
 from .parallel import start
+from .precision import as_begun, resolved
 from .setup import set_up
 
 
@@ -17,7 +18,9 @@ def precompute(config: TrainConfig) -> Path:
         ValueError: anything wrong with the options, the data, or the cache that is there.
         Stopped: Ctrl-C or SIGTERM, once what was computed has been written.
     """
+    config = as_begun(config)
     accelerator, _ = start(config)
+    config = resolved(config, accelerator)
     setup = set_up(config, accelerator)
     each = cache_bytes(setup.target, setup.head, config)
     total = each * sum(len(example.tokens) for example in setup.training)

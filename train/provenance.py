@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from ..inference import machine
+from ..inference.sources import default_device
+
 PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
 
 
@@ -23,10 +26,8 @@ def provenance() -> dict[str, Any]:
 
 
 def hardware() -> str:
-    """The first GPU's name, or the processor's with the number of threads that torch uses."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    """The first GPU's name; or the processor's, its instruction set as torch uses it, and torch's threads."""
+    return machine.hardware(torch.device(default_device()))
 
 
 def _version(package: str) -> str | None:
@@ -34,15 +35,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _git_revision() -> str | None:

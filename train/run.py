@@ -28,6 +28,7 @@ from .console import console
 from .evaluate import Evaluation, summary
 from .report import Tracker, flat
 
+CHECKPOINTS = "checkpoints"
 FREE_TO_CHANGE = (
     "loop.log_every",
     "loop.eval_every",
@@ -60,10 +61,26 @@ class Progress:
     """Evaluations in a row in which acceptance was below the best while the held-out loss sank."""
     held_out_loss: float = math.inf
     """At the last evaluation, all depths together."""
+    judged: int = 0
+    """The step of the last evaluation; one that was cut off is made again when the run goes on."""
     processes: int = 1
     """How many processes wrote the checkpoint."""
     engine: str = "one process"
     """The engine that wrote it."""
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Those of a run's folder that were written to their end, oldest first."""
+    found = (folder / CHECKPOINTS).glob("step-*[0-9]")
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def earlier_options(folder: Path) -> dict[str, Any]:
+    """The options, by dotted names, of the run that a folder holds; none as long as it has no checkpoint."""
+    path = folder / "config.yaml"
+    if not path.exists() or not whole_checkpoints(folder):
+        return {}
+    return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 class Run:
@@ -74,7 +91,7 @@ class Run:
         self.accelerator = accelerator
         self.tracker = Tracker(accelerator)
         self.best, self.last = folder / "best", folder / "last"
-        self.checkpoints = folder / "checkpoints"
+        self.checkpoints = folder / CHECKPOINTS
 
     def claim(self, config: TrainConfig) -> None:
         """Write down the options, or check that they are those of the run that is already there.
@@ -84,8 +101,8 @@ class Run:
         """
         path = self.folder / "config.yaml"
         asked = dataclasses.asdict(config)
-        if path.exists() and self._whole():
-            before, now = flat(yaml.safe_load(path.read_text(encoding="utf-8"))), flat(json_ready(asked))
+        if before := earlier_options(self.folder):
+            now = flat(json_ready(asked))
             for name in sorted((before.keys() | now.keys()) - set(FREE_TO_CHANGE)):
                 if before.get(name) != now.get(name):
                     raise ValueError(
@@ -112,7 +129,7 @@ class Run:
             ValueError: it was written by an engine, or a number of processes, that this run cannot take over.
         """
         processes = self.accelerator.num_processes
-        progress, whole = Progress(processes=processes, engine=engine), self._whole()
+        progress, whole = Progress(processes=processes, engine=engine), whole_checkpoints(self.folder)
         for partial in sorted(self.checkpoints.glob("*.partial")):
             self.accelerator.print(f"{partial} is half-written and passed over")
         if whole:
@@ -144,12 +161,7 @@ class Run:
     @property
     def newest(self) -> Path | None:
         """The checkpoint that a run would go on from."""
-        return next(reversed(self._whole()), None)
-
-    def _whole(self) -> list[Path]:
-        """The checkpoints that were written to their end, oldest first."""
-        found = self.checkpoints.glob("step-*[0-9]")
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        return next(reversed(whole_checkpoints(self.folder)), None)
 
     def save(self, progress: Progress, keep: int) -> None:
         """Write a checkpoint whole or not at all, then remove those older than the newest `keep`."""
@@ -173,7 +185,7 @@ class Run:
         if self.accelerator.is_main_process:
             (partial / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
             partial.rename(final)
-            for old in self._whole()[:-keep]:
+            for old in whole_checkpoints(self.folder)[:-keep]:
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
 

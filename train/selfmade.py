@@ -3,16 +3,18 @@
 A prompt is what the model writes after its own chat template, cut right behind the user tag (Magpie, arXiv:2406.08464).
 
 Batch i depends on the seed, on i and on the prompts before it, of which none comes twice. A batch is written whole or
-not at all, so a run that is stopped goes on to the same file.
+not at all, so a run that is stopped, in the middle of a batch too, goes on to the same file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..inference import SpeculativeLM, load_tokenizer
+from ..heads.base import dtype_name
+from ..inference import SpeculativeLM
+from ..inference.written import Written
 from .commands import SelfMadeConfig
-from .config import dtype_of
-from .console import Stopped, StopRequest, console, duration, progress_bar
-from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts, render
+from .console import ProgressBar, Stopped, StopRequest, console
+from .data import check_lengths, prompt_ids, read_prompts, render
+from .engine import Shared, load
 
 Messages = list[dict[str, str]]
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts say nothing."""
 WAVES = 8
 """Between two writes each place of the batch is taken by so many conversations, one after the other."""
+ENOUGH = 8
+"""Conversations that are made however short the time is."""
 EMPTY_BATCHES = 20
 """So many batches in a row without a usable text, and the model is given up on."""
 
@@ -47,66 +53,139 @@ class Progress:
     """Answer tokens written."""
     size: int = 0
     """Bytes of the file that are whole."""
+    ended: bool = False
+    """Whether the time was over before all conversations were made."""
 
 
-def make_conversations(config: SelfMadeConfig) -> Path:
+class _TimeIsOver(Exception):
+    """Raised inside of a batch, with the rows that have ended; the others are empty."""
+
+    def __init__(self, rows: Sequence[list[int]] = ()) -> None:
+        self.rows = rows
+
+
+def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: Shared | None = None) -> Path:
     """Write the file, or go on with it; return its path.
+
+    Args:
+        config: of the command.
+        deadline: on `time.monotonic`'s clock; of the batch in progress, conversations that have ended are kept, and the
+            file is finished with at least `ENOUGH`.
+        shared: the target, if others use it too.
 
     Raises:
         ValueError: options that do not match the file that is there, unusable prompts or tokenizer.
-        Stopped: Ctrl-C or SIGTERM, once the batch has been written.
+        Stopped: Ctrl-C or SIGTERM; the batch in progress is lost.
     """
     if config.server is not None:
         from .served import ask_server  # needs the package openai, which nothing else does
 
         return ask_server(config)
     path = Path(config.output)
+    config = _as_begun(path, config)
     progress, seen = _claim(path, config)
     prompts = read_prompts(config.prompts) if config.prompts else None
     if _finished(progress, config, prompts):
         console.print(f"{path} is finished: {progress.conversations} conversations")
         return path
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(config.target, config.head, dtype_of(config.target_dtype))
+    lm, tokenizer = load(config.target, config.head, config.target_dtype, shared)
+    became: Any = dtype_name(lm.target.dtype)
+    config = dataclasses.replace(config, target_dtype=became)
     if prompts is not None:
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[: config.conversations]]
         check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
-    empty = 0
-    started, before = time.perf_counter(), dataclasses.replace(progress)
-    total = config.conversations if prompts is None else min(config.conversations, len(prompts))
-    with StopRequest() as stop, progress_bar() as bar:
-        task = bar.add_task("conversations", total=total, note="")
-        while not _finished(progress, config, prompts) and not stop.wanted:
-            rows = _make_batch(lm, tokenizer, config, progress.batches, prompts, seen)
-            rows = rows[: config.conversations - progress.conversations]
-            with path.open("ab") as file:
-                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-                file.flush()
-                os.fsync(file.fileno())
-                progress.size = file.tell()
-            progress.batches += 1
-            empty = 0 if rows else empty + 1
-            if empty == EMPTY_BATCHES:
-                raise ValueError(
-                    f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
-                    "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
-                )
-            progress.conversations += len(rows)
-            progress.tokens += sum(row["tokens"] for row in rows)
+    with StopRequest() as stop:
+        with _Watch(progress, config, prompts, deadline) as watch, suppress(_TimeIsOver, Stopped):
+            lm.round_listeners.append(watch)
+            empty = 0
+            while not _finished(progress, config, prompts):
+                watch.begin_batch()
+                with stop.at_once():
+                    rows = _make_batch(lm, tokenizer, config, progress.batches, prompts, seen)
+                rows = rows[: config.conversations - progress.conversations]
+                with path.open("ab") as file:
+                    file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                    progress.size = file.tell()
+                progress.batches += 1
+                empty = 0 if rows else empty + 1
+                if empty == EMPTY_BATCHES:
+                    raise ValueError(
+                        f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
+                        "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
+                    )
+                progress.conversations += len(rows)
+                progress.tokens += sum(row["tokens"] for row in rows)
+                _write_state(path, config, progress, seen)
+        written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
+        if not _finished(progress, config, prompts):
+            if stop.wanted:
+                raise Stopped(f"stopped; {written}; the same command goes on from there")
+            progress.ended = True
             _write_state(path, config, progress, seen)
-            seconds = time.perf_counter() - started
-            rate = (progress.tokens - before.tokens) / seconds
-            done = min(_done(progress, config, prompts), total)
-            bar.update(task, completed=done, note=f"{rate:.0f} answer tokens/s")
-            if not console.is_terminal:
-                left = seconds / max(done - _done(before, config, prompts), 1) * (total - done)
-                console.print(f"{done}/{total}  {rate:.0f} answer tokens/s  {duration(left)} left")
-    written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
-    if not _finished(progress, config, prompts):
-        raise Stopped(f"stopped; {written}; the same command goes on from there")
-    console.print(written)
+            written += ", as many as there was time for"
+        console.print(written)
     return path
+
+
+class _Watch:
+    """Called after every round: it shows how far the batch is, and ends it when the time is over."""
+
+    def __init__(
+        self, progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None, deadline: float
+    ) -> None:
+        self.progress, self.config, self.prompts, self.deadline = progress, config, prompts, deadline
+        self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
+        self.bar = ProgressBar("conversations", self.total, min(_done(progress, config, prompts), self.total))
+        self.parts = ["answers"] if prompts is not None else ["prompts", "answers"]
+        """Of a batch."""
+        self.began, self.tokens = time.monotonic(), 0
+        self.batch_began, self.batches = self.began, -1
+        self.generations: list[Written] = []
+        """Of the batch in progress."""
+
+    def __enter__(self) -> _Watch:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+    def begin_batch(self) -> None:
+        """Before each batch.
+
+        Raises:
+            _TimeIsOver: less is left than half of what a batch has taken so far.
+        """
+        self.tokens += sum(out.tokens for out in self.generations)
+        self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
+        half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
+        if self.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
+            raise _TimeIsOver
+
+    def __call__(self, out: Written) -> None:
+        """After each round.
+
+        Raises:
+            _TimeIsOver: it is, or half of it for prompts; of the first rows half must have ended, or only short texts
+                would be kept.
+        """
+        if not self.generations or out is not self.generations[-1]:
+            self.generations.append(out)
+        now, part = time.monotonic(), len(self.generations)
+        tokens = self.tokens + sum(each.tokens for each in self.generations)
+        share = (part - 1 + len(out.ended) / len(out.rows)) / len(self.parts)
+        done = _done(self.progress, self.config, self.prompts) + share * _at_once(self.config)
+        self.bar.update(
+            min(done, self.total),
+            f"{tokens / (now - self.began):.0f} tokens/s; {self.parts[part - 1]} of this batch: "
+            f"{len(out.ended)}/{len(out.rows)}",
+        )
+        until = self.batch_began + (self.deadline - self.batch_began) * part / len(self.parts)
+        enough = self.progress.conversations >= ENOUGH or 2 * len(out.ended) >= len(out.rows)
+        if now > until and enough:
+            raise _TimeIsOver([tokens if row in out.ended else [] for row, tokens in enumerate(out.rows)])
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -216,21 +295,35 @@ def _continue(
     """What the model writes after each text, and whether it ended by itself; end tokens left out."""
     encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
     device = lm.target.device
-    output = lm.generate(
-        encoded["input_ids"].to(device),
-        attention_mask=encoded["attention_mask"].to(device),
-        max_new_tokens=new_tokens,
-        generator=generator,
-        slots=slots,
-        pad_token_id=tokenizer.pad_token_id,
-        **sampling,
-    )
+    rows: Sequence[list[int]]
+    try:
+        output = lm.generate(
+            encoded["input_ids"].to(device),
+            attention_mask=encoded["attention_mask"].to(device),
+            max_new_tokens=new_tokens,
+            generator=generator,
+            slots=slots,
+            pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )
+        rows = output.sequences[:, encoded["input_ids"].shape[1] :].tolist()
+    except _TimeIsOver as over:
+        rows = over.rows
     ends = lm.target.end_tokens
     written = []
-    for row in output.sequences[:, encoded["input_ids"].shape[1] :].tolist():
+    for row in rows:
         stop = next((i for i, token in enumerate(row) if token in ends), None)
         written.append((row[:stop], stop is not None))
     return written
+
+
+def _as_begun(path: Path, config: SelfMadeConfig) -> SelfMadeConfig:
+    """With what the dtype "auto" meant when the file was begun, if it was."""
+    state = _state_path(path)
+    if config.target_dtype != "auto" or not state.exists():
+        return config
+    before = json.loads(state.read_text(encoding="utf-8"))["options"]["target_dtype"]
+    return dataclasses.replace(config, target_dtype=before)
 
 
 def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
@@ -277,7 +370,7 @@ def _done(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | 
 
 
 def _finished(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> bool:
-    if progress.conversations >= config.conversations:
+    if progress.ended or progress.conversations >= config.conversations:
         return True
     return prompts is not None and _done(progress, config, prompts) >= len(prompts)
 

@@ -17,10 +17,9 @@ from typing import Any, TextIO
 
 from openai import APIError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
-from rich.progress import Progress as Bar
 
 from .commands import SelfMadeConfig
-from .console import Stopped, StopRequest, console, duration, progress_bar
+from .console import ProgressBar, Stopped, StopRequest, console
 from .data import read_prompts
 from .selfmade import Messages, distinct_share
 
@@ -44,8 +43,9 @@ def ask_server(config: SelfMadeConfig) -> Path:
     prompts = read_prompts(str(config.prompts), config.conversations)
     answered = _claim(path, config)
     rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
-    with path.open("a", encoding="utf-8") as file, StopRequest() as stop, progress_bar() as bar:
-        work = _Work(config, rest, len(prompts), len(answered), file, stop, bar)
+    bar = ProgressBar("conversations", len(prompts), len(answered))
+    with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
+        work = _Work(config, rest, len(answered), file, stop, bar)
         asyncio.run(work.run())
     console.print(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
     if stop.wanted and work.done < len(prompts):
@@ -60,17 +60,15 @@ class _Work:
         self,
         config: SelfMadeConfig,
         prompts: Iterator[tuple[int, Messages]],
-        total: int,
         done: int,
         file: TextIO,
         stop: StopRequest,
-        bar: Bar,
+        bar: ProgressBar,
     ) -> None:
-        self.config, self.prompts, self.total, self.file, self.stop, self.bar = config, prompts, total, file, stop, bar
+        self.config, self.prompts, self.file, self.stop, self.bar = config, prompts, file, stop, bar
         self.done, self.written, self.dropped, self.tokens = done, done, 0, 0
-        self.task = bar.add_task("conversations", total=total, completed=done, note="")
         self.failure: ValueError | None = None
-        self.began, self.began_with, self.told = time.perf_counter(), done, 0.0
+        self.began = time.monotonic()
 
     async def run(self) -> None:
         """Until all are answered, or one fails."""
@@ -135,13 +133,7 @@ class _Work:
         self.written += row is not None
         self.dropped += row is None
         self.tokens += row["tokens"] if row else 0
-        seconds = time.perf_counter() - self.began
-        rate = self.tokens / seconds
-        self.bar.update(self.task, completed=self.done, note=f"{rate:.0f} answer tokens/s")
-        if not console.is_terminal and (seconds - self.told > 10 or self.done == self.total):
-            self.told = seconds
-            left = seconds / (self.done - self.began_with) * (self.total - self.done)
-            console.print(f"{self.done}/{self.total}  {rate:.0f} answer tokens/s  {duration(left)} left")
+        self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
 
 
 def _claim(path: Path, config: SelfMadeConfig) -> set[int]:

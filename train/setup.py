@@ -25,6 +25,7 @@ from .data import (
     read_sources,
     split_held_out,
 )
+from .engine import Shared
 from .evaluate import eval_prompts
 
 
@@ -44,8 +45,8 @@ class Setup:
     """The share of the answers' tokens that are in the draft vocabulary."""
 
 
-def set_up(config: TrainConfig, accelerator: Accelerator) -> Setup:
-    """Load and check.
+def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None = None) -> Setup:
+    """Load, what `shared` does not have, and check.
 
     Raises:
         ValueError: anything wrong with the options or the data.
@@ -53,11 +54,11 @@ def set_up(config: TrainConfig, accelerator: Accelerator) -> Setup:
     kind, options = head_options(config)
     head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
     conversations, sources = read_sources(config.data.sources, config.data.max_conversations)
-    target = load_target(config, accelerator)
+    target = shared.target if shared else load_target(config, accelerator)
     head = build_head(kind, options, target.info)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
-    tokenizer = load_tokenizer(config.target, config.target_revision)
+    tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
     check_tokenizer(tokenizer, config.target)
     origin = {**target.origin, **data_origin(tokenizer, config.data.thinking)}
     training, held_out = split_examples(conversations, config, target, tokenizer)

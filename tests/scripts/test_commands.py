@@ -197,6 +197,55 @@ def test_tree_takes_the_command_line_of_the_manual(parsed):
     assert config == TreeConfig("T", "H", ["a.jsonl", "b.jsonl"], None, 32, False, 24, 0.7, "float32")
 
 
+DTYPES = {
+    "data": ["target_dtype"],
+    "features": ["target_dtype", "loop.precision"],
+    "train": ["target_dtype", "loop.precision"],
+    **{command: ["dtype"] for command in ("tree", "generate", "bench", "verify")},
+}
+COMPILED = ("tree", "generate", "bench")
+
+
+@pytest.mark.parametrize("word", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("command", DTYPES)
+def test_every_command_takes_a_dtype_and_auto_without_one(parsed, run, command, word):
+    for name in DTYPES[command]:
+
+        def found(*arguments, name=name):
+            value = parsed(command, *REQUIRED[command], *arguments)
+            for part in name.split("."):
+                value = getattr(value, part)
+            return value
+
+        assert found() == "auto"
+        more = ["--target_dtype", "float32"] if name == "loop.precision" and word == "float32" else []
+        assert found(f"--{name}", word, *more) == word
+        status, _, errors = run(command, *REQUIRED[command], f"--{name}", "float8")
+        assert status == 2 and "float8" in errors
+
+
+@pytest.mark.parametrize("command", COMPILED)
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ([], "auto"),
+        (["--compile"], True),
+        (["--compile", "true"], True),
+        (["--compile=true"], True),
+        (["--compile", "false"], False),
+        (["--compile", "auto"], "auto"),
+        (["--compile=auto"], "auto"),
+    ],
+)
+def test_compile_is_a_flag_that_may_be_auto(parsed, run, tmp_path, command, written, value):
+    assert parsed(command, *written, *REQUIRED[command]).compile is value or value == "auto"
+    assert parsed(command, *REQUIRED[command], *written).compile == value
+    (tmp_path / "options.yaml").write_text(f"compile: {json.dumps(value)}\n")
+    assert parsed(command, "--config", str(tmp_path / "options.yaml"), *REQUIRED[command]).compile == value
+    status, _, errors = run(command, *REQUIRED[command], "--compile", "perhaps")
+    assert status == 2 and "perhaps" in errors
+
+
 def test_an_adapter_is_off_until_it_has_a_rank(parsed, tmp_path):
     assert parsed("train", *REQUIRED["train"]).adapter.rank == 0
     line = ("--adapter.rank", "8", "--adapter.keep_base", "0.5", "--adapter.modules", "[q_proj, v_proj]")
@@ -402,7 +451,8 @@ def test_generate_streams_what_stock_generate_writes(run, target_folder, head_fo
     written = target.model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
     answered = tokenizer.decode(written, skip_special_tokens=True)
     assert shown.count(answered.strip()) == 2  # both sides
-    assert " times)" in shown.splitlines()[-1]
+    rates, equal = shown.splitlines()[-2:]
+    assert " times)" in rates and equal == "both wrote the same text"
 
 
 def test_generate_of_no_tokens_says_nothing(run, target_folder):

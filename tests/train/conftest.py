@@ -15,9 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.inference import load_tokenizer
-from headstart.train import loop
+from headstart.train import loop, precision
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.data import collate, encode, read_conversations
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_as_fast(monkeypatch) -> None:
+    """As in tests/conftest.py, of a training step."""
+    monkeypatch.setattr(precision, "_timed", lambda: 1.0)
 
 
 @pytest.fixture(scope="session")

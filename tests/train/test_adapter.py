@@ -250,7 +250,9 @@ def test_the_checkpoint_holds_the_head_and_the_adapter_as_peft_reads_it(trained,
 
 
 def test_the_logged_acceptance_is_what_decoding_gives(trained, taught, held_out):
-    lm = SpeculativeLM.from_pretrained(taught, head=trained.folder / "last", dtype=torch.float32, tree="chain:2")
+    lm = SpeculativeLM.from_pretrained(
+        taught, head=trained.folder / "last", dtype=torch.float32, tree="chain:2", fallback=False
+    )
     alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
     row = json.loads((trained.folder / "log.jsonl").read_text().splitlines()[-1])["eval"]["chain"]
     assert (row["acceptance_length"], row["rounds"]) == (
@@ -292,8 +294,10 @@ def test_merged_the_model_and_its_head_travel_without_the_adapter(strong, taught
     export_foreign(ExportConfig(str(strong), "merged", str(tmp_path / "out")))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no word of another target
-        lm = SpeculativeLM.from_pretrained(str(tmp_path / "out" / "target"), head=str(tmp_path / "out" / "head"))
-    before = SpeculativeLM.from_pretrained(str(taught), head=strong)
+        lm = SpeculativeLM.from_pretrained(
+            str(tmp_path / "out" / "target"), head=str(tmp_path / "out" / "head"), tree="chain:2", fallback=False
+        )
+    before = SpeculativeLM.from_pretrained(str(taught), head=strong, tree="chain:2", fallback=False)
     ours, theirs = (each.generate(prompt, max_new_tokens=24, do_sample=False) for each in (lm, before))
     assert torch.equal(ours.sequences, theirs.sequences) and ours.stats.rows == theirs.stats.rows
     assert lm.target.adapter is None and not (tmp_path / "out" / "head" / "adapter").exists()

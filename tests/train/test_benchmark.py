@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.checkpoint import HeadFacts, save_head
 from headstart.inference import Stats, Target
 from headstart.inference.stats import PARTS, RoundRecord
-from headstart.train.benchmark import SIDES, Answered, benchmark, figures, first_difference, quartiles
+from headstart.train import benchmark as benchmarking
+from headstart.train.benchmark import SIDES, Answered, benchmark, figures, first_difference, print_report, quartiles
 from headstart.train.commands import BenchConfig
+from headstart.train.console import Stopped
 
 
 def answered(seconds, tokens=(10, 10, 10), difference=None, rounds=((1, 2),), times=()):
@@ -128,11 +132,15 @@ def test_the_report_has_every_figure_for_each_file_and_in_total(config, capsys):
     assert all(word in shown for word in ("chat", "code", "total", "4/4"))
 
 
-def test_the_report_is_written_as_json_that_every_reader_takes(config):
-    report = benchmark(config)
+@pytest.mark.parametrize("new_tokens", [2, 9])  # of two tokens one round drafts nothing, and has no rates
+def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(config, new_tokens, capsys):
+    report = benchmark(BenchConfig(**{**vars(config), "max_new_tokens": new_tokens, "profile": False}))
+    shown = capsys.readouterr().out
     with open(config.output, encoding="utf-8") as file:
         written = json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert written["total"]["tokens_per_second"] == report["total"]["tokens_per_second"]
+    assert written == report
+    print_report(written)
+    assert shown.endswith(capsys.readouterr().out)
 
 
 def test_sampling_is_compared_too_and_repeats_for_a_seed(config):
@@ -171,3 +179,30 @@ def test_what_cannot_be_used_is_named(config, change, words):
 def test_a_file_without_prompts_is_named(config, tmp_path):
     with pytest.raises(ValueError, match=r"empty\.jsonl holds no prompts"):
         benchmark(BenchConfig(**{**vars(config), "prompts": [prompt_file(tmp_path / "empty.jsonl", 0)]}))
+
+
+def test_when_the_time_is_over_one_prompt_is_there(config):
+    report = benchmark(config, deadline=0.0)
+    assert report["total"]["prompts"] == 1 and not report["complete"] and not report["stopped"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_stopped_in_an_answer_what_was_measured_is_written(config, monkeypatch, at, capsys):
+    original, calls = benchmarking._answer, []
+
+    def answer(*given):
+        calls.append(given)
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given)
+
+    monkeypatch.setattr(benchmarking, "_answer", answer)
+    with pytest.raises(Stopped):
+        benchmark(config)
+    assert len(calls) == at
+    if at == 1:
+        assert not Path(config.output).exists()
+        return
+    report = json.loads(Path(config.output).read_text())
+    assert report["total"]["prompts"] == at - 1 and report["stopped"]
+    assert "vs plain" in capsys.readouterr().out

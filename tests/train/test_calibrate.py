@@ -13,7 +13,7 @@ import torch
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.checkpoint import HeadFacts, load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
-from headstart.inference.compiled import missing_compiler
+from headstart.inference.adaptive import AssumedCosts, candidate_trees
 from headstart.inference.grow import DynamicTree, StaticTree
 from headstart.inference.planning import best_static_tree, expected_length, machine
 from headstart.inference.stats import RoundRecord, Stats
@@ -48,7 +48,9 @@ def head(trained_head, tmp_path):
 def config(taught, head, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 9)), encoding="utf-8")
-    return TreeConfig(str(taught), str(head), [str(path)], limit=5, max_new_tokens=NEW_TOKENS, dtype="float32")
+    return TreeConfig(
+        str(taught), str(head), [str(path)], limit=5, max_new_tokens=NEW_TOKENS, dtype="float32", compile=False
+    )
 
 
 def changed(config, **changes):
@@ -57,7 +59,7 @@ def changed(config, **changes):
 
 def drafted_with(taught, head):
     """The policy that a head gets if nobody asks for one."""
-    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32).drafter
+    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
     if isinstance(drafter, StaticTree):
         return drafter.shape
     assert isinstance(drafter, DynamicTree)
@@ -217,23 +219,24 @@ def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, 
     monkeypatch.setattr(module, "train_stopper", lambda *_: (trained, 1.5, 100.0))
     policy = calibrate(changed(config, nodes=5, stopper=True))
     assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
-    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32).drafter
+    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
     assert isinstance(drafter, StoppingChain) and drafter.shape == policy
 
 
-def test_each_machine_has_its_own_tree(config, head, taught):
+def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     calibrate(changed(config, nodes=4))
     here = drafted_with(taught, head)
     save_tree(head, "chain:1", {}, machine(torch.device("cpu"), compiled=True))
     assert drafted_with(taught, head) == here  # the one that was found without compiling
-    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile="auto")
-    assert compiled.drafter.max_nodes == (2 if missing_compiler(torch.device("cpu")) is None else here.size)
+    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile="auto", fallback=False)
+    assert compiled.drafter.max_nodes == 2
     save_tree(head, "chain:2", {}, "elsewhere")
     assert drafted_with(taught, head) == here
     settings = json.loads((head / "config.json").read_text())
     settings["headstart"]["measured"]["fastest"].pop(machine(torch.device("cpu"), compiled=False))
     (head / "config.json").write_text(json.dumps(settings))
-    assert drafted_with(taught, head) == TreeShape.chain(2)  # the last one, whoever found it
+    found, offered = (drafted_with(taught, head), candidate_trees(load_head(head)[0], None, AssumedCosts(1 / 16))[0])
+    assert isinstance(found, DynamicShape) and found.depth == offered.depth and found.size <= offered.size
 
 
 def refused_early(config, monkeypatch, words):

@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 from headstart.heads.files import read_weights
-from headstart.inference import SpeculativeLM, Target
+from headstart.inference import SpeculativeLM, Target, dtypes
 from headstart.train import exchange
 from headstart.train.commands import ExportConfig, ImportConfig, PushConfig
-from headstart.train.exchange import export_foreign, import_foreign, push_head
+from headstart.train.exchange import export_foreign, import_foreign, original, push_head
 
 OPTIONS = {
     "cut": {},
@@ -39,7 +40,9 @@ def made(taught, tmp_path):
 
 
 def written(taught, folder):
-    lm = SpeculativeLM.from_pretrained(str(taught), head=str(folder), dtype=torch.float32, tree="dynamic:6:3:2")
+    lm = SpeculativeLM.from_pretrained(
+        str(taught), head=str(folder), dtype=torch.float32, tree="dynamic:6:3:2", fallback=False
+    )
     return lm.generate(torch.tensor([[65, 66, 67, 68]]), max_new_tokens=24, do_sample=False)
 
 
@@ -65,9 +68,9 @@ def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
     assert "a model of" in capsys.readouterr().out
     settings = {"max_new_tokens": 24, "do_sample": False}
     ids = torch.tensor([[65, 66, 67, 68]])
-    as_head = SpeculativeLM.from_pretrained(str(taught), str(folder), torch.float32, tree="chain:3")
+    as_head = SpeculativeLM.from_pretrained(str(taught), str(folder), torch.float32, tree="chain:3", fallback=False)
     as_model = SpeculativeLM.from_pretrained(
-        str(taught), dtype=torch.float32, tree="chain:3", drafter=f"model:{tmp_path / 'model'}"
+        str(taught), dtype=torch.float32, tree="chain:3", drafter=f"model:{tmp_path / 'model'}", fallback=False
     )
     one, other = (lm.generate(ids, **settings) for lm in (as_head, as_model))
     assert torch.equal(one.sequences, other.sequences) and one.stats.rows == other.stats.rows
@@ -149,3 +152,11 @@ def test_an_int8_head_is_loaded_as_it_was_written(taught, made, kind, tmp_path, 
     save_file(saved, tmp_path / "int8" / "model.safetensors")
     with pytest.raises(ValueError, match="has int8 values and no scale"):
         load_head(tmp_path / "int8")
+
+
+def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught, tmp_path, monkeypatch):
+    AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
+    monkeypatch.setattr(dtypes, "against_float32", lambda dtype: 3.0)
+    assert Target.from_pretrained(tmp_path / "rounded", device="cpu").dtype == torch.float32
+    assert original(str(tmp_path / "rounded")).dtype == torch.bfloat16
+    assert original(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16

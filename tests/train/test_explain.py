@@ -33,7 +33,9 @@ def test_chains_of_a_source_are_explained(taught, prompts, capsys):
     assert lengths == sorted(lengths) and lengths[-1] > 1
     ids = [prompt_ids(load_tokenizer(taught), row) for row in read_prompts(prompts)]
     for row in (found[0], found[4]):
-        lm = SpeculativeLM.from_pretrained(taught, dtype=torch.float32, drafter="ngram:3", tree=f"chain:{row.gamma}")
+        lm = SpeculativeLM.from_pretrained(
+            taught, dtype=torch.float32, drafter="ngram:3", tree=f"chain:{row.gamma}", fallback=False
+        )
         stats = Stats.merged(lm.generate(each, max_new_tokens=20, do_sample=False).stats for each in ids)
         assert row.tokens == pytest.approx(stats.acceptance_length)
 

@@ -30,7 +30,6 @@ def tiny():
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHAPES", {"tiny": tiny})
-    monkeypatch.setattr(module, "missing_compiler", lambda device: "not here")
     return GpuBenchConfig(str(tmp_path), ["tiny"], batches=[1, 2], contexts=[40], nodes=[1, 4, 12], repeats=2)
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from headstart.heads.checkpoint import build_head, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.train import features, loop
 from headstart.train.config import FeaturesConfig
-from headstart.train.console import Stopped
+from headstart.train.console import Stopped, StopRequest
 from headstart.train.data import collate, count_answer_tokens, read_conversations
 from headstart.train.evaluate import prompt_of
 from headstart.train.features import online_features
@@ -121,7 +122,7 @@ def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, plac
     _, held_out = split_examples(
         read_conversations(options.data.sources[0]), options, target, load_tokenizer(options.target)
     )
-    lm = SpeculativeLM.from_pretrained(target, head=undisturbed / "last", tree=place)
+    lm = SpeculativeLM.from_pretrained(target, head=undisturbed / "last", tree=place, fallback=False)
     alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
     found = log_of(undisturbed)[-1]["eval"]
     best = max(found, key=lambda tree: found[tree]["acceptance_length"])
@@ -469,3 +470,83 @@ def test_the_numbers_go_to_a_tracker(options, changed):
     (events,) = {path.parent for path in folder.rglob("*tfevents*") if "headstart" in path.parent.name}
     scalars = EventAccumulator(str(events)).Reload().Tags()["scalars"]
     assert {"loss.0", "loss.1", "eval.static.acceptance_length"} <= set(scalars)
+
+
+def last_weights(folder):
+    return load_file(Path(folder) / "last" / "model.safetensors")
+
+
+def asks(original, at):
+    """A function that asks to stop in its `at`-th call, when its work is done but for the return."""
+    calls = []
+
+    def asking(*given, **named):
+        found = original(*given, **named)
+        calls.append(found)
+        for parameter in given[0].module.parameters() if isinstance(given[0], loop.Engine) else ():
+            parameter.grad += 1e-3 * torch.rand_like(parameter)  # as if the head drew noise
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    return asking
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "step"), [("gradients", 1, 0), ("gradients", 5, 4), ("evaluate", 1, 4), ("evaluate", 2, 8)]
+)
+def test_a_run_stops_inside_of_a_step_or_an_evaluation_and_ends_as_if_it_had_not(
+    options, tmp_path, monkeypatch, changed, name, at, step
+):
+    short = changed(options, loop={"max_steps": 10, "eval_every": 4, "save_every": 3})
+    original = getattr(loop, name)
+    monkeypatch.setattr(loop, name, asks(original, at=0))
+    whole = train(changed(short, output=str(tmp_path / "whole")))
+    monkeypatch.setattr(loop, name, asks(original, at))
+    with pytest.raises(Stopped, match=f"stopped at step {step} of 10"):
+        train(short)
+    monkeypatch.setattr(loop, name, asks(original, at=0))
+    folder = train(short)
+    first, second = last_weights(whole), last_weights(folder)
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+    evaluations = [
+        [row for row in map(json.loads, (each / "log.jsonl").read_text().splitlines()) if "eval" in row]
+        for each in (whole, folder)
+    ]
+    assert [row["step"] for row in evaluations[0]] == [4, 8, 10] and evaluations[0] == evaluations[1]
+
+
+def test_draws_of_a_step_that_is_cut_off_are_drawn_again():
+    torch.manual_seed(5)
+    with StopRequest() as stop:
+        before = torch.get_rng_state()
+        with suppress(Stopped), stop.at_once(), loop.drawn_again_if_stopped():
+            torch.rand(3)
+            signal.raise_signal(signal.SIGTERM)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_whose_last_evaluation_or_report_was_cut_off_makes_it_again(options, monkeypatch, changed):
+    short = changed(options, loop={"max_steps": 2, "eval_every": 0, "save_every": 0})
+    for name in ("evaluate", "report_on"):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, name, lambda *_: signal.raise_signal(signal.SIGTERM))
+            with pytest.raises(Stopped):
+                train(short)
+        folder = Path(short.output)
+        assert (folder / "last").exists() == (name == "report_on") and not (folder / "report.md").exists()
+    assert (train(short) / "report.md").exists()
+
+
+def test_when_the_time_is_over_a_run_ends_with_the_head_that_it_has(options, monkeypatch, changed):
+    short = changed(options, loop={"max_steps": 9, "eval_every": 0, "save_every": 0})
+    folder = train(short, deadline=0.0)
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 1] and "eval" in rows[1]
+    monkeypatch.setattr(loop, "set_up", lambda *_: pytest.fail("began again"))
+    assert train(short) == folder
+
+
+def test_the_time_of_a_step_is_told_and_nothing_is_written(options):
+    assert 0 < loop.seconds_per_step(options) < 5
+    assert not Path(options.output).exists()

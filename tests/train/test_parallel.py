@@ -247,6 +247,17 @@ def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head
     assert load_head(Path(config.output) / "last")[1].origin == load_head(alone / "last")[1].origin
 
 
+def test_processes_agree_on_what_auto_is(options, tmp_path):
+    """Each of them could measure it otherwise."""
+    loop = dataclasses.replace(options.loop, precision="auto", max_steps=2, epochs=1.0)
+    config = dataclasses.replace(options, output=str(tmp_path / "auto"), target_dtype="auto", loop=loop)
+    process = launch(config, "configs/accelerate/ddp.yaml")
+    said = finished(process)
+    assert process.returncode == 0, said
+    saved = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
+    assert saved["target_dtype"] == "float32" and saved["loop"]["precision"] in ("float32", "bfloat16")
+
+
 def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
     config = dataclasses.replace(options, target_placement="spread")
     whole, spread = (load_target(each, Accelerator()) for each in (options, config))

@@ -14,6 +14,7 @@ from headstart.heads.checkpoint import build_head
 from headstart.scripts.command import options
 from headstart.train import plan
 from headstart.train.config import OptimConfig, TrainConfig
+from headstart.train.precision import with_formats
 from headstart.train.setup import head_options
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -36,6 +37,7 @@ def config(tmp_path):
             vocab_size=128256,
             max_position_embeddings=131072,
             tie_word_embeddings=False,
+            dtype="bfloat16",
         )
         shape.save_pretrained(tmp_path / name)
         arguments = ["--config", str(CONFIGS / FILES[name]), "--target", str(tmp_path / name)]
@@ -95,6 +97,7 @@ def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
     info = plan.TargetInfo(
         "smollm2", 576, 8, 30, 1536, 9, 3, 64, "silu", 1e-5, 8192, {"rope_type": "default", "rope_theta": 1e5}
     )
+    recipe = with_formats(recipe, "bfloat16", "bfloat16")
     head = build_head(*head_options(recipe), info)
     in_16_bits = 2 * sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
     estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits

@@ -114,14 +114,13 @@ def test_what_is_not_set_is_not_sent():
 
 
 def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
-    seen, original = [], loop.one_step
+    seen, original = [], loop.update
 
-    def one_step(engine, *rest):
-        found = original(engine, *rest)
+    def update(engine):
+        original(engine)
         seen.append({name: tensor.clone() for name, tensor in engine.head.state_dict().items()})
-        return found
 
-    monkeypatch.setattr(loop, "one_step", one_step)
+    monkeypatch.setattr(loop, "update", update)
     averaged = last(train(changed(short, optim={"ema": 0.8})))
     mean = seen[0]
     for weights in seen[1:]:

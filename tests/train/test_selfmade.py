@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_p
 
 def test_a_finished_file_is_left_alone(config, monkeypatch):
     content = made(config)
-    monkeypatch.setattr(selfmade, "load_tokenizer", lambda *_: pytest.fail("loaded something"))
+    monkeypatch.setattr(selfmade, "load", lambda *_: pytest.fail("loaded something"))
     assert made(config) == content
 
 
@@ -234,23 +235,44 @@ def test_a_file_that_lost_what_was_written_is_refused(config, monkeypatch, damag
         made(config)
 
 
-def test_a_wish_to_stop_is_granted_after_the_batch(config, monkeypatch):
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])  # of all rounds: in prompts and answers of any batch
+def test_a_wish_to_stop_is_granted_inside_of_a_batch(config, monkeypatch, place):
+    original, rounds, after = selfmade._Watch.__call__, [], 0
+
+    def watch(self, out):
+        original(self, out)
+        rounds.append(out)
+        if len(rounds) == after:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(selfmade._Watch, "__call__", watch)
     whole = made(config, **elsewhere(config))
-    original = selfmade._make_batch
-
-    def make_batch(*given):
-        rows = original(*given)
-        signal.raise_signal(signal.SIGTERM)
-        return rows
-
-    with monkeypatch.context() as patch:
-        patch.setattr(selfmade, "_make_batch", make_batch)
-        with pytest.raises(Stopped, match="the same command goes on"):
-            made(config)
+    after = 1 + int(place * len(rounds))
+    rounds.clear()
+    with pytest.raises(Stopped, match="the same command goes on"):
+        made(config)
+    assert len(rounds) == after
     with open(config.output, "rb") as file:
-        part = file.read()
-    assert part and part != whole and whole.startswith(part)
+        assert whole.startswith(file.read())
+    rounds.clear()
+    after = 0
     assert made(config) == whole
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_when_the_time_is_over_what_has_ended_is_kept_and_the_file_is_finished(config, tmp_path, monkeypatch, given):
+    prompts = prompt_file(tmp_path, 100) if given else None
+    config = changed(config, conversations=100, batch_size=16, min_distinct=0.0, prompts=prompts)
+    rows = rows_of(make_conversations(config, deadline=0.0).read_bytes())
+    assert selfmade.ENOUGH <= len(rows) < 50
+    assert all(row["finished"] or row["tokens"] == 14 for row in rows)
+    monkeypatch.setattr(selfmade, "load", lambda *_: pytest.fail("loaded something"))
+    assert rows_of(made(config)) == rows
+
+
+def test_time_that_is_not_over_changes_nothing(config):
+    whole = made(config, **elsewhere(config))
+    assert make_conversations(config, deadline=time.monotonic() + 1000).read_bytes() == whole
 
 
 def test_degenerate_texts_are_dropped(config, monkeypatch):

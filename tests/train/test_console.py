@@ -1,0 +1,81 @@
+"""Progress of long work where there is no terminal, and wishes to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from rich.console import Console
+
+from headstart.train import console
+from headstart.train.console import ProgressBar, Stopped, StopRequest, counted
+
+
+def test_a_line_now_and_then_with_count_rate_and_remaining_time(capsys, monkeypatch):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.05)
+    with ProgressBar("things", 1_000_010, done=10) as bar:
+        bar._began -= 100
+        bar.update(100_010, "well so far")
+        time.sleep(0.2)
+        with ProgressBar("parts", 5):
+            time.sleep(0.2)
+    lines = capsys.readouterr().out.splitlines()
+    things, parts = ([line for line in lines if line.startswith(what)] for what in ("things", "parts"))
+    assert 2 <= len(things) <= 5 and 2 <= len(parts) <= 5 and len(lines) == len(things) + len(parts)
+    assert "100,010/1,000,010" in things[0] and "/s" in things[0] and "0:15:0" in things[0] and "well" in things[0]
+    assert parts[0] == "parts: 0/5  0:00:00 so far"
+    time.sleep(0.1)
+    assert not capsys.readouterr().out
+
+
+def test_in_a_terminal_there_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+    assert list(counted([3, 4], "things")) == [3, 4]
+    said = capsys.readouterr().out
+    assert "things" in said and "2/2" in said and "━" in said
+
+
+def test_processes_after_the_first_say_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    monkeypatch.setenv("RANK", "1")
+    with ProgressBar("things", 2) as bar:
+        bar.update(1)
+        time.sleep(0.05)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", StopRequest.SIGNALS)
+def test_a_wish_waits_but_where_work_may_be_cut(number):
+    before = signal.getsignal(number)
+    done = []
+
+    def work(stop):
+        with stop.at_once():
+            with StopRequest() as inner:
+                signal.raise_signal(number)
+                done.append("what must be whole")
+                assert inner.wanted
+            done.append("too late")
+
+    with StopRequest() as stop:
+        with pytest.raises(Stopped):
+            work(stop)
+        assert stop.wanted
+        done.append("saved")
+        with pytest.raises(Stopped), stop.at_once():
+            done.append("too late")
+    assert done == ["what must be whole", "saved"]
+    assert signal.getsignal(number) == before
+
+
+def test_work_is_cut_in_its_middle():
+    with StopRequest() as stop, pytest.raises(Stopped), stop.at_once():
+        [signal.raise_signal(signal.SIGTERM), pytest.fail("went on")]
+    with StopRequest() as stop, stop.at_once(False):
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.wanted
+
+
+def test_libraries_do_not_take_a_stop_for_a_failure():
+    assert not issubclass(Stopped, Exception)

@@ -1,0 +1,186 @@
+"""What "auto" means for a run: one answer for target and head, kept with the run, whatever a later machine finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import warnings
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+
+from headstart.heads.checkpoint import load_head
+from headstart.inference import machine
+from headstart.train import loop, precision
+from headstart.train.commands import SelfMadeConfig
+from headstart.train.config import DataConfig, LoopConfig, TrainConfig
+from headstart.train.loop import train
+from headstart.train.precision import as_begun, formats, resolved, with_formats
+from headstart.train.selfmade import make_conversations
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+WORDS = ("auto", "float32", "bfloat16", "float16")
+
+
+pytestmark = pytest.mark.usefixtures("nothing_measured")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run on a checkpoint of a format: `config("bfloat16", "auto", "auto")`."""
+
+    def build(own, target, head):
+        folder = tmp_path / own
+        folder.mkdir(exist_ok=True)
+        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": own, **sizes}))
+        return TrainConfig(
+            target=str(folder),
+            output=str(tmp_path / "run"),
+            target_dtype=target,
+            data=DataConfig(sources=["none.jsonl"]),
+            loop=LoopConfig(precision=head),
+        )
+
+    return build
+
+
+def slow(monkeypatch, ratio):
+    monkeypatch.setattr(precision, "_timed", lambda: ratio)
+
+
+def possible(own, target, head):
+    return not (head == "float32" and target not in ("auto", "float32"))
+
+
+EVERY = [case for case in itertools.product(("float32", "bfloat16", "float16"), WORDS, WORDS) if possible(*case)]
+
+
+@pytest.mark.filterwarnings("ignore:on this machine training steps take")
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.7])
+@pytest.mark.parametrize(("own", "target", "head"), EVERY)
+def test_formats_fit_each_other_and_what_was_named(config, monkeypatch, own, target, head, ratio):
+    slow(monkeypatch, ratio)
+    asked = config(own, target, head)
+    words = formats(asked, CPU)
+    assert "auto" not in words
+    with_formats(asked, *words)  # refuses what does not go together
+    assert target in ("auto", words[0]) and head in ("auto", words[1])
+    if head == "auto":
+        expected = "bfloat16" if ratio < 1 or target in ("bfloat16", "float16") else "float32"
+        assert words[1] == expected
+    if target == "auto":
+        assert words[0] == ("bfloat16" if own == "bfloat16" and words[1] != "float32" else "float32")
+
+
+@pytest.mark.parametrize(("own", "target", "head"), EVERY)
+def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target, head):
+    monkeypatch.setattr(precision, "_timed", lambda: pytest.fail("measured a CPU"))
+    words = formats(config(own, target, head), GPU)
+    assert words[1] == ("bfloat16" if head == "auto" else head)
+    if target == "auto":
+        assert words[0] == ("float32" if head == "float32" else own)
+
+
+def test_a_gpu_without_bfloat16_trains_in_float32(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert formats(config("float16", "auto", "auto"), GPU) == ("float32", "float32")
+
+
+@pytest.mark.parametrize(
+    ("head", "ratio", "words"),
+    [
+        ("bfloat16", 2.7, "2.7 times as long in bfloat16 as in float32"),
+        ("bfloat16", 1.2, None),
+        ("float32", 0.5, "2.0 times as long in float32 as in bfloat16"),
+        ("float32", 2.7, None),
+        ("auto", 2.7, None),
+        ("auto", 0.3, None),
+    ],
+)
+def test_arithmetic_that_is_named_and_slow_is_told_once(config, monkeypatch, head, ratio, words):
+    slow(monkeypatch, ratio)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            formats(config("float32", "float32", head), CPU)
+    assert [words in str(each.message) for each in told] == ([] if words is None else [True])
+
+
+def test_the_probe_times_steps_with_autocast_and_without(monkeypatch):
+    monkeypatch.undo()
+    clock, linear = [0.0], precision.F.linear
+
+    def counted(rows_RD, weight_OI):
+        clock[0] += 3.0 if torch.is_autocast_enabled("cpu") else 2.0
+        return linear(rows_RD, weight_OI)
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(precision.F, "linear", counted)
+    assert precision._timed() == pytest.approx(1.5)
+
+
+@pytest.fixture
+def automatic(short):
+    """A short run that names no format."""
+    return with_formats(short, "auto", "auto")
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_a_run_logs_and_saves_what_auto_became(automatic, monkeypatch, ratio):
+    slow(monkeypatch, ratio)
+    begun = []
+    monkeypatch.setattr(
+        loop.Run, "claim", lambda run, config, claim=loop.Run.claim: begun.append(config) or claim(run, config)
+    )
+    folder = train(automatic)
+    expected = ("float32", "bfloat16" if ratio < 1 else "float32")  # the checkpoint is in float32
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    trained = load_head(folder / "last")[1].training["config"]
+    for options in (dataclasses.asdict(begun[0]), saved, trained):
+        assert (options["target_dtype"], options["loop"]["precision"]) == expected
+    assert load_head(folder / "last")[1].origin["dtype"] == expected[0]
+
+
+def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(automatic, monkeypatch):
+    slow(monkeypatch, 2.0)
+    folder = train(automatic)
+    for before, after in ((0.5, "float32"), (2.0, "float32")):
+        slow(monkeypatch, before)
+        monkeypatch.setattr(machine, "_measured", {})
+        (machine.cache_folder() / "machine.json").unlink()
+        assert as_begun(automatic).loop.precision == after
+        assert train(automatic) == folder  # not refused
+    with pytest.raises(ValueError, match=r"loop\.precision = 'float32', not 'bfloat16'"):
+        train(with_formats(automatic, "float32", "bfloat16"))  # a name counts for more
+
+
+def test_a_folder_without_a_checkpoint_says_nothing(automatic, tmp_path):
+    folder = tmp_path / "begun"
+    folder.mkdir()
+    asked = dataclasses.replace(automatic, output=str(folder))
+    (folder / "config.yaml").write_text("target_dtype: float16\n")
+    assert as_begun(asked) == asked
+    assert resolved(asked, Accelerator()).target_dtype == "float32"
+
+
+def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
+    output = tmp_path / "made.jsonl"
+    options = {"target": str(taught), "output": str(output), "conversations": 4, "batch_size": 2, "answer_tokens": 4}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(3, 9)))
+    config = SelfMadeConfig(**options, prompts=str(prompts), min_distinct=0.0)
+    make_conversations(dataclasses.replace(config, target_dtype="float16", conversations=2))
+    state = tmp_path / "made.jsonl.state.json"
+    assert json.loads(state.read_text())["options"]["target_dtype"] == "float16"
+    make_conversations(dataclasses.replace(config, conversations=2))  # not refused
+    with pytest.raises(ValueError, match="started with target_dtype = 'float16', not 'bfloat16'"):
+        make_conversations(dataclasses.replace(config, target_dtype="bfloat16", conversations=2))
+    state.unlink()
+    output.unlink()
+    make_conversations(config)
+    assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"  # and not "auto"
