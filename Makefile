@@ -10,7 +10,7 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check format test test-slow peers demo wheel clean
+.PHONY: help setup types check check-isa format test test-slow peers demo wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ format: $(STAMP)  ## format, and fix what lint can fix
 
 test: $(STAMP)  ## the normal tests
 	$(BIN)/python -m pytest -q
+
+# torch, oneDNN and our kernels take their code by the environment.
+check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor without AVX-512
+	HEADSTART_TEST_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -q -m "isa and not slow"
 
 test-slow: $(STAMP)  ## the tests on a real model (long)
 	$(BIN)/python -m pytest -q -m slow --timeout=7200

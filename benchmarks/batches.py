@@ -43,8 +43,10 @@ def main() -> None:
     sides = {
         "generate": target,
         "plain": SpeculativeLM(target),
-        "whole tree": SpeculativeLM.from_pretrained(target, args.head, tree=load_head(args.head)[1].tree),
-        "auto": SpeculativeLM.from_pretrained(target, args.head),
+        "whole tree": SpeculativeLM.from_pretrained(
+            target, args.head, tree=load_head(args.head)[1].tree, fallback=False
+        ),
+        "auto": SpeculativeLM.from_pretrained(target, args.head, fallback=False),
     }
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}
     nodes = sides["auto"].drafter.max_nodes  # type: ignore[union-attr]

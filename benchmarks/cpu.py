@@ -21,11 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.costs import forward_seconds
+from headstart.inference.machine import turns
 from headstart.train.benchmark import quartiles, spread
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_prompts
-from headstart.train.evaluate import answer_settings, turns
-from headstart.train.expected import forward_seconds
+from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 
 LOOKUP = {"prompt_lookup_num_tokens": 10}
@@ -92,7 +93,9 @@ def main() -> None:
 
 def engine(target: Target, args: argparse.Namespace, **more: Any) -> SpeculativeLM:
     """Our rounds, compiled."""
-    return SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=True, **more)
+    return SpeculativeLM.from_pretrained(
+        target, args.head, tree=args.tree, compile=True, **({"fallback": False} | more)
+    )
 
 
 def of_transformers(target: Target, wide: Target, assistant: str | None, brief: bool) -> dict[str, Side]:

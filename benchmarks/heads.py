@@ -24,12 +24,13 @@ from torch import Tensor
 
 from headstart.heads.checkpoint import json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.machine import turns
 from headstart.scripts.command import options
 from headstart.train.benchmark import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console
 from headstart.train.data import prompt_ids, read_conversations, read_prompts
-from headstart.train.evaluate import answer_settings, summary, turns
+from headstart.train.evaluate import answer_settings, summary
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
 
@@ -108,8 +109,9 @@ def loaded(folders: dict[str, Path], compile: bool) -> dict[str, Any]:
             target.merge_adapter(folder / "adapter")
             sides[f"generate, {name}"] = target
         depth = load_head(folder)[0].max_depth
-        sides[f"{name}: chain"] = SpeculativeLM.from_pretrained(target, folder, tree=f"chain:{depth}", compile=compile)
-        sides[f"{name}: tree"] = SpeculativeLM.from_pretrained(target, folder, compile=compile)
+        options = {"compile": compile, "fallback": False}
+        sides[f"{name}: chain"] = SpeculativeLM.from_pretrained(target, folder, tree=f"chain:{depth}", **options)
+        sides[f"{name}: tree"] = SpeculativeLM.from_pretrained(target, folder, **options)
     return sides
 
 

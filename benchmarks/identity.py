@@ -46,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.from_pretrained(args.target, getattr(torch, args.dtype))
     tokenizer = load_tokenizer(args.target)
-    lm = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=args.compile)
+    lm = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=args.compile, fallback=False)
     plain = SpeculativeLM.from_pretrained(target, compile=args.compile)
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}
     prompts = [prompt_ids(tokenizer, row) for path in args.prompts for row in read_prompts(path, args.limit)]

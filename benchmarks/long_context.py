@@ -61,7 +61,7 @@ def main() -> None:
 def measured(source: str, head: str, side: str, length: int, new_tokens: int) -> dict[str, float]:
     """Peak memory beyond what was there after loading, in MiB, the cache's own size, and the time."""
     target = Target.from_pretrained(source, torch.bfloat16)
-    lm = SpeculativeLM.from_pretrained(target, head if side == "speculative" else None)
+    lm = SpeculativeLM.from_pretrained(target, head if side == "speculative" else None, fallback=False)
     input_ids = torch.randint(1, target.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     settings = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": new_tokens, "do_sample": False}
     generate = target.model.generate if side == "generate" else lm.generate

@@ -23,6 +23,7 @@ from headstart.train.features import online_features
 from headstart.train.optim import build_optimizer
 from headstart.train.parallel import autocast
 from headstart.train.plan import plan_run
+from headstart.train.precision import resolved
 from headstart.train.provenance import provenance
 from headstart.train.setup import head_options
 
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     args = parser.parse_args()
     given = ["--config", args.config, "--data.sources", "[unused.jsonl]", "--output", "unused", "--plan", "one"]
-    config = options(TrainConfig, "train", "", given)
+    config = resolved(options(TrainConfig, "train", "", given), Accelerator())
     planned = plan_run(config).memory
     stays, comes = measured(config)
     print(f"{provenance()['hardware']}, torch {torch.__version__}, {args.config}\n")

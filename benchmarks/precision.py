@@ -51,7 +51,7 @@ def main() -> None:
     for precision in args.precisions:
         target = LOADERS[precision]()
         plain = SpeculativeLM.from_pretrained(target, compile=args.compile)
-        fast = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=args.compile)
+        fast = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=args.compile, fallback=False)
         sides = {"generate": stock(target), "plain": ours(plain), "speculative": ours(fast)}
         rates, stats = compared(sides, rows, answer_settings(args.new_tokens, 0.0), precision)
         pairs = (("plain", "generate"), ("speculative", "generate"), ("speculative", "plain"))

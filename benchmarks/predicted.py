@@ -87,7 +87,7 @@ def judged(
 ) -> Row:
     """Statistics over the answers, then chains over the prompts."""
     words = {"drafter": what, "tree": f"chain:{depth}"} if ":" in what and not Path(what).exists() else {"head": what}
-    lead = SpeculativeLM.from_pretrained(target, **words).drafter  # type: ignore[arg-type]
+    lead = SpeculativeLM.from_pretrained(target, fallback=False, **words).drafter  # type: ignore[arg-type]
     assert isinstance(lead, HeadDrafter)
     depth = min(depth, lead.head.max_depth)
     found = [

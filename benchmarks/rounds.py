@@ -18,9 +18,9 @@ from cpu import ratio
 from torch import Tensor
 
 from headstart.inference import Target
+from headstart.inference.costs import checker
+from headstart.inference.machine import seconds_in_turns
 from headstart.train.console import console
-from headstart.train.evaluate import seconds_in_turns
-from headstart.train.expected import checker
 from headstart.train.provenance import provenance
 
 NODES = (1, 6, 16, 32)

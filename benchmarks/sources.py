@@ -23,7 +23,7 @@ from cpu import LOOKUP, Side, compared, ours, ratio, stock
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.choosing import Fallback
+from headstart.inference.adaptive import AdaptiveDrafter
 from headstart.inference.hybrid import Hybrid
 from headstart.train.commands import DatastoreConfig
 from headstart.train.console import console
@@ -94,7 +94,7 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
     target = Target.from_pretrained(TARGET, torch.bfloat16)
 
     def lm(**options: object) -> SpeculativeLM:
-        return SpeculativeLM.from_pretrained(target, compile=True, **options)  # type: ignore[arg-type]
+        return SpeculativeLM.from_pretrained(target, compile=True, **({"fallback": False} | options))  # type: ignore[arg-type]
 
     fast = lm(head=head)
     found: dict[str, SpeculativeLM | Target] = {
@@ -105,9 +105,9 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
         "lookahead": lm(drafter="lookahead:2:3:2"),
         "3-grams": lm(drafter="ngram:3", tree="chain:2"),
         "3-grams of a corpus": lm(drafter=f"ngram:3:{store}", tree="chain:2"),
-        "random, with fallback": lm(drafter="random", fallback=True),
+        "random, adaptive": lm(drafter="random", fallback=True),
         "head": fast,
-        "head, with fallback": lm(head=head, fallback=True),
+        "head, adaptive": lm(head=head, fallback=True),
         "hybrid": lm(head=head, drafter="prompt-lookup:4"),
     }
     if cut:
@@ -134,8 +134,8 @@ def table(name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tens
         if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, Hybrid):
             shares = engine.drafter.accepted
             told += " (" + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items()) + ")"
-        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, Fallback):
-            told += f" ({engine.drafter.fallbacks} fallbacks)"
+        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, AdaptiveDrafter):
+            told += f" ({stats[side].plain_rounds / stats[side].rounds:.0%} plain)"
         cells = [ratio(rates[side], rates[other]) for other in others]
         lines.append(f"| {side} | " + " | ".join(cells) + f" | {told} |")
     return lines
