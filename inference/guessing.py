@@ -21,12 +21,9 @@ from .tree import DraftTree, Origin
 if TYPE_CHECKING:
     from .compiled import Graph
 
-MISSED = 64
-"""Rounds without guesses whose features are kept, at most, before the head is shown them; of a guesser that reads no
-features, `READ_TOKENS` are."""
-
 READ_TOKENS = 512
-"""Tokens of the prompts that a head is shown at once: its mask has as many rows."""
+"""Tokens that a head is shown at once, of the prompts and of rounds without guesses: its mask has as many rows, and
+features of so many are kept."""
 
 
 class Guesser(Protocol):
@@ -213,7 +210,7 @@ class HeadDrafter:
             lengths_B = finished.verdict.lengths_B
             missed = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, lengths_B)
             self.shared.missed.append(missed)
-            if len(self.shared.missed) >= (MISSED if self.feature_layers else READ_TOKENS):
+            if len(self.shared.missed) == READ_TOKENS:
                 self._catch_up()
             return
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
