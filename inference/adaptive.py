@@ -1,8 +1,8 @@
 """Adaptive drafting: plain steps or one of several trees, round by round, by measured tokens per second.
 
-A candidate's speed is what its rounds emit over what they take. The fastest leads. Now and then another one is looked
-at, the cheapest first, for a round or two: a look that costs as much as L tokens of the leader is followed by
-L / `LOOK_SHARE` tokens without one at it, and by twice as many after each further look in vain, up to `LONGEST_WAIT`.
+A candidate's speed is what its rounds emit over what they take, and the fastest that was timed leads. Others are looked
+at for two rounds: of each token that is written `LOOK_SHARE` is put by, and what looks lose is paid from it. So the
+loss is bounded however dear a look is, and cheap looks are frequent.
 
 Nothing but the clock and what was accepted before is looked at, so the output stays exact whatever is chosen.
 """
@@ -29,19 +29,16 @@ from .rounds import Drafter, Passage, Round, Start
 from .stopping import StoppingChain
 from .tree import DraftTree, DynamicShape, Origin, TreePolicy, tree_policy
 
-LOOK_SHARE = 0.015
+LOOK_SHARE = 0.01
 """Of what is written may be lost to looks at others than the fastest."""
-LONGEST_WAIT = 128
-"""Tokens of a row up to which waits are doubled. Longer ones are for dear looks, once three rounds were timed."""
+LOOK_ROUNDS = 2
+"""Of a look: the first of them may be slow, as a head catches up with plain steps, or something is made."""
 MEMORY = 16
-"""Rounds over which accepted tokens are averaged, exponentially."""
+"""Rounds over which lengths are averaged, exponentially."""
 TIMED_ROUNDS = 5
-"""Latest rounds of a candidate whose median is its price. A slow one among them (the first, a pause, something
-compiled, a head that catches up) does not count; a lasting change does after three."""
+"""Latest rounds of a candidate whose median is its price: one slow round does not count, three do."""
 MARGIN = 0.04
-"""By so much drafts must be faster than plain steps to be preferred: to change costs, and near a tie nothing is won."""
-LEAST_GAIN = 0.01
-"""Accepted tokens a round, below which no average falls: what is said of one tree is said of others in proportion."""
+"""By so much drafts must be faster than plain steps to be preferred: near a tie nothing is won by a change."""
 CANDIDATE_SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are tried where no tree is asked for."""
 LARGE_SIZE, LARGE_COST = 32, 2.0
@@ -82,14 +79,14 @@ class Candidate:
 
     cost: float
     """Seconds of a round as they were expected, to compare with those of others."""
-    gain: float
-    """Drafted tokens that a round accepts."""
+    length: float
+    """Tokens that a round emits."""
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED_ROUNDS))
     """Of its latest rounds."""
-    wait: float = 0.0
-    """Tokens until it is looked at."""
-    failed: int = 0
-    """Looks in vain since it led."""
+    rounds: int = 1
+    """By which its length is known, at most `MEMORY`."""
+    unseen: float = 0.0
+    """Tokens written since it ran last."""
 
 
 class Speeds:
@@ -101,122 +98,102 @@ class Speeds:
         Args:
             candidates: in the order of their preference, where speeds are equal.
             plain: which one is plain steps; None if there are none.
-            measured: whether their costs were measured here; else each is looked at first.
+            measured: whether their costs were measured here; else the first look need not be saved for.
         """
         self.candidates, self.plain = candidates, plain
-        self.rounds = 1
-        """By which the gains are known, at most `MEMORY`."""
-        self.leader = self._fastest(range(len(candidates)))
-        self.look: int | None = None
-        """Rounds of the look that is under way."""
-        self.running = self.leader
-        self.led = 0
-        """Rounds since the leader took the lead."""
-        self.lost = 0.0
-        """Tokens by which drafts, since they were last taken up, are behind what would have been written without."""
-        for number in range(len(candidates)) if measured else ():
-            if number != self.leader:
-                self._postpone(number)
+        self.running = self.leader = max(range(len(candidates)), key=self.speed)
+        self.look = 0
+        """Rounds that are left of the look that is under way."""
+        self.written = 0.0
+        """Tokens of the look."""
+        self.credit = 0.0 if measured else 1.0
+        """Tokens that looks may cost."""
+        self.behind = 0.0
+        """Tokens by which drafts, since they took the lead, are behind what plain steps would have written."""
 
     def elsewhere(self) -> Speeds:
         """The same as a first guess at another number of rows."""
         other = copy.deepcopy(self)
-        for candidate in other.candidates:
+        for number, candidate in enumerate(other.candidates):
             if candidate.seconds:
-                candidate.seconds = deque([median_low(candidate.seconds)], TIMED_ROUNDS)
-        other.running, other.look, other.lost = other.leader, None, 0.0
+                candidate.seconds = deque([self.price(number)] * LOOK_ROUNDS, TIMED_ROUNDS)
+        other.running, other.look, other.behind = other.leader, 0, 0.0
         return other
 
     def price(self, number: int) -> float:
         """Seconds of a candidate's round; before there was one, as expected beside one that is known."""
-        seconds = self.candidates[number].seconds
-        if seconds:
-            return median_low(seconds)
+        candidate = self.candidates[number]
+        if candidate.seconds:
+            return median_low(candidate.seconds)
         known = [other for other in self.candidates if other.seconds]
         if not known:
-            return self.candidates[number].cost
-        nearest = min(known, key=lambda other: abs(math.log(other.cost / self.candidates[number].cost)))
-        return median_low(nearest.seconds) * self.candidates[number].cost / nearest.cost
+            return candidate.cost
+        nearest = min(known, key=lambda other: abs(math.log(other.cost / candidate.cost)))
+        return median_low(nearest.seconds) * candidate.cost / nearest.cost
 
     def speed(self, number: int) -> float:
-        """Tokens a second and row."""
-        return (1 + self.candidates[number].gain) / self.price(number)
+        """Tokens a second and row; those of plain steps with the margin that they have."""
+        return self.candidates[number].length * (1 + MARGIN if number == self.plain else 1) / self.price(number)
 
     def choose(self) -> int:
         """The candidate of the next round."""
-        if self.look is None and len(self.candidates[self.leader].seconds) != 1:
-            self._lead(self._fastest(range(len(self.candidates))))
-            if len(self.candidates[self.leader].seconds) > 1:
-                due = [number for number in self._rivals() if self.candidates[number].wait <= 0]
-                if due:
-                    self.look, self.lost = 0, 0.0
-                    self.running = min(due, key=self.price)
-                    if self.leader == self.plain:  # the text has moved on since drafts were looked at
-                        self.rounds = 1
+        if not self.look:
+            self._lead()
+            rival = self._rival()
+            if rival is not None and self._loss(rival) <= max(self.credit, 0.0):
+                self.running, self.look, self.written = rival, LOOK_ROUNDS, 0.0
+                if self.leader == self.plain:  # the text has moved on since drafts were looked at
+                    self.candidates[rival].rounds = 1
         return self.running
 
     def enter(self, seconds: float, tokens: float) -> None:
         """A round of the chosen candidate, which emitted so many tokens a row."""
         ran = self.candidates[self.running]
-        # A head catches up with plain rounds in its first one: that says no more than what a round takes at most.
-        catches_up = self.look == 0 and self.leader == self.plain
-        if not (catches_up and ran.seconds and seconds > self.price(self.running)):
-            ran.seconds.append(max(seconds, 1e-9))  # a clock may stand still
-        self.led += 1
-        base = self.leader if self.look is not None else self.plain
-        if base is not None and base != self.running and len(ran.seconds) > 1:  # the first may be slow
-            self.lost = max(0.0, self.lost + min(seconds, 4 * self.price(self.running)) * self.speed(base) - tokens)
+        ran.seconds.append(max(seconds, 1e-9))  # a clock may stand still
+        self.credit += LOOK_SHARE * tokens
+        for each in self.candidates:
+            each.unseen += tokens
+        ran.unseen = 0.0
         if self.running != self.plain:
-            self.rounds = min(self.rounds + 1, MEMORY)
-            before, ran.gain = ran.gain, max(ran.gain + (tokens - 1 - ran.gain) / self.rounds, LEAST_GAIN)
-            for number, other in enumerate(self.candidates):
+            ran.rounds = min(ran.rounds + 1, MEMORY)
+            before, ran.length = ran.length, ran.length + (tokens - ran.length) / ran.rounds
+            for number, other in enumerate(self.candidates):  # what is said of one tree is half said of others
                 if number not in (self.running, self.plain):
-                    other.gain *= math.sqrt(ran.gain / before)
-        for other in self.candidates:
-            other.wait -= tokens
-        if self.look is not None:
-            self.look += 1
-            if self.look >= self._look_rounds(self.running):
-                self.look = None
-                if self._fastest((self.leader, self.running)) == self.leader:
-                    self._postpone(self.running)
-                    self.running = self.leader
+                    other.length = max(other.length * math.sqrt(ran.length / before), 1.0)
+        if self.look:
+            self.look, self.written = self.look - 1, self.written + tokens
+            if not self.look:
+                self.credit -= max(self._loss(self.running, self.written), 0.0)
+        elif self.plain is not None and self.running != self.plain:
+            self.behind = max(self.behind + self.price(self.running) / self.price(self.plain) - tokens, 0.0)
 
-    def _fastest(self, numbers: Sequence[int]) -> int:
-        return max(numbers, key=lambda number: self.speed(number) * (1 + MARGIN if number == self.plain else 1))
+    def _lead(self) -> None:
+        """Of those that were timed, and the present leader, the fastest leads."""
+        timed = [number for number, each in enumerate(self.candidates) if len(each.seconds) >= LOOK_ROUNDS]
+        before, self.leader = self.leader, max({*timed, self.leader}, key=self.speed)
+        if self.leader == self.plain != before:
+            self.credit -= self.behind
+        if self.leader != before:
+            self.behind = 0.0
+        self.running = self.leader
 
-    def _rivals(self) -> list[int]:
-        """Whom a look may be at: where plain steps lead, the best tree alone speaks for all."""
+    def _rival(self) -> int | None:
+        """Whom the next look is at: who may be faster, and else who was not seen for longest.
+
+        Where plain steps lead, the best tree alone speaks for all.
+        """
         others = [number for number in range(len(self.candidates)) if number != self.leader]
-        return [self._fastest(others)] if self.leader == self.plain and others else others
+        if not others or len(self.candidates[self.leader].seconds) < LOOK_ROUNDS:
+            return None
+        best = max(others, key=self.speed)
+        if self.leader == self.plain or self.speed(best) > self.speed(self.leader):
+            return best
+        return max(others, key=lambda number: self.candidates[number].unseen)
 
-    def _look_rounds(self, number: int) -> int:
-        """The first of two rounds with drafts may have to catch up with plain ones."""
-        return 1 if number == self.plain and len(self.candidates[number].seconds) > 1 else 2
-
-    def _lead(self, number: int) -> None:
-        """The leader of the next round."""
-        if number != self.leader:
-            before, self.leader = self.leader, number
-            if self.led > MEMORY:
-                self.candidates[before].failed = 0
-            self.led = 0
-            self._postpone(before)
-        self.running = number
-
-    def _postpone(self, number: int) -> None:
-        """Set how long a candidate is not looked at, by what a look at it costs beside the leader's rounds."""
-        candidate = self.candidates[number]
-        look = self.price(number) * self.speed(self.leader) - (1 + candidate.gain)
-        wait = max(look * self._look_rounds(number), self.lost, 0.0) * len(self._rivals()) / LOOK_SHARE
-        longest = max(wait, LONGEST_WAIT) if len(candidate.seconds) > 2 else LONGEST_WAIT
-        candidate.wait = min(wait * 2**candidate.failed, longest)
-        candidate.failed = min(candidate.failed + 1, 16)
-        self.lost = 0.0
-        if self.leader == self.plain:
-            for other in self.candidates:
-                if other is not self.candidates[self.leader]:
-                    other.wait, other.failed = candidate.wait, candidate.failed
+    def _loss(self, number: int, tokens: float | None = None) -> float:
+        """What the leader would have written in the time of a look, over what was written, or over what is expected."""
+        expected = LOOK_ROUNDS * self.candidates[number].length
+        return LOOK_ROUNDS * self.price(number) * self.speed(self.leader) - (expected if tokens is None else tokens)
 
 
 class AdaptiveDrafter:
@@ -331,10 +308,10 @@ class AdaptiveDrafter:
             self.speeds[rows] = self.speeds[nearest].elsewhere()
         elif rows not in self.speeds:
             costs = self.costs or AssumedCosts.of(roots_B.device)
-            candidates = [Candidate(costs.seconds(1, 0), 0.0)] if self.plain else []
+            candidates = [Candidate(costs.seconds(1, 0), 1.0)] if self.plain else []
             for tree in self.trees:
-                gain = max(default_length(_policy(tree)) - 1, LEAST_GAIN)
-                candidates.append(Candidate(costs.seconds(tree.max_nodes, getattr(tree, "depth", 0)), gain))
+                cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
+                candidates.append(Candidate(cost, default_length(_policy(tree))))
             self.speeds[rows] = Speeds(candidates, 0 if self.plain else None, self.costs is not None)
         return self.speeds[rows]
 

@@ -12,8 +12,9 @@ from useless_drafter import Useless
 from headstart.heads.checkpoint import HeadFacts, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
 from headstart.inference.adaptive import (
-    LONGEST_WAIT,
+    LOOK_ROUNDS,
     LOOK_SHARE,
+    MARGIN,
     AdaptiveDrafter,
     AssumedCosts,
     Candidate,
@@ -40,8 +41,8 @@ class Machine:
 def candidates(machine, costs=None):
     """Plain steps and trees, whose costs are only assumed if none are given."""
     assumed = costs or [1.0, *(1.4 + 0.3 * i for i in range(len(machine.cost) - 1))]
-    gains = [0.0, *(1.0 + 0.3 * i for i in range(len(machine.cost) - 1))]
-    return Speeds([Candidate(*pair) for pair in zip(assumed, gains, strict=True)], 0, costs is not None)
+    lengths = [1.0, *(2.0 + 0.3 * i for i in range(len(machine.cost) - 1))]
+    return Speeds([Candidate(*pair) for pair in zip(assumed, lengths, strict=True)], 0, costs is not None)
 
 
 def decode(speeds, machine, emitted, tokens, fresh=None):
@@ -107,7 +108,7 @@ def test_what_changes_is_found(pays_first):
     pays = lambda written: (written // 1000) % 2 == (not pays_first)  # noqa: E731
     seconds, _ = decode(speeds, machine, lambda _, written: 3 if pays(written) else 1, 6000)
     ideal = 3000 * 1.0 + 3000 * 0.5
-    assert seconds <= ideal + 3 * (LONGEST_WAIT * 0.5 + 0.03 * 1000 + 10)
+    assert seconds <= ideal + 3 * (128 * 0.5 + 0.03 * 1000 + 10)
 
 
 @pytest.mark.parametrize(("emitted", "ideal"), [(3, 0.5), (1, 1.0), (2, 0.75)])
@@ -127,7 +128,7 @@ def test_one_slow_round_does_not_decide(when, emitted):
     machine, calls = Machine([1.0, 1.5]), itertools.count()
     machine.seconds = lambda candidate, _: machine.cost[candidate] * (50 if next(calls) == when else 1)
     seconds, _ = decode(candidates(machine), machine, lambda *_: emitted, 1000)
-    assert seconds <= 1.03 * 1000 * (1.5 / emitted if emitted > 1.5 else 1.0) + 50 * 1.5 + 0.01 * LONGEST_WAIT * 50
+    assert seconds <= 1.03 * 1000 * (1.5 / emitted if emitted > 1.5 else 1.0) + 50 * 1.5 + 64
 
 
 def test_a_cost_that_was_measured_decides_the_first_choice():
@@ -136,14 +137,13 @@ def test_a_cost_that_was_measured_decides_the_first_choice():
     assert candidates(Machine(cost), [1.0, 6.0, 7.0, 8.0]).choose() == 0
 
 
-def test_a_look_that_costs_twice_as_much_is_waited_for_twice_as_long():
-    waits = []
-    for cost in (3.0, 5.0):
-        speeds = candidates(Machine([1.0, cost]))
-        while speeds.candidates[1].failed < 2:
-            speeds.enter(Machine([1.0, cost]).cost[speeds.choose()], 1)
-        waits.append(speeds.candidates[1].wait)
-    assert waits[0] * LOOK_SHARE > 2 and waits[1] > 1.9 * waits[0]
+@pytest.mark.parametrize("cost", [1.2, 3.0, 5.0, 20.0])
+def test_looks_lose_what_was_put_by_for_them_however_dear_they_are(cost):
+    machine, tokens = Machine([1.0, cost], first=1.0), 10_000
+    seconds, rounds = decode(candidates(machine, machine.cost), machine, lambda *_: 1, tokens)
+    look = LOOK_ROUNDS * (cost * (1 + MARGIN) - 1)
+    assert seconds - tokens <= LOOK_SHARE * tokens + look
+    assert rounds[1] >= LOOK_ROUNDS * (LOOK_SHARE * tokens // look - 1) > 0
 
 
 # The engine, with a clock of the test's own.
@@ -258,10 +258,9 @@ def test_of_several_trees_the_fastest_is_found(target, clock):
     lm = SpeculativeLM(target, drafter)
     for start in range(3):
         assert torch.equal(written(lm, start=start).sequences, plainly(target, start=start))
-    # A model that drafts for itself is always right; its own forwards cost as much as the target's.
-    speeds = drafter.speeds[1]
-    assert speeds.leader == max(range(4), key=speeds.speed)
-    assert all(len(each.seconds) > 1 for each in speeds.candidates)
+    # A model that drafts for itself is always right, but its own forwards cost as much as the target's: 2 steps a token
+    # without guesses (it reads the text), 1.1 in a chain of 1, 1.2 in one of 8, 2.1 in a branch.
+    assert drafter.speeds[1].leader == 1
 
 
 @pytest.mark.parametrize("tree", ["chain:1|chain:3", "auto"])
