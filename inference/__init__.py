@@ -2,6 +2,7 @@
 
 from .decode import GenerateOutput, SpeculativeLM
 from .hook import custom_generate, generate_from
+from .rounds import Drafter, Passage, Round, Start
 from .sources import load_tokenizer, tokenizer_origin
 from .stats import Stats
 from .target import Target
@@ -11,10 +12,14 @@ from .verify import RULES
 __all__ = [
     "RULES",
     "DraftTree",
+    "Drafter",
     "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
+    "Passage",
+    "Round",
     "SpeculativeLM",
+    "Start",
     "Stats",
     "Target",
     "TreePolicy",

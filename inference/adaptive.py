@@ -37,7 +37,7 @@ MEMORY = 16
 """Rounds over which lengths are averaged, exponentially."""
 TIMED_ROUNDS = 5
 """Latest rounds of a candidate whose median is its price: one slow round does not count, three do."""
-MARGIN = 0.04
+MARGIN = 0.02
 """By so much drafts must be faster than plain steps to be preferred: near a tie nothing is won by a change."""
 CANDIDATE_SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are tried where no tree is asked for."""
@@ -165,14 +165,14 @@ class Speeds:
             if not self.look:
                 self.credit -= max(self._loss(self.running, self.written), 0.0)
         elif self.plain is not None and self.running != self.plain:
-            self.behind = max(self.behind + self.price(self.running) / self.price(self.plain) - tokens, 0.0)
+            self.behind += self.price(self.running) / self.price(self.plain) - tokens
 
     def _lead(self) -> None:
         """Of those that were timed, and the present leader, the fastest leads."""
         timed = [number for number, each in enumerate(self.candidates) if len(each.seconds) >= LOOK_ROUNDS]
         before, self.leader = self.leader, max({*timed, self.leader}, key=self.speed)
         if self.leader == self.plain != before:
-            self.credit -= self.behind
+            self.credit -= max(self.behind, 0.0)
         if self.leader != before:
             self.behind = 0.0
         self.running = self.leader
@@ -196,7 +196,7 @@ class Speeds:
         return LOOK_ROUNDS * self.price(number) * self.speed(self.leader) - (expected if tokens is None else tokens)
 
 
-class AdaptiveDrafter:
+class AdaptiveDrafter(Drafter):
     """Plain steps, or one of several trees that one drafter grows: whichever has been fastest.
 
     What was learned stays from one generation to the next. The time of a round is all of it: draft, forward, rule,
@@ -269,8 +269,12 @@ class AdaptiveDrafter:
         self._began = self.clock()
         chosen = self._rows.choose()
         self._drafted = chosen != self._rows.plain
-        drafter = self.trees[chosen - self.plain] if self._drafted else RootOnly()
+        drafter = RootOnly() if self.plain and chosen == 0 else self.trees[chosen - self.plain]
         return drafter.propose(roots_B)
+
+    def asks(self, finished: Round) -> Tensor | None:
+        """Whatever the drafter does."""
+        return self.trees[0].asks(finished)
 
     def observe(self, finished: Round) -> None:
         """Hand on, once for all, and enter the round; of a plain one without what drafts take to follow the text."""
@@ -279,8 +283,7 @@ class AdaptiveDrafter:
         if self._began is None:  # nothing was chosen, or somebody else decided not to draft
             return
         seconds = (self.clock() if self._drafted else now) - self._began
-        lengths = finished.verdict.lengths_B.tolist()  # sync: the loop has just waited for them
-        self._rows.enter(seconds, sum(lengths) / len(lengths))
+        self._rows.enter(seconds, sum(map(len, finished.tokens)) / len(finished.tokens))
         self._began = None
 
     def compile(self) -> None:
@@ -312,7 +315,8 @@ class AdaptiveDrafter:
             for tree in self.trees:
                 cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
                 candidates.append(Candidate(cost, default_length(_policy(tree))))
-            self.speeds[rows] = Speeds(candidates, 0 if self.plain else None, self.costs is not None)
+            plain = next((number for number, each in enumerate(candidates) if each.length == 1), None)
+            self.speeds[rows] = Speeds(candidates, plain, self.costs is not None)
         return self.speeds[rows]
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..heads.layers import row_numbers, write_slots
+from .tree import counting
 
 BUCKET = 256
 """Slots by which the capacity grows."""
@@ -100,14 +101,14 @@ class TreeCache(Cache):
         """
         self.used = rounded(longest + guesses + new_tokens, STEP)
         self._grow(rounded(self.used + 1, BUCKET))  # never all of it: that would be a graph of its own
-        new_N = torch.arange(guesses, guesses + new_tokens, device=self.lengths_B.device)
+        new_N = counting(guesses + new_tokens, self.lengths_B.device)[guesses:]
         self.slots_BN = self.lengths_B[:, None] + new_N
         self.shown = None
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote."""
         # Every other path lies where it should already. A CPU can be asked; another device would be waited for.
-        if path_BA.device.type != "cpu" or _scattered(path_BA, lengths_B):
+        if path_BA.device.type != "cpu" or (path_BA.shape[1] > 1 and _scattered(path_BA, lengths_B)):
             self.move(path_BA)
         self.commit(lengths_B)
 

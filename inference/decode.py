@@ -7,6 +7,7 @@ is what `generate` writes for it alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,12 +100,17 @@ class SpeculativeLM:
         self.drafter: Drafter = drafter or RootOnly()
         self.sampling_rule = Decider(choose_rule(verifier, self.drafter.origin, lossy))
         self.greedy_rule = Decider(greedy, draws=False)
+        self.verifier, self.lossy = verifier, lossy
         self.origin: dict[str, Any] = {}
         """What the head was trained against, as its checkpoint remembers it."""
         self.listeners: list[Callable[[Stats], None]] = []
         """Called with the statistics of every generation."""
         self.round_listeners: list[Callable[[Written], None]] = []
         """Called after every round with what was written so far; what one of them raises ends the generation."""
+        self._drafter_with: Callable[[Any], Drafter | None] | None = None
+        """Another drafter of the same head or source, with a tree."""
+        self._others: dict[str, SpeculativeLM] = {}
+        """What calls asked for that want another tree or rule."""
         target.check_layers(self.drafter.feature_layers)
 
     @classmethod
@@ -162,7 +168,7 @@ class SpeculativeLM:
         if compiled:
             target.compile()
         origin: dict[str, Any] = {}
-        source = source_of(drafter, target, tree if head is None else "auto")
+        ours: DraftHead | None = None
         if head is not None:
             ours, facts = loaded(head, target, head_revision, loaded_here, dtype == "auto")
             origin = facts.origin
@@ -170,22 +176,28 @@ class SpeculativeLM:
             target.check_layers(ours.feature_layers)
             if compiled and cpu_kernels.serve(target.device):
                 ours = packed_head(ours)
-            if tree == "auto":
-                costs = measured_costs(target, ours) if fallback else AssumedCosts.of(target.device)
-                policies = auto_trees(ours, facts, machine(target.device, compiled), costs)
-                if not fallback or target.graph is not None:  # a graph for each tree would take minutes
-                    policies = policies[:1]
-                grown = [
-                    drafter_of(ours, policy, target.ends, batch_budget(policy, target.device)) for policy in policies
-                ]
-                trees: Drafter = AdaptiveDrafter(grown, fallback, costs) if len(grown) > 1 else grown[0]
-            else:
-                trees = chosen_from(ours, tree, target.ends)
-            source = trees if source is None else Hybrid(trees, source)
-        if fallback and source is not None and not isinstance(source, RootOnly):
-            source = adaptive(source)
-        lm = cls(target, source, verifier, lossy)
-        lm.origin = origin
+
+        def drafter_with(tree: str | Sequence[Sequence[int]] | TreePolicy) -> Drafter | None:
+            source = source_of(drafter, target, tree if ours is None else "auto")
+            if ours is not None:
+                if tree == "auto":
+                    costs = measured_costs(target, ours) if fallback else AssumedCosts.of(target.device)
+                    policies = auto_trees(ours, facts, machine(target.device, compiled), costs)
+                    if not fallback or target.graph is not None:  # a graph for each tree would take minutes
+                        policies = policies[:1]
+                    grown = [
+                        drafter_of(ours, each, target.ends, batch_budget(each, target.device)) for each in policies
+                    ]
+                    trees: Drafter = AdaptiveDrafter(grown, fallback, costs) if len(grown) > 1 else grown[0]
+                else:
+                    trees = chosen_from(ours, tree, target.ends)
+                source = trees if source is None else Hybrid(trees, source)
+            if source is None or isinstance(source, RootOnly) or not fallback:
+                return source
+            return adaptive(source)
+
+        lm = cls(target, drafter_with(tree), verifier, lossy)
+        lm.origin, lm._drafter_with = origin, drafter_with
         return lm.compile() if compiled else lm
 
     def compile(self) -> SpeculativeLM:
@@ -231,6 +243,8 @@ class SpeculativeLM:
         streamer: Streamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         slots: int | None = None,
+        tree: str | Sequence[Sequence[int]] | TreePolicy | None = None,
+        verifier: str | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Write on, for each row of a batch.
@@ -246,13 +260,23 @@ class SpeculativeLM:
             tokenizer: needed for `stop_strings`.
             slots: rows that are decoded at the same time; the next one begins where one has ended (continuous
                 batching). None for all at once.
+            tree: for this call, of the same head or source; see `from_pretrained`. None for the one that was chosen
+                there.
+            verifier: for this call; see `__init__`. None for the one that was chosen there, or, with a tree of another
+                origin than its, "auto".
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
                 stopping_criteria ... as for `model.generate`. Processors and criteria of your own are asked one row at
                 a time, with the row's unpadded tokens.
 
         Raises:
-            ValueError: an empty or too long prompt, or a setting that is not supported; named.
+            ValueError: an empty or too long prompt, a tree or verifier that does not fit, or a setting that is not
+                supported; named.
         """
+        if tree is not None or verifier is not None:
+            other = self._with(tree, verifier)
+            return other.generate(
+                input_ids, attention_mask, generation_config, generator, streamer, tokenizer, slots, **settings
+            )
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must be [batch, time] with at least one token, not {list(input_ids.shape)}")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
@@ -286,6 +310,27 @@ class SpeculativeLM:
             model.encoded = None
         assert isinstance(output, GenerateOutput)
         return output
+
+    def _with(self, tree: str | Sequence[Sequence[int]] | TreePolicy | None, verifier: str | None) -> SpeculativeLM:
+        """The same with another tree or rule; made once for each, so that what is learned of it stays.
+
+        Raises:
+            ValueError: a tree or verifier that does not fit, or a tree for a drafter that was made elsewhere.
+        """
+        key = repr((tree, verifier))
+        if key not in self._others:
+            drafter = self.drafter
+            if tree is not None and self._drafter_with is None:
+                raise ValueError(f"tree {tree!r} was given for a drafter that is made already; make it with that tree")
+            if tree is not None and self._drafter_with is not None:
+                drafter = self._drafter_with(tree) or RootOnly()
+            same = drafter.origin == self.drafter.origin
+            word = verifier or (self.verifier if same else "auto")
+            other = copy.copy(self)
+            other.drafter, other.verifier = drafter, word
+            other.sampling_rule = Decider(choose_rule(word, drafter.origin, self.lossy))
+            self._others[key] = other.compile() if self.target.compiled else other
+        return self._others[key]
 
     def decoding_method(
         self, draw: Draw, streamer: Streamer | None = None, slots: int | None = None

@@ -10,6 +10,7 @@ from .corpus import Datastore
 from .draft_model import DraftModel
 from .lookahead import Lookahead
 from .ngrams import NgramModel
+from .on_host import OnHost
 from .rounds import Drafter
 from .seq2seq import Seq2SeqTarget, is_encoder_decoder
 from .sources import load_tokenizer, tokenizer_origin
@@ -85,7 +86,8 @@ def _random(options: str, target: Target, tree: Any) -> Drafter:
 
 def _counted(order: int, corpus: Datastore | None, target: Target, tree: Any) -> Drafter:
     chosen = f"chain:{COUNTED_CHAIN}" if tree == "auto" else tree
-    return chosen_from(NgramModel(target.info, order, _depth(chosen), corpus), chosen, target.ends)
+    drafter = chosen_from(NgramModel(target.info, order, _depth(chosen), corpus), chosen, target.ends)
+    return drafter if target.device.type == "cpu" else OnHost(drafter)
 
 
 def _prompt_lookup(options: str, target: Target, tree: Any) -> Drafter:

@@ -51,27 +51,24 @@ class StaticTree(HeadDrafter):
         """Expand level by level."""
         batch = len(roots_B)
         shape = self.shape if self.budget is None else cut(self.shape, self.budget // batch)
+        if not shape.paths:
+            return RootOnly().propose(roots_B)
         drawn_from: list[Tensor] = []
         plan = _plan(shape, roots_B.device)
         if self._probs_of is None:
-            tokens_BN, parents_BN = self.grown(roots_B, shape, plan)
-        else:
-            tokens_BN, parents_BN = self._levels(self.state, roots_B, plan, drawn_from)
-        tree = DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, shape.size), shape.depth, shape=shape)
-        if not drawn_from:
-            return tree
+            return DraftTree.of_shape(shape, self.grown(roots_B, shape, plan)[0])
+        tokens_BN = self._levels(self.state, roots_B, plan, drawn_from)
         inner = torch.cat(drawn_from, dim=1)
-        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1])
-        probs_BNV[:, list(shape.inner)] = inner
-        return dataclasses.replace(tree, origin=self.origin, draft_probs_BNV=probs_BNV)
+        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan[0], inner)
+        return DraftTree.of_shape(shape, tokens_BN, self.origin, probs_BNV)
 
-    def _grow(self, state: Any, roots_B: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: Any, roots_B: Tensor, plan: Plan) -> tuple[Tensor, ...]:
         """See `HeadDrafter._grow`."""
-        return self._levels(state, roots_B, plan, [])
+        return (self._levels(state, roots_B, plan, []),)
 
-    def _levels(self, state: Any, roots_B: Tensor, plan: Plan, drawn_from: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Level by level; where siblings are drawn, `drawn_from` gets the distributions."""
-        parents_N, levels = plan
+    def _levels(self, state: Any, roots_B: Tensor, plan: Plan, drawn_from: list[Tensor]) -> Tensor:
+        """Tokens, level by level; where siblings are drawn, `drawn_from` gets the distributions."""
+        _, levels = plan
         tokens = [roots_B[:, None]]
         frontier_BW, parents_BW = tokens[0], torch.full_like(tokens[0], -1)
         for depth, (width, picks, frontier, parents) in enumerate(levels):
@@ -85,11 +82,11 @@ class StaticTree(HeadDrafter):
                 drawn_from.append(probs_BWV)
             tokens.append(ranked_BWR.flatten(1)[:, picks])
             frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(len(roots_B), -1)
-        return torch.cat(tokens, dim=1), parents_N.repeat(len(roots_B), 1)
+        return torch.cat(tokens, dim=1)
 
 
 Plan = tuple[Tensor, list[tuple[int, Tensor, Tensor, Tensor]]]
-"""A shape for a device: its parents, and each level's width, picks, frontier and parents."""
+"""A shape for a device: the nodes that have children, and each level's width, picks, frontier and parents."""
 
 
 @lru_cache(maxsize=64)
@@ -100,7 +97,7 @@ def _plan(shape: TreeShape, device: torch.device) -> Plan:
     levels = [
         (level.width, indices(level.picks), indices(level.frontier), indices(level.parents)) for level in shape.levels
     ]
-    return indices(shape.parents), levels
+    return indices(shape.inner), levels
 
 
 class DynamicTree(HeadDrafter):
@@ -128,7 +125,7 @@ class DynamicTree(HeadDrafter):
         tokens_BN, parents_BN = self.grown(roots_B, (size, depth), (size, depth))
         return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
 
-    def _grow(self, state: Any, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _grow(self, state: Any, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, ...]:
         """See `HeadDrafter._grow`; the plan is size and depth."""
         size, depth = plan
         return _best(size, roots_B, *self.candidates(state, roots_B, depth))

@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from .guessing import RootOnly
 from .rounds import Drafter, Passage, Round, Start
-from .tree import DraftTree, Origin
+from .tree import DraftTree
 
 Value = TypeVar("Value")
 
 
-class Guarded:
+class Guarded(Drafter):
     """Goes plain for good when the drafter raises or proposes what is no tree, and says so once."""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
@@ -36,8 +37,9 @@ class Guarded:
             )
         self.drafter, self.vocab_size = drafter, vocab_size
         self.feature_layers, self.max_nodes = drafter.feature_layers, drafter.max_nodes
-        self.origin: Origin = drafter.origin
         self.failed = False
+        self.newest: list[int] = []
+        """Each row's last token."""
 
     def __copy__(self) -> Guarded:
         """One for other rows."""
@@ -47,20 +49,26 @@ class Guarded:
 
     def begin(self, start: Start) -> None:
         """Another chance."""
-        self.failed = False
+        self.failed, self.newest = False, [0] * start.batch_size
         self._try(lambda: self.drafter.begin(start))
 
     def read(self, passage: Passage) -> None:
         """The prompts."""
+        self.newest = passage.newest(self.newest)
         self._try(lambda: self.drafter.read(passage))
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        """Its tree, or the roots alone."""
-        tree = self._try(lambda: self._checked(self.drafter.propose(roots_B), roots_B))
-        return RootOnly().propose(roots_B) if tree is None else tree
+        """Its tree, wherever it made it, or the roots alone."""
+        tree = self._try(lambda: self._checked(self.drafter.propose(roots_B)))
+        return RootOnly().propose(roots_B) if tree is None else tree.to(roots_B.device)
+
+    def asks(self, finished: Round) -> Tensor | None:
+        """Whatever the drafter does."""
+        return self._try(lambda: self._checked_answer(self.drafter.asks(finished)))
 
     def observe(self, finished: Round) -> None:
         """What the round decided."""
+        self.newest = [tokens[-1] for tokens in finished.tokens]
         self._try(lambda: self.drafter.observe(finished))
 
     def compile(self) -> None:
@@ -69,12 +77,15 @@ class Guarded:
 
     def select(self, rows_R: Tensor) -> None:
         """These rows only."""
+        self.newest = [self.newest[row] for row in rows_R.tolist()]
         self._try(lambda: self.drafter.select(rows_R))
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         """Take over rows of another one."""
         assert isinstance(other, Guarded)
         self.failed = self.failed or other.failed
+        for row, newest in zip(rows_R.tolist(), other.newest, strict=True):
+            self.newest[row] = newest
         self._try(lambda: self.drafter.replace(rows_R, other.drafter))
 
     def _try(self, step: Callable[[], Value]) -> Value | None:
@@ -89,7 +100,20 @@ class Guarded:
             warnings.warn(f"the drafter {name} failed, so no more is guessed in this text: {error!r}", stacklevel=3)
             return None
 
-    def _checked(self, tree: DraftTree, roots_B: Tensor) -> DraftTree:
+    def _checked_answer(self, asked_BK: Tensor | None) -> Tensor | None:
+        """What the drafter asks for, if it can travel with the tokens.
+
+        Raises:
+            ValueError: not whole numbers, a row for each of the batch's.
+        """
+        if asked_BK is not None and (asked_BK.shape[:-1] != (len(self.newest),) or asked_BK.dtype != torch.int64):
+            raise ValueError(
+                f"asks gave {list(asked_BK.shape)} of {asked_BK.dtype}, and [{len(self.newest)}, K] of torch.int64 is "
+                "needed"
+            )
+        return asked_BK
+
+    def _checked(self, tree: DraftTree) -> DraftTree:
         """The tree if it is one.
 
         Raises:
@@ -99,8 +123,8 @@ class Guarded:
         nodes = tree.tokens_BN.shape[1]
         if nodes > self.max_nodes:
             raise ValueError(f"a tree of {nodes} nodes, and at most {self.max_nodes} were announced")
-        # sync: such trees come from the host
-        columns = (tree.tokens_BN.tolist(), tree.parents_BN.tolist(), roots_B.tolist(), tree.sizes_B.tolist())
+        # sync: for a tree that was not made on the host
+        columns = (tree.tokens_BN.tolist(), tree.parents_BN.tolist(), self.newest, tree.sizes_B.tolist())
         for tokens, parents, root, size in zip(*columns, strict=True):
             if not 1 <= size <= nodes:
                 raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")

@@ -16,7 +16,7 @@ from .cpu_decoder import packed_head
 from .draft_model import DraftModel
 from .rounds import Drafter, Passage, Round, Start
 from .sampling import Draw
-from .tree import DraftTree, Origin
+from .tree import ROOT, DraftTree
 
 if TYPE_CHECKING:
     from .compiled import Graph
@@ -55,35 +55,14 @@ class Guesser(Protocol):
         """As ids of the target's."""
 
 
-class RootOnly:
+class RootOnly(Drafter):
     """No guesses: the same engine as plain decoding, one token a round."""
 
-    feature_layers: tuple[int, ...] = ()
     max_nodes = 1
-    origin: Origin = "picked"
-
-    def begin(self, start: Start) -> None:
-        """Nothing to prepare."""
-
-    def read(self, passage: Passage) -> None:
-        """Nothing to learn."""
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """The root alone."""
-        roots_B1 = roots_B[:, None]
-        return DraftTree(roots_B1, torch.full_like(roots_B1, -1), torch.ones_like(roots_B), max_depth=0)
-
-    def observe(self, finished: Round) -> None:
-        """Nothing to learn."""
-
-    def compile(self) -> None:
-        """Nothing to compile."""
-
-    def select(self, rows_R: Tensor) -> None:
-        """Nothing to forget."""
-
-    def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        """Nothing to take over."""
+        return DraftTree.of_shape(ROOT, roots_B[:, None])
 
 
 @dataclass
@@ -97,10 +76,8 @@ class Shared:
     """Rounds without guesses, one token a row each, that the head is shown when it is asked again, all at once."""
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """A head, or another guesser, whose state follows the text; a subclass says what tree is grown from it."""
-
-    origin: Origin = "picked"
 
     def __init__(self, head: Guesser, ends: TargetEnds, depth: int, expanded: int, max_nodes: int) -> None:
         """Hold a head.
@@ -185,24 +162,19 @@ class HeadDrafter:
         kind = (len(given[0]) == 1, shape)
         return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], state.caches, state, *given)
 
-    def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
-        """The tokens of a tree and the parents of its nodes; a graph if compiled."""
+    def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, ...]:
+        """The tokens of a tree, and the parents of its nodes if they are not known before; a graph if compiled."""
         raise NotImplementedError
 
-    def grown(self, roots_B: Tensor, shape: Hashable, plan: Any) -> tuple[Tensor, Tensor]:
+    def grown(self, roots_B: Tensor, shape: Hashable, plan: Any) -> tuple[Tensor, ...]:
         """As `_grow`, compiled or not; `shape` names the plan."""
-        tokens_BN, parents_BN = self._in_graph("grow", self._grow, shape, self.state, roots_B, plan)
-        return tokens_BN, parents_BN
+        return tuple(self._in_graph("grow", self._grow, shape, self.state, roots_B, plan))
 
     def expand(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
         """As the head's `expand`, compiled or not."""
         shape = (depth, tokens_BW.shape[1])
         logits_BWV, state = self._in_graph("expand", self.head.expand, shape, state, tokens_BW, parents_BW)
         return logits_BWV, state
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        """See `Drafter`."""
-        raise NotImplementedError
 
     def observe(self, finished: Round) -> None:
         """Show the head what was accepted."""

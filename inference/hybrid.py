@@ -2,26 +2,37 @@
 
 The head's nodes come first; the source's fill up what room is left. Both are picked, so the rule for picked trees is
 exact for them together.
+
+A head's tree is on the device and a source's on the host. So that nobody waits for either they are joined on the
+device, where nodes are compared by a number for their path: the sum of (token + 1) K^depth over its nodes, modulo 2^64.
+Were two paths ever to have the same number, a guess would hang in the wrong place: a guess lost, and no exactness.
+
+Letters in tensor names: B batch, N nodes of the head's tree, S of the source's without the root, M of both, A accepted.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from .rounds import Drafter, Passage, Round, Start
-from .texts import Lookup, Trie, draft_tree
-from .tree import DraftTree, Origin
+from .texts import Lookup, Trie
+from .tree import DraftTree, counting
 
 SHARES = ("head", "source", "both")
+HEAD, SOURCE, BOTH = range(3)
+FACTOR, WORD = 0x9E3779B97F4A7C15, 1 << 64
+"""K, odd and large; and the numbers that there are."""
 
 
-class Hybrid:
+class Hybrid(Drafter):
     """Two drafters' guesses in one tree."""
-
-    origin: Origin = "picked"
 
     def __init__(self, head: Drafter, source: Drafter) -> None:
         """Put them together.
@@ -39,7 +50,7 @@ class Hybrid:
         self.max_nodes = head.max_nodes + source.max_nodes - 1
         self.accepted: Counter[str] = Counter()
         """Accepted tokens by whose guesses they were."""
-        self._owners: list[list[str]] = []
+        self._owners_BM: Tensor | None = None
 
     def __copy__(self) -> Hybrid:
         """One for other rows."""
@@ -60,30 +71,20 @@ class Hybrid:
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Join both trees, row by row."""
         tree = self.head.propose(roots_B)
-        tries, self._owners = [], []
-        rows = zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist(), strict=True)
-        for (tokens, parents, size), text in zip(rows, self.source.texts, strict=True):
-            trie, place = Trie(tokens[:1]), [0]
-            for token, parent in zip(tokens[1:size], parents[1:size], strict=True):
-                place += trie.add([token], place[parent])
-            owners = ["head"] * len(trie.tokens)
-            guessed = self.source.guess(text)
-            place = [0]
-            for token, parent in zip(guessed.tokens[1:], guessed.parents[1:], strict=True):
-                place += trie.add([token], place[parent])
-            for node in place[1:]:
-                if node < len(owners):
-                    owners[node] = "both"
-            tries.append(trie)
-            self._owners.append(owners + ["source"] * (len(trie.tokens) - len(owners)))
-        return draft_tree(tries, roots_B.device)
+        tries = [self.source.guess(text) for text in self.source.texts]
+        joint, self._owners_BM = joined(tree, tries)
+        return joint
+
+    def asks(self, finished: Round) -> Tensor | None:
+        """Whose the accepted tokens are."""
+        if self._owners_BM is None or finished.tree.max_depth == 0:  # or somebody decided not to guess in this round
+            return None
+        return self._owners_BM.gather(1, finished.verdict.path_BA)
 
     def observe(self, finished: Round) -> None:
         """Show both; count whose guesses were right."""
-        paths, lengths = finished.verdict.path_BA.tolist(), finished.verdict.lengths_B.tolist()
-        if finished.tree.max_depth > 0:  # else somebody decided not to guess in this round
-            for owners, path, length in zip(self._owners, paths, lengths, strict=True):
-                self.accepted.update(owners[node] for node in path[1:length])
+        for owners, tokens in zip(finished.asked, finished.tokens, strict=True):
+            self.accepted.update(SHARES[owner] for owner in owners[1 : len(tokens)])
         self.head.observe(finished)
         self.source.observe(finished)
 
@@ -101,3 +102,67 @@ class Hybrid:
         assert isinstance(other, Hybrid)
         self.head.replace(rows_R, other.head)
         self.source.replace(rows_R, other.source)
+
+
+def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
+    """A tree with more nodes, each row's in a trie of its own.
+
+    Returns:
+        the tree, and whose each node is, [B, M]: `HEAD`, `SOURCE` or `BOTH`.
+    """
+    batch, nodes = tree.tokens_BN.shape
+    device, more = tree.tokens_BN.device, max(len(trie.tokens) for trie in tries) - 1
+    if more == 0:
+        return tree, torch.full_like(tree.tokens_BN, HEAD)
+    found = torch.tensor([_row(trie, more) for trie in tries], device=device)
+    tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
+    node_N, powers_D = counting(nodes, device), _powers(tree.max_depth + 1, device)
+    terms_BN = (tree.tokens_BN + 1) * powers_D[tree.depths_BN]
+    ours_BN = (tree.ancestors_BNN * terms_BN[:, None]).sum(-1)
+    same_BSN = (paths_BS[:, :, None] == ours_BN[:, None]) & (node_N < tree.sizes_B[:, None])[:, None]
+    there_BS, is_new_BS = same_BSN.any(-1), tokens_BS >= 0
+    is_new_BS = is_new_BS & ~there_BS
+    place_BS = torch.where(there_BS, same_BSN.byte().argmax(-1), tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1))
+    size = nodes + more
+    into_BS, shared_BS = torch.where(is_new_BS, place_BS, size), torch.where(there_BS, place_BS, size)
+    room_BM = tree.tokens_BN.new_zeros(batch, more + 1)  # the last place is for what is thrown away
+    below_BS = torch.cat([torch.zeros_like(place_BS[:, :1]), place_BS], dim=1).gather(1, parents_BS)
+    joint = DraftTree(
+        torch.cat([tree.tokens_BN, room_BM], dim=1).scatter(1, into_BS, tokens_BS)[:, :size],
+        torch.cat([tree.parents_BN, room_BM], dim=1).scatter(1, into_BS, below_BS)[:, :size],
+        tree.sizes_B + is_new_BS.sum(-1),
+        max_depth=max(tree.max_depth, *(max(trie.depths()) for trie in tries)),
+    )
+    if device.type == "cpu":  # which can be asked for free: nothing is computed for places that stay empty
+        size = int(joint.sizes_B.max())
+        joint = replace(joint, tokens_BN=joint.tokens_BN[:, :size], parents_BN=joint.parents_BN[:, :size])
+    owners_BM = torch.full_like(tree.tokens_BN[:, :1], HEAD).repeat(1, nodes + more + 1)
+    owners_BM = owners_BM.scatter(1, into_BS, SOURCE).scatter(1, shared_BS, BOTH)[:, :size]
+    return joint, owners_BM
+
+
+def _row(trie: Trie, size: int) -> list[int]:
+    """Of all nodes but the root: tokens, parents, and the numbers of their paths, each padded to a size."""
+    paths = [0]
+    for token, parent, depth in zip(trie.tokens[1:], trie.parents[1:], trie.depths()[1:], strict=True):
+        paths.append((paths[parent] + (token + 1) * pow(FACTOR, depth, WORD)) % WORD)
+    padding = size + 1 - len(paths)
+    return [
+        *trie.tokens[1:],
+        *[-1] * padding,
+        *trie.parents[1:],
+        *[0] * padding,
+        *map(_signed, paths[1:]),
+        *[0] * padding,
+    ]
+
+
+@lru_cache(maxsize=64)
+def _powers(count: int, device: torch.device) -> Tensor:
+    """K^depth; 0 for the root, which is on every path."""
+    return torch.tensor([0, *(_signed(pow(FACTOR, depth, WORD)) for depth in range(1, count))], device=device)
+
+
+def _signed(number: int) -> int:
+    """As an int64 holds it."""
+    return number - WORD if number >= WORD // 2 else number

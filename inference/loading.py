@@ -14,6 +14,7 @@ from .drafters import drafter_from
 from .guarded import Guarded
 from .guessing import Guesser, HeadDrafter, RootOnly
 from .hybrid import Hybrid
+from .on_host import OnHost
 from .rounds import Drafter
 from .seq2seq import Seq2SeqTarget
 from .target import Target
@@ -49,7 +50,7 @@ def source_of(drafter: str | Drafter | None, target: Target, tree: Any) -> Draft
         return None
     if tree != "auto":
         raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-    ours = isinstance(drafter, HeadDrafter | AdaptiveDrafter | TextDrafter | Hybrid | RootOnly)
+    ours = isinstance(drafter, HeadDrafter | AdaptiveDrafter | TextDrafter | Hybrid | OnHost | RootOnly)
     return drafter if ours else Guarded(drafter, target.info.vocab_size)
 
 

@@ -113,15 +113,18 @@ class Lookahead(TextDrafter):
         for text, window in zip(self.texts, self.windows, strict=True):
             if not window.rows:
                 window.start(text.tokens)
-        tries = [window.tree(root) for window, root in zip(self.windows, roots_B.tolist(), strict=True)]
+        tries = [window.tree(text.tokens[-1]) for window, text in zip(self.windows, self.texts, strict=True)]
         return draft_tree(tries, roots_B.device)
 
-    def observe(self, finished: Round) -> None:
+    def asks(self, finished: Round) -> Tensor:
         """What the target said everywhere, by its own likeliest tokens: they are guesses and need not be drawn."""
+        return finished.output.logits_BNV.argmax(-1)
+
+    def observe(self, finished: Round) -> None:
+        """The next row of each window, and its n-grams."""
         before = [max(len(text.tokens) - self.limits[1] + 1, 0) for text in self.texts]
         super().observe(finished)
-        said_BN = finished.output.logits_BNV.argmax(-1).tolist()
-        for text, window, said, first in zip(self.texts, self.windows, said_BN, before, strict=True):
+        for text, window, said, first in zip(self.texts, self.windows, finished.asked, before, strict=True):
             if finished.tree.max_depth > 0:  # else somebody decided not to guess in this round
                 window.learn(said)
             self._keep_all(text, window, first)

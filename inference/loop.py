@@ -79,7 +79,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
             scores_BNV = rules.score(output.logits_BNV, tree, out)
         finished = rules.decide(tree, output, scores_BNV, rules.draw_at(tree, out), cache, stats)
         with stats.clock("host"):
-            out.add(finished, scores_BNV, stats)
+            finished = out.add(finished, scores_BNV, stats, drafter.asks(finished))
         with stats.clock("draft"):
             drafter.observe(finished)
         stats.round_seconds.append(time.perf_counter() - began)

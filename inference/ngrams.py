@@ -5,7 +5,7 @@ P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
 smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is that alone: uniformly random guesses.
 
-Counted on the host: a round waits for the device once more, for the tokens that it emitted and those that it guesses.
+Counted on the host; see `on_host` for targets on another device.
 
 Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
 """

@@ -6,9 +6,8 @@ layers side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +40,12 @@ class Passage:
     features_BTF: Tensor
     lengths_B: Tensor
     """How many tokens of each row count; 0 where a prompt has ended before."""
+
+    def newest(self, before: Sequence[int]) -> list[int]:
+        """Each row's last token on the host, which waits for it; `before` of a row of which nothing counts."""
+        # sync: once for 2048 tokens of the prompts
+        rows = zip(self.next_tokens_BT.tolist(), self.lengths_B.tolist(), before, strict=True)
+        return [tokens[length - 1] if length else last for tokens, length, last in rows]
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,19 @@ class Round:
     """The accepted nodes' features."""
     finite_BA: Tensor
     """Whether the accepted nodes' scores allow any token, and are numbers."""
+    tokens: Sequence[list[int]] = ()
+    """On the host, of each row: the tokens that the round emits, without padding. Read with all else that the host
+    needs of a round, in one wait."""
+    asked: Sequence[list[int]] = ()
+    """On the host, of each row: what the drafter's `asks` gave."""
 
     @classmethod
     def of(cls, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, verdict: Verdict) -> Round:
         """What follows from a verdict."""
         path_BA, lengths_B = verdict.path_BA, verdict.lengths_B
+        if tree.tokens_BN.shape[1] == 1:
+            finite_B1, emitted_B1 = scores_BNV.amax(-1).isfinite(), verdict.next_tokens_B[:, None]
+            return cls(tree, output, verdict, emitted_B1, output.features_BNF, finite_B1)
         follow_BA = torch.cat([path_BA[:, 1:], path_BA[:, :1]], dim=1)
         tokens_BA = tree.tokens_BN.gather(1, follow_BA)
         emitted_BA = tokens_BA.scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
@@ -90,14 +103,17 @@ class Round:
         return cls(tree, output, verdict, emitted_BA, output.features_BNF.gather(1, index_BAF), finite_BA)
 
 
-class Drafter(Protocol):
-    """A source of draft trees: a head with a policy, or something that is no head."""
+class Drafter:
+    """A source of draft trees: a head with a policy, or something that is no head.
 
-    feature_layers: tuple[int, ...]
+    One that remembers nothing of the text needs `propose` and `max_nodes` alone.
+    """
+
+    feature_layers: tuple[int, ...] = ()
     """The target's layers that it wants to see."""
     max_nodes: int
     """Size of the largest tree that it proposes, the root counted."""
-    origin: Origin
+    origin: Origin = "picked"
     """How its trees are made."""
 
     def begin(self, start: Start) -> None:
@@ -107,7 +123,11 @@ class Drafter(Protocol):
         """Take in the prompts, passage by passage; the last one ends with the token that the target chose."""
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        """Guess what follows each row's newest token."""
+        """Guess what follows each row's newest token, on the device of the roots."""
+        raise NotImplementedError
+
+    def asks(self, finished: Round) -> Tensor | None:
+        """What the host should know of a round beside its tokens, [B, K] whole numbers: it comes as `Round.asked`."""
 
     def observe(self, finished: Round) -> None:
         """Take in what the round decided."""

@@ -7,6 +7,7 @@ a list run in its order; rows are shown to processors without their padding.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -79,6 +80,13 @@ class RandomDraw:
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers in [0, 1), float64."""
         return torch.rand(shape, dtype=torch.float64, device=device, generator=self.generator)
+
+    def on_host(self) -> RandomDraw:
+        """Draws of tensors on the host, that repeat with these; a seed is drawn for them."""
+        if self.generator is None or self.generator.device.type == "cpu":
+            return self
+        seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
+        return RandomDraw(torch.Generator().manual_seed(int(seed)))  # sync: once a call
 
     def categorical(self, probs: Tensor) -> Tensor:
         """By inverting the cumulative distribution."""
@@ -165,28 +173,23 @@ class Scorer:
                     f"{type(processor).__name__} is not supported; choose from {', '.join(names)}, or a processor of "
                     "your own that maps one row's text and logits to scores"
                 )
-        self.prefix_free = LogitsProcessorList([p for p in processors if isinstance(p, PREFIX_FREE)])
-        counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
-        self._by_row: list[list[tuple[LogitsProcessor, int]]] | None = None
-        """For each row its processors, and how much padding each wants to see; None if none reads the text."""
-        if len(self.prefix_free) < len(processors):
-            self._by_row = [
-                [(_for_row(p, row), padding if isinstance(p, counting) else 0) for p in processors]
-                for row, padding in enumerate(paddings)
-            ]
+        self._processors, self._paddings = processors, paddings
+        self._counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
+        self._reads_text = not all(isinstance(processor, PREFIX_FREE) for processor in processors)
+        self._on: dict[torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]] = {}
+        """By the logits' device: the processors that look at nothing else, and for each row all of its own with how
+        much padding each wants to see."""
 
     def __call__(self, logits_BNV: Tensor, tree: DraftTree, texts: Texts) -> Tensor:
         """Scores of every node, in at least float32; `texts` end with the tree's roots."""
-        if self._by_row is None:
+        if not self._reads_text:
             return self._flat(logits_BNV)
         # sync: processors that read text are asked depth by depth, and may read it on the host themselves
         tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
-        scores_BNV = wide(logits_BNV).clone()
+        scores_BNV, by_row = wide(logits_BNV).clone(), self._for(logits_BNV.device)[1]
         for place, row in enumerate(texts.active):
-            nodes = slice(sizes[place])
-            self._score_row(
-                scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], texts.text(row), self._by_row[row]
-            )
+            nodes, text_T = slice(sizes[place]), texts.text(row).to(logits_BNV.device)
+            self._score_row(scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], text_T, by_row[row])
         return scores_BNV
 
     def draft_probs(self, logits: Tensor) -> Tensor:
@@ -196,7 +199,18 @@ class Scorer:
     def _flat(self, logits: Tensor) -> Tensor:
         flat = wide(logits).reshape(-1, logits.shape[-1])
         no_text: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
-        return self.prefix_free(no_text, flat).reshape(logits.shape)
+        return self._for(logits.device)[0](no_text, flat).reshape(logits.shape)
+
+    def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
+        """See `_on`; `generate` made the processors on the inputs' device, which need not be the model's."""
+        if device not in self._on:
+            here = [_moved(processor, device) for processor in self._processors]
+            by_row = [
+                [(_for_row(p, row), padding if isinstance(p, self._counting) else 0) for p in here]
+                for row, padding in enumerate(self._paddings)
+            ]
+            self._on[device] = LogitsProcessorList([p for p in here if isinstance(p, PREFIX_FREE)]), by_row
+        return self._on[device]
 
     @staticmethod
     def _score_row(
@@ -224,6 +238,17 @@ class Scorer:
             own = scores_NV[[parents[node] for node in children], [tokens[node] for node in children]].tolist()
             allowed = [node for node, score in zip(children, own, strict=True) if score > -torch.inf]
             paths = {node: [*paths[parents[node]], tokens[node]] for node in allowed}
+
+
+def _moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
+    """A copy of transformers' processor with its tensors on a device; one of the user's own as it is."""
+    if type(processor).__module__ != known.__name__:
+        return processor
+    other = copy.copy(processor)
+    for name, value in vars(other).items():
+        if isinstance(value, Tensor):
+            setattr(other, name, value.to(device))
+    return other
 
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:

@@ -9,6 +9,9 @@ Letters in tensor names: B batch, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -32,11 +35,20 @@ def sureness(signs_BX: Tensor, weights: tuple[float, ...] | None) -> Tensor:
     """Probability that the next token is accepted: by a logistic regression, or the draft's own for its best token."""
     if weights is None:
         return signs_BX[:, 0].exp()
-    return (signs_BX @ signs_BX.new_tensor(weights)).sigmoid()
+    return (signs_BX @ _on(weights, signs_BX.dtype, signs_BX.device)).sigmoid()
+
+
+@lru_cache(maxsize=64)
+def _on(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(weights, dtype=dtype, device=device)
 
 
 class StoppingChain(HeadDrafter):
-    """A chain of up to so many tokens; it goes on while any row of the batch is sure enough."""
+    """A chain of up to so many tokens; it goes on while any row of the batch is sure enough.
+
+    A CPU is asked after each token whether to draft the next one. On an accelerator, which would have to be waited for,
+    the whole chain is drafted, and what lies behind its end is no part of the tree.
+    """
 
     def __init__(self, head: Guesser, shape: StoppingShape, ends: TargetEnds, budget: int | None = None) -> None:
         """Hold a head; see `StoppingShape` and `drafter_of`."""
@@ -60,6 +72,7 @@ class StoppingChain(HeadDrafter):
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Token by token."""
         tokens, drawn_from = [roots_B], []
+        on_cpu, goes_on, size = roots_B.device.type == "cpu", None, torch.ones_like(roots_B[0])
         state, parents_B1 = self.state, torch.full_like(roots_B[:, None], -1)
         if self.seen is not None:
             self.seen.clear()
@@ -69,22 +82,23 @@ class StoppingChain(HeadDrafter):
             found_BX = signs(logits_B1V[:, 0], depth)
             if self.seen is not None:
                 self.seen.append(found_BX)
-            if bool((sureness(found_BX, self.shape.weights) < self.shape.threshold).all()):  # sync: go on or not
+            sure = (sureness(found_BX, self.shape.weights) >= self.shape.threshold).any()
+            goes_on = sure if goes_on is None else goes_on & sure
+            if on_cpu and not goes_on:
                 break
+            size = size + goes_on
             if self._probs_of is None:
                 tokens.append(self.head.target_tokens(logits_B1V[:, 0].argmax(-1)))
             else:
                 drawn_B11, probs_B1V = drawn_children(self.head, logits_B1V, 1, 1, self._probs_of, self._draw)
                 tokens.append(drawn_B11[:, 0, 0])
-                drawn_from.append(probs_B1V)
+                drawn_from.append(torch.where(goes_on, probs_B1V, 0.0))  # what was not drawn has no probability
             parents_B1 = torch.zeros_like(parents_B1)
         if len(tokens) == 1:
             return RootOnly().propose(roots_B)
         shape, tokens_BN = TreeShape.chain(len(tokens) - 1), torch.stack(tokens, dim=1)
-        parents_BN = torch.tensor([shape.parents], device=roots_B.device).repeat(len(roots_B), 1)
-        sizes_B = torch.full_like(roots_B, shape.size)
-        if not drawn_from:
-            return DraftTree(tokens_BN, parents_BN, sizes_B, shape.depth, shape=shape)
-        drawn_from.append(torch.zeros_like(drawn_from[0]))  # nothing was drawn below the last token
-        probs_BNV = torch.cat(drawn_from, dim=1)
-        return DraftTree(tokens_BN, parents_BN, sizes_B, shape.depth, self.origin, probs_BNV, shape)
+        probs_BNV = None
+        if drawn_from:
+            probs_BNV = torch.cat([*drawn_from, torch.zeros_like(drawn_from[0])], dim=1)  # nothing below the last token
+        tree = DraftTree.of_shape(shape, tokens_BN, self.origin if drawn_from else "picked", probs_BNV)
+        return replace(tree, sizes_B=size.expand(len(roots_B)))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,7 +30,7 @@ from .facts import fingerprint, norm_and_blocks, target_info
 from .families import attention_kinds
 from .rounds import TargetOutput
 from .sources import default_device, load_model, refuse_loading_options
-from .tree import DraftTree
+from .tree import DraftTree, counting
 
 if TYPE_CHECKING:
     from .compiled import Graph
@@ -301,7 +302,7 @@ class Target:
             return TargetOutput(*self.packed(tokens_BN, positions_BN, seen, cache, layers, kept_K))
         masks = self._masks(seen)
         if kept_K is None:
-            kept_K = torch.arange(new, device=self.device)
+            kept_K = counting(new, self.device)
         given = (tokens_BN, positions_BN, masks, cache, layers, kept_K)
         if self.graph is None or not cache.keys or not len(kept_K):
             return self._ask(self._run, *given)
@@ -321,14 +322,19 @@ class Target:
         lengths_B1 = cache.lengths_B[:, None]
         # A captured graph is for one shape; elsewhere our attention looks no further than the mask reaches.
         short = (self.own_attention or self.packed is not None) and self.device.type == "cpu"
-        slots_S = torch.arange(cache.used if short else cache.capacity, device=self.device)
-        committed_BNS = (slots_S < lengths_B1)[:, None].expand(-1, new, -1)
-        node_of_slot_BS = (slots_S - lengths_B1).clamp(0, nodes - 1)
-        is_node_BS = (slots_S >= lengths_B1) & (slots_S < lengths_B1 + nodes)
-        on_path_BNS = seen_BNM.gather(2, node_of_slot_BS[:, None].expand(-1, new, -1))
-        visible_BNS = committed_BNS | (on_path_BNS & is_node_BS[:, None])
+        slots_S = counting(cache.used if short else cache.capacity, self.device)
+        behind_BS = slots_S - lengths_B1
+        if nodes == 1:
+            visible_BNS = (behind_BS <= 0)[:, None]
+        else:  # one column for all committed tokens, one for each node, and one for what lies behind them
+            framed_BNX = F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
+            column_BS = (behind_BS + 1).clamp(0, nodes + 1)
+            visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
         positions_BN = lengths_B1 + depths_BM[:, nodes - new :]
-        slot_positions_BS = torch.where(is_node_BS, lengths_B1 + depths_BM.gather(1, node_of_slot_BS), slots_S)
+        slot_positions_BS = slots_S.expand_as(behind_BS)
+        if "sliding_attention" in self.attention_kinds:  # which alone looks at them
+            node_positions_BS = lengths_B1 + depths_BM.gather(1, behind_BS.clamp(0, nodes - 1))
+            slot_positions_BS = torch.where((behind_BS >= 0) & (behind_BS < nodes), node_positions_BS, slots_S)
         return self._in_range(positions_BN), self._seen(positions_BN, slot_positions_BS, visible_BNS)
 
     @torch.no_grad()

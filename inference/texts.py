@@ -4,7 +4,7 @@ Prompt lookup looks in the text itself, retrieval (REST, arXiv:2311.08252) in a 
 text's end that is found anywhere decides; its continuations are merged into a tree, and of its nodes those stay that
 most continuations share, newer ones first among equals.
 
-Everything here is counted on the host: a round waits for the device once more, for the tokens that it emitted.
+Everything here is counted on the host, which knows the tokens anyway; a round's tree is uploaded at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .corpus import SORTED_TOKENS, Corpus, RunningText
 from .rounds import Drafter, Passage, Round, Start
-from .tree import DraftTree, Origin
+from .tree import DraftTree
 
 CONTINUATIONS = 16
 """Places in a corpus that are looked at, at most."""
@@ -57,16 +57,14 @@ class Trie:
 def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
     """One row for each, padded to the largest."""
     sizes = [len(trie.tokens) for trie in tries]
-    padding = [max(sizes) - size for size in sizes]
-    tokens = [trie.tokens + [0] * more for trie, more in zip(tries, padding, strict=True)]
-    parents = [trie.parents + [0] * more for trie, more in zip(tries, padding, strict=True)]
-    depth = max(max(trie.depths()) for trie in tries)
-    return DraftTree(
-        torch.tensor(tokens, device=device),
-        torch.tensor(parents, device=device),
-        torch.tensor(sizes, device=device),
-        max_depth=depth,
-    )
+    nodes = max(sizes)
+    columns = [
+        [*trie.tokens, *padding, *trie.parents, *padding, size]
+        for trie, size in zip(tries, sizes, strict=True)
+        for padding in [[0] * (nodes - size)]
+    ]
+    tokens_BN, parents_BN, sizes_B1 = torch.tensor(columns, device=device).split([nodes, nodes, 1], dim=1)
+    return DraftTree(tokens_BN, parents_BN, sizes_B1[:, 0], max_depth=max(max(trie.depths()) for trie in tries))
 
 
 def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie:
@@ -103,11 +101,8 @@ def continuations(corpus: Corpus, text: Sequence[int], longest: int, shortest: i
     return []
 
 
-class TextDrafter:
+class TextDrafter(Drafter):
     """A source that reads what is written; a subclass says what it guesses."""
-
-    feature_layers: tuple[int, ...] = ()
-    origin: Origin = "picked"
 
     def __init__(self, size: int, grams: int) -> None:
         """Hold no text yet.
@@ -139,12 +134,8 @@ class TextDrafter:
 
     def observe(self, finished: Round) -> None:
         """What was emitted."""
-        lengths = finished.verdict.lengths_B.tolist()  # sync: the text is on the host
-        for text, tokens, length in zip(self.texts, finished.emitted_BA.tolist(), lengths, strict=True):
-            text.append(tokens[:length])
-
-    def compile(self) -> None:
-        """Nothing to compile."""
+        for text, tokens in zip(self.texts, finished.tokens, strict=True):
+            text.append(tokens)
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows' texts."""

@@ -9,8 +9,8 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -40,12 +40,34 @@ class DraftTree:
     shape: TreeShape | None = None
     """The structure, where the host knows it: the same in all rows. Drawn trees have one."""
 
+    def to(self, device: torch.device) -> DraftTree:
+        """The same on another device, uploaded at once; a second time for what the nodes were drawn from."""
+        if self.tokens_BN.device == device:
+            return self
+        nodes = self.tokens_BN.shape[1]
+        whole = torch.cat([self.tokens_BN, self.parents_BN, self.sizes_B[:, None]], dim=1).to(device)
+        tokens_BN, parents_BN, sizes_B1 = whole.split([nodes, nodes, 1], dim=1)
+        probs_BNV = None if self.draft_probs_BNV is None else self.draft_probs_BNV.to(device)
+        return replace(
+            self, tokens_BN=tokens_BN, parents_BN=parents_BN, sizes_B=sizes_B1[:, 0], draft_probs_BNV=probs_BNV
+        )
+
+    @classmethod
+    def of_shape(
+        cls, shape: TreeShape, tokens_BN: Tensor, origin: Origin = "picked", draft_probs_BNV: Tensor | None = None
+    ) -> DraftTree:
+        """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
+        parents_BN, sizes_B, _, _ = _structure(shape, len(tokens_BN), tokens_BN.device)
+        return cls(tokens_BN, parents_BN, sizes_B, shape.depth, origin, draft_probs_BNV, shape)
+
     @cached_property
     def ancestors_BNN(self) -> Tensor:
         """True at [b, n, m] where m lies on the path from the root to n, both included.
 
         Path lengths double with each squaring of "is my parent or myself", so log2(depth) products reach the root.
         """
+        if self.shape is not None:
+            return _structure(self.shape, len(self.tokens_BN), self.tokens_BN.device)[2]
         nodes = self.tokens_BN.shape[1]
         myself = torch.eye(nodes, dtype=torch.bool, device=self.tokens_BN.device)
         reach = (F.one_hot(self.parents_BN.clamp(min=0), nodes).bool() | myself).float()
@@ -56,6 +78,8 @@ class DraftTree:
     @cached_property
     def depths_BN(self) -> Tensor:
         """Distance from the root."""
+        if self.shape is not None:
+            return _structure(self.shape, len(self.tokens_BN), self.tokens_BN.device)[3]
         return self.ancestors_BNN.sum(-1) - 1
 
 
@@ -141,6 +165,34 @@ class TreeShape:
             )
             frontier = expanded
         return tuple(levels)
+
+
+ROOT = TreeShape(())
+
+
+@lru_cache(maxsize=256)
+def counting(size: int, device: torch.device) -> Tensor:
+    """0, 1 ... size - 1, made once: asking an accelerator for so little takes longer than its work."""
+    with torch.inference_mode(False):
+        return torch.arange(size, device=device)
+
+
+@lru_cache(maxsize=256)
+def _structure(shape: TreeShape, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parents, sizes, ancestors and depths of trees of one shape; see `DraftTree`."""
+    paths = [(), *shape.paths]
+    above = [[path[: len(other)] == other for other in paths] for path in paths]
+    with torch.inference_mode(False):
+        parents_N = torch.tensor(shape.parents, device=device)
+        ancestors_NN = torch.tensor(above, device=device)
+        depths_N = torch.tensor([len(path) for path in paths], device=device)
+        sizes_B = torch.full((batch,), shape.size, device=device)
+        return (
+            parents_N.expand(batch, -1),
+            sizes_B,
+            ancestors_NN.expand(batch, -1, -1),
+            depths_N.expand(batch, -1),
+        )
 
 
 @dataclass(frozen=True)

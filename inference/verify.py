@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .rounds import Verdict
 from .sampling import Draw
-from .tree import DraftTree, Origin
+from .tree import DraftTree, Origin, counting
 
 Verifier = Callable[[DraftTree, Tensor, Draw], Verdict]
 """It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""
@@ -55,7 +55,9 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
         tree: the guesses.
         choices_BN: the token that follows each node.
     """
-    index_N = torch.arange(tree.tokens_BN.shape[1], device=choices_BN.device)
+    if tree.tokens_BN.shape[1] == 1:
+        return Verdict(torch.zeros_like(choices_BN), tree.sizes_B, choices_BN[:, 0])
+    index_N = counting(tree.tokens_BN.shape[1], choices_BN.device)
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.parents_BN.clamp(min=0))
     if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
@@ -224,7 +226,7 @@ _SPOKEN: dict[Origin, str] = {
 
 def _accepted(tree: DraftTree, stands_BN: Tensor) -> Tensor:
     """The nodes that stand together with all their ancestors; the root always does, and padding never."""
-    index_N = torch.arange(stands_BN.shape[1], device=stands_BN.device)
+    index_N = counting(stands_BN.shape[1], stands_BN.device)
     stands_BN = (stands_BN | (index_N == 0)) & (index_N < tree.sizes_B[:, None])
     return ~(tree.ancestors_BNN & ~stands_BN[:, None, :]).any(-1)
 
@@ -264,7 +266,7 @@ def _verdict(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> Verdict:
     """The path from the root to a node, and the token after it."""
     nodes, places = tree.tokens_BN.shape[1], tree.max_depth + 1
     on_path_BN = tree.ancestors_BNN.gather(1, last_B[:, None, None].expand(-1, 1, nodes))[:, 0]
-    index_BN = torch.arange(nodes, device=last_B.device).expand_as(on_path_BN)
+    index_BN = counting(nodes, last_B.device).expand_as(on_path_BN)
     # Nodes off the path all go to one place behind the others, which is cut off.
     places_BN = torch.where(on_path_BN, tree.depths_BN, places)
     path_BA = index_BN.new_zeros(len(last_B), places + 1).scatter(1, places_BN, index_BN)[:, :places]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -90,29 +91,42 @@ class Written:
             if not fine:
                 self._refuse(row, 0, logits_B1V[place, 0])
             self._append(row, [token])
-            self._keep(row, scores_B1V[place], logits_B1V[place])
+            self._keep(row, roots_B.new_zeros(1), scores_B1V[place], logits_B1V[place])
         self._tell()
 
-    def add(self, finished: Round, scores_BNV: Tensor, stats: Stats) -> None:
+    def add(self, finished: Round, scores_BNV: Tensor, stats: Stats, asked_BK: Tensor | None = None) -> Round:
         """Take what a round emitted.
+
+        Args:
+            finished: as the rule left it.
+            scores_BNV: of all nodes.
+            stats: get a record for each row.
+            asked_BK: what the drafter wants to know.
+
+        Returns:
+            the round with what the host knows of it now.
 
         Raises:
             ValueError: the target's logits are no numbers, or the processors left no token.
         """
         verdict, emitted_BA = finished.verdict, finished.emitted_BA
         finite_B = finished.finite_BA.cumprod(-1).sum(-1)
+        columns = [verdict.lengths_B[:, None], finite_B[:, None], emitted_BA]
+        columns += [] if asked_BK is None else [asked_BK]
         # sync: the only one of a round; the host must know what to return and when to stop
-        lengths, finite, *columns = torch.cat([verdict.lengths_B[None], finite_B[None], emitted_BA.T]).tolist()
-        for place, (row, length, fine, *tokens) in enumerate(zip(self.active, lengths, finite, *columns, strict=True)):
-            path_A = verdict.path_BA[place, :length]
+        rows = torch.cat(columns, dim=1).tolist()
+        emitted = [tokens[:length] for length, _, *tokens in rows]
+        for place, (row, (length, fine, *_)) in enumerate(zip(self.active, rows, strict=True)):
             if fine < length:
-                self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, path_A[fine]])
+                node = verdict.path_BA[place, fine]
+                self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, node])
             self._committed[row] += length
-            count = self._append(row, tokens[:length])
-            self._keep(row, scores_BNV[place, path_A[:count]], finished.output.logits_BNV[place, path_A[:count]])
+            count = self._append(row, emitted[place])
+            self._keep(row, verdict.path_BA[place, :count], scores_BNV[place], finished.output.logits_BNV[place])
             record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
         self._tell()
+        return replace(finished, tokens=emitted, asked=[row[2 + emitted_BA.shape[1] :] for row in rows])
 
     def ended_places(self) -> list[int]:
         """The places in the batch of rows that have ended."""
@@ -158,10 +172,10 @@ class Written:
         text_1T = self.text(row)[None]
         return any(bool(criterion(text_1T, None)) for criterion in self.criteria)
 
-    def _keep(self, row: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
-        for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):
+    def _keep(self, row: int, path_A: Tensor, scores_NV: Tensor, logits_NV: Tensor) -> None:
+        for kept, tensor in ((self.scores, scores_NV), (self.logits, logits_NV)):
             if kept is not None:
-                kept[row].append(tensor.clone())
+                kept[row].append(tensor[path_A])
 
     def _refuse(self, row: int, place: int, logits_V: Tensor) -> None:
         if logits_V.isnan().any():

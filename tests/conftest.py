@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.inference import DraftTree, Stats, Target, TreeShape, dtypes, machine
+from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape, dtypes, machine
 from headstart.inference.deciding import Decider
 from headstart.inference.loop import Rules, speculate
 from headstart.inference.rounds import Passage, Round, Start
@@ -130,14 +130,11 @@ def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
 
     `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.
     """
-
-    feature_layers: tuple[int, ...] = ()
-    origin = "picked"
 
     def __init__(self, shape: TreeShape, truths: list[list[int]], vocab_size: int, wrong: float, seed: int = 0) -> None:
         self.shape, self.truths, self.vocab_size, self.wrong = shape, truths, vocab_size, wrong
@@ -167,10 +164,8 @@ class Oracle:
         return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
 
     def observe(self, finished: Round) -> None:
-        for written, tokens, length in zip(
-            self.written, finished.emitted_BA.tolist(), finished.verdict.lengths_B.tolist()
-        ):
-            written.extend(tokens[:length])
+        for written, tokens in zip(self.written, finished.tokens, strict=True):
+            written.extend(tokens)
 
     def _row(self, root: int, written: list[int], truth: list[int]) -> list[int]:
         """Each node's children are distinct; one of them is true where the parent's path is."""

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from headstart.inference import DraftTree
+from headstart.inference import Drafter, DraftTree
 
 
-class Useless:
+class Useless(Drafter):
     """The same wrong token, again and again: the last of a small vocabulary."""
 
-    feature_layers, max_nodes, origin = (), 8, "picked"
-    vocab_size = 20
-
-    def nothing(self, *_):
-        """All that there is to do."""
-
-    begin = read = observe = compile = select = replace = nothing
+    max_nodes, vocab_size = 8, 20
 
     def propose(self, roots_B):
         tokens = torch.full((len(roots_B), 8), self.vocab_size - 1)

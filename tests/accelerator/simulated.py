@@ -1,0 +1,236 @@
+"""A simulated accelerator: tensors on "sim:0" and "sim:1" lie in ordinary memory and behave as a GPU's where bugs hide.
+
+An operation that mixes devices raises, as CUDA's would, and so does a draw by a generator of another device. What makes
+the host wait for the device (`.item()`, `.tolist()`, `.cpu()`, `nonzero`, an index by a boolean mask) and what the host
+uploads is counted, by line of the project; so are all operations, but for those in `uncounted()`.
+
+    with simulated.counted() as counts:
+        lm.generate(prompts.to("sim"), ...)
+    counts.waits, counts.uploads, counts.operations
+
+Built on torch's Python backend for PrivateUse1. Nothing runs asynchronously, so that a missing wait cannot be seen.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils import backend_registration
+
+PROJECT = Path(__file__).parents[2]
+aten = torch.ops.aten
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten._unique2.default,
+}
+"""Operations whose result the host must know."""
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+"""Those for which it must if an index is a boolean mask."""
+DEVICES = 2
+
+
+@dataclass
+class Counts:
+    """What happened, by line of the project."""
+
+    waits: collections.Counter[str] = field(default_factory=collections.Counter)
+    uploads: collections.Counter[str] = field(default_factory=collections.Counter)
+    operations: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+_counts: list[Counts] = []
+_silent = 0
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts what the block does."""
+    _counts.append(Counts())
+    try:
+        yield _counts[-1]
+    finally:
+        _counts.pop()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Operations in the block are somebody else's; waits and uploads still count."""
+    global _silent
+    _silent += 1
+    try:
+        yield
+    finally:
+        _silent -= 1
+
+
+class SimTensor(torch.Tensor):
+    """A tensor on a simulated device; `raw` holds its numbers."""
+
+    raw: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, raw: torch.Tensor, index: int, requires_grad: bool = False) -> SimTensor:
+        out = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device("sim", index),
+            requires_grad=requires_grad,
+        )
+        out.raw = raw
+        return out
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SimTensor({self.raw!r}, {self.device})"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return super().__getitem__(self._here(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(self._here(index), value)
+
+    def _here(self, index: Any) -> Any:
+        """Lists in an index are uploaded."""
+        if isinstance(index, tuple):
+            return tuple(map(self._here, index))
+        return torch.tensor(index, device=self.device) if isinstance(index, list) else index
+
+    def tolist(self) -> Any:
+        _note("waits")
+        return self.raw.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _note(kind: str) -> None:
+    """Count for the innermost line of the project that is running, or of whoever it is."""
+    if not _counts:
+        return
+    frame: Any = sys._getframe(1)
+    where = "elsewhere"
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PROJECT) and "site-packages" not in path.parts and "tests" not in path.parts:
+            where = f"{path.relative_to(PROJECT)}:{frame.f_lineno}"
+            break
+        frame = frame.f_back
+    for counts in _counts:
+        getattr(counts, kind)[where] += 1
+
+
+def _raw(value: Any) -> Any:
+    return value.raw if isinstance(value, SimTensor) else value
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _silent:
+        _note("operations")
+    leaves = pytree.tree_leaves((args, kwargs))
+    here = {leaf.device for leaf in leaves if isinstance(leaf, SimTensor)}
+    host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimTensor)]
+    asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    if func is aten._to_copy.default:
+        return _copied(args[0], asked, {name: value for name, value in kwargs.items() if name != "device"})
+    if func is aten.copy_.default:
+        _transferred(args[1], args[0].device)
+        _raw(args[0]).copy_(_raw(args[1]))
+        return args[0]
+    on_host = [tensor for tensor in host if tensor.dim() > 0]
+    if len(here) > 1 or (here and on_host):
+        found = ", ".join(sorted({str(device) for device in (*here, *(tensor.device for tensor in on_host))}))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two: {found} ({func})")
+    device = next(iter(here)) if here else asked if asked is not None and asked.type == "sim" else None
+    generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    if device is not None and generator is not None and generator.device.type != "sim":
+        raise RuntimeError(f"Expected a 'sim' device type for generator but found '{generator.device.type}'")
+    masked = func in INDEXED and any(
+        isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in pytree.tree_leaves(args[1])
+    )
+    if func in WAITING or masked:
+        _note("waits")
+    if asked is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    result = func(*pytree.tree_map(_raw, args), **pytree.tree_map(_raw, kwargs))
+    written = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
+
+    def wrapped(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, SimTensor) or device is None:
+            return value
+        same = next((tensor for tensor in written if tensor.raw is value), None)  # changed in place
+        return SimTensor(value, device.index or 0) if same is None else same
+
+    return pytree.tree_map(wrapped, result)
+
+
+def _copied(tensor: torch.Tensor, asked: torch.device | None, options: dict[str, Any]) -> torch.Tensor:
+    """`to`: a copy on the asked device, or on the tensor's own."""
+    device = tensor.device if asked is None else asked
+    _transferred(tensor, device)
+    copied = aten._to_copy.default(_raw(tensor), **options)
+    if copied.data_ptr() == _raw(tensor).data_ptr():
+        copied = copied.clone()
+    return SimTensor(copied, device.index or 0) if device.type == "sim" else copied
+
+
+def _transferred(source: torch.Tensor, to: torch.device) -> None:
+    if source.device.type == "sim" and to.type != "sim":
+        _note("waits")
+    if source.device.type != "sim" and to.type == "sim" and source.dim() > 0:
+        _note("uploads")
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """What torch asks of `torch.sim`."""
+
+    def device_count(self) -> int:
+        return DEVICES
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        torch.set_rng_state(state)
+
+
+backend_registration._setup_privateuseone_for_python_backend("sim", backend_module=_Module())
+_library = torch.library.Library("_", "IMPL")
+_library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
+
+
+def _made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor(..., device="sim")` does not reach the dispatcher: it is made on the host and uploaded."""
+
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None and args and isinstance(args[0], SimTensor):
+            return args[0]
+        if device is None or torch.device(device).type != "sim":
+            return make(*args, device=device, **kwargs)
+        return make(*args, **kwargs).to(device)
+
+    return made
+
+
+torch.tensor, torch.as_tensor = _made_on_host(torch.tensor), _made_on_host(torch.as_tensor)  # type: ignore[assignment]
+
+
+def moved(model: torch.nn.Module, device: str = "sim:0") -> torch.nn.Module:
+    """A model with all parameters and buffers on a simulated device."""
+    return model.to(device)
