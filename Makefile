@@ -10,7 +10,7 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa format test test-slow peers demo wheel clean
+.PHONY: help setup types check check-isa format test test-gpu test-slow peers demo wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +39,12 @@ format: $(STAMP)  ## format, and fix what lint can fix
 	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
-test: $(STAMP)  ## the normal tests
+test: $(STAMP)  ## the normal tests, and those of decoding on an accelerator on a simulated one
 	$(BIN)/python -m pytest -q
+	HEADSTART_TEST_DEVICE=sim $(BIN)/python -m pytest -q tests/accelerator
+
+test-gpu: $(STAMP)  ## the tests of decoding on an accelerator, on a GPU
+	HEADSTART_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -m gpu tests/accelerator
 
 # torch, oneDNN and our kernels take their code by the environment.
 check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor without AVX-512

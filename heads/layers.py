@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -221,9 +222,20 @@ def _attend_drafts(
     return found.reshape(batch, heads, chunk, size)
 
 
+def counting(size: int, device: torch.device) -> Tensor:
+    """0, 1 ... size - 1, made once: asking an accelerator for so little takes longer than its work."""
+    return _counting(size, device, torch.is_inference_mode_enabled())
+
+
+@lru_cache(maxsize=256)
+def _counting(size: int, device: torch.device, inference: bool) -> Tensor:
+    """For use in inference mode or outside; a tensor that is made in one of them is not fit for all of the other."""
+    return torch.arange(size, device=device)
+
+
 def row_numbers(slots_BT: Tensor) -> Tensor:
     """The row of every entry, as an index beside `slots_BT`: [B, 1]."""
-    return torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
+    return counting(len(slots_BT), slots_BT.device)[:, None]
 
 
 def write_slots(kept_BGSE: Tensor, slots_BT: Tensor, new_BGTE: Tensor) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..heads.layers import row_numbers, write_slots
-from .tree import counting
+from ..heads.layers import counting, row_numbers, write_slots
 
 BUCKET = 256
 """Slots by which the capacity grows."""
@@ -105,10 +104,16 @@ class TreeCache(Cache):
         self.slots_BN = self.lengths_B[:, None] + new_N
         self.shown = None
 
-    def keep(self, path_BA: Tensor, lengths_B: Tensor) -> None:
-        """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote."""
-        # Every other path lies where it should already. A CPU can be asked; another device would be waited for.
-        if path_BA.device.type != "cpu" or (path_BA.shape[1] > 1 and _scattered(path_BA, lengths_B)):
+    def keep(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
+        """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote.
+
+        Args:
+            path_BA: of each row.
+            lengths_B: its nodes that count.
+            in_order: whether all paths are known to be the first nodes in their order, which lie where they should.
+        """
+        # Every other path does, too. A CPU can be asked; another device would be waited for.
+        if not in_order and (path_BA.device.type != "cpu" or _scattered(path_BA, lengths_B)):
             self.move(path_BA)
         self.commit(lengths_B)
 
@@ -118,9 +123,10 @@ class TreeCache(Cache):
         if accepted > 1:
             rows_B1 = row_numbers(path_BA)
             source_BA, target_BA = self.lengths_B[:, None] + path_BA, self.slots_BN[:, :accepted]
+            source_A, target_A = source_BA[0], target_BA[0]
             for states in (*self.keys, *self.values):
                 if len(path_BA) == 1:  # takes half the time
-                    states.index_copy_(2, target_BA[0], states.index_select(2, source_BA[0]))
+                    states.index_copy_(2, target_A, states.index_select(2, source_A))
                     continue
                 slots_BSHE = states.transpose(1, 2)
                 slots_BSHE[rows_B1, target_BA] = slots_BSHE[rows_B1, source_BA]

@@ -68,7 +68,7 @@ class Decider:
             path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = found
         with stats.clock("cache"):
             if moved is None:
-                cache.keep(path_BA, lengths_B)
+                cache.keep(path_BA, lengths_B, tree.shape is not None and tree.shape.is_chain)
             else:
                 cache.commit(lengths_B)
         return Round(tree, output, Verdict(path_BA, lengths_B, next_tokens_B), emitted_BA, features_BAF, finite_BA)

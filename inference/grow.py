@@ -80,13 +80,16 @@ class StaticTree(HeadDrafter):
                 logits_BWV, state = self.expand(depth, state, frontier_BW, parents_BW)
                 ranked_BWR, probs_BWV = drawn_children(self.head, logits_BWV, nodes, width, self._probs_of, self._draw)
                 drawn_from.append(probs_BWV)
-            tokens.append(ranked_BWR.flatten(1)[:, picks])
-            frontier_BW, parents_BW = tokens[-1][:, frontier], parents.expand(len(roots_B), -1)
+            children_BC = ranked_BWR.flatten(1)
+            tokens.append(children_BC if picks is None else children_BC[:, picks])
+            frontier_BW = tokens[-1] if frontier is None else tokens[-1][:, frontier]
+            parents_BW = parents.expand(len(roots_B), -1)
         return torch.cat(tokens, dim=1)
 
 
-Plan = tuple[Tensor, list[tuple[int, Tensor, Tensor, Tensor]]]
-"""A shape for a device: the nodes that have children, and each level's width, picks, frontier and parents."""
+Plan = tuple[Tensor, list[tuple[int, Tensor | None, Tensor | None, Tensor]]]
+"""A shape for a device: the nodes that have children, and each level's width, picks, frontier and parents; None for
+picks and a frontier that are all there is, in its order."""
 
 
 @lru_cache(maxsize=64)
@@ -94,9 +97,14 @@ def _plan(shape: TreeShape, device: torch.device) -> Plan:
     def indices(numbers: tuple[int, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-    levels = [
-        (level.width, indices(level.picks), indices(level.frontier), indices(level.parents)) for level in shape.levels
-    ]
+    def chosen(numbers: tuple[int, ...], count: int) -> Tensor | None:
+        return None if numbers == tuple(range(count)) else indices(numbers)
+
+    levels, nodes = [], 1
+    for level in shape.levels:
+        picks, frontier = chosen(level.picks, nodes * level.width), chosen(level.frontier, len(level.picks))
+        levels.append((level.width, picks, frontier, indices(level.parents)))
+        nodes = len(level.frontier)
     return indices(shape.inner), levels
 
 

@@ -21,9 +21,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..heads.layers import counting
 from .rounds import Drafter, Passage, Round, Start
 from .texts import Lookup, Trie
-from .tree import DraftTree, counting
+from .tree import DraftTree
 
 SHARES = ("head", "source", "both")
 HEAD, SOURCE, BOTH = range(3)

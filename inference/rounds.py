@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..heads.layers import row_numbers
@@ -95,9 +94,11 @@ class Round:
         if tree.tokens_BN.shape[1] == 1:
             finite_B1, emitted_B1 = scores_BNV.amax(-1).isfinite(), verdict.next_tokens_B[:, None]
             return cls(tree, output, verdict, emitted_B1, output.features_BNF, finite_B1)
-        follow_BA = torch.cat([path_BA[:, 1:], path_BA[:, :1]], dim=1)
-        tokens_BA = tree.tokens_BN.gather(1, follow_BA)
-        emitted_BA = tokens_BA.scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
+        in_order = tree.shape is not None and tree.shape.is_chain
+        ordered_BA = tree.tokens_BN if in_order else tree.tokens_BN.gather(1, path_BA)
+        emitted_BA = ordered_BA.roll(-1, 1).scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
+        if in_order:
+            return cls(tree, output, verdict, emitted_BA, output.features_BNF, scores_BNV.amax(-1).isfinite())
         index_BAF = path_BA[:, :, None].expand(-1, -1, output.features_BNF.shape[-1])
         finite_BA = scores_BNV[row_numbers(path_BA), path_BA].amax(-1).isfinite()
         return cls(tree, output, verdict, emitted_BA, output.features_BNF.gather(1, index_BAF), finite_BA)

@@ -197,6 +197,8 @@ class Scorer:
         return self._flat(logits).softmax(-1)
 
     def _flat(self, logits: Tensor) -> Tensor:
+        if not self._processors:
+            return wide(logits)
         flat = wide(logits).reshape(-1, logits.shape[-1])
         no_text: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
         return self._for(logits.device)[0](no_text, flat).reshape(logits.shape)

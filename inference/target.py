@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..heads import TargetEnds
 from ..heads.attention import repeated
 from ..heads.base import dtype_name
+from ..heads.layers import counting
 from . import attention, cpu_kernels
 from .cache import TreeCache
 from .cpu_decoder import PackedDecoder, packed_decoder
@@ -30,7 +31,7 @@ from .facts import fingerprint, norm_and_blocks, target_info
 from .families import attention_kinds
 from .rounds import TargetOutput
 from .sources import default_device, load_model, refuse_loading_options
-from .tree import DraftTree, counting
+from .tree import DraftTree
 
 if TYPE_CHECKING:
     from .compiled import Graph
@@ -418,8 +419,7 @@ class Target:
 
     def _additive_mask(self, seen_BNS: Tensor) -> Tensor:
         """What sdpa and eager take."""
-        lowest = torch.finfo(self.dtype).min
-        mask_B1NS = torch.zeros_like(seen_BNS, dtype=self.dtype).masked_fill_(~seen_BNS, lowest)[:, None]
+        mask_B1NS = torch.where(seen_BNS[:, None], *_seen_or_not(self.dtype, seen_BNS.device))
         heads = self.info.num_attention_heads // self.info.num_key_value_heads
         return repeated(mask_B1NS, heads) if self.own_attention else mask_B1NS
 
@@ -443,3 +443,10 @@ class Target:
         if not layers:
             return torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
         return torch.cat([hidden_states[self._index(layer)].to(self.device) for layer in layers], dim=-1)
+
+
+@lru_cache(maxsize=8)
+def _seen_or_not(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What an additive mask adds to the scores of what is seen, and of what is not."""
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+    return torch.zeros_like(lowest), lowest

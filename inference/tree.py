@@ -57,8 +57,8 @@ class DraftTree:
         cls, shape: TreeShape, tokens_BN: Tensor, origin: Origin = "picked", draft_probs_BNV: Tensor | None = None
     ) -> DraftTree:
         """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
-        parents_BN, sizes_B, _, _ = _structure(shape, len(tokens_BN), tokens_BN.device)
-        return cls(tokens_BN, parents_BN, sizes_B, shape.depth, origin, draft_probs_BNV, shape)
+        same = structure(shape, len(tokens_BN), tokens_BN.device)
+        return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, origin, draft_probs_BNV, shape)
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
@@ -67,7 +67,7 @@ class DraftTree:
         Path lengths double with each squaring of "is my parent or myself", so log2(depth) products reach the root.
         """
         if self.shape is not None:
-            return _structure(self.shape, len(self.tokens_BN), self.tokens_BN.device)[2]
+            return structure(self.shape, len(self.tokens_BN), self.tokens_BN.device).ancestors_BNN
         nodes = self.tokens_BN.shape[1]
         myself = torch.eye(nodes, dtype=torch.bool, device=self.tokens_BN.device)
         reach = (F.one_hot(self.parents_BN.clamp(min=0), nodes).bool() | myself).float()
@@ -79,7 +79,7 @@ class DraftTree:
     def depths_BN(self) -> Tensor:
         """Distance from the root."""
         if self.shape is not None:
-            return _structure(self.shape, len(self.tokens_BN), self.tokens_BN.device)[3]
+            return structure(self.shape, len(self.tokens_BN), self.tokens_BN.device).depths_BN
         return self.ancestors_BNN.sum(-1) - 1
 
 
@@ -130,6 +130,11 @@ class TreeShape:
         return max(map(len, self.paths), default=0)
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether each node has one child at most: then any path is the first nodes in their order."""
+        return self.size == self.depth + 1
+
+    @cached_property
     def parents(self) -> tuple[int, ...]:
         """For every node, the root first: the index of its parent."""
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
@@ -170,29 +175,32 @@ class TreeShape:
 ROOT = TreeShape(())
 
 
-@lru_cache(maxsize=256)
-def counting(size: int, device: torch.device) -> Tensor:
-    """0, 1 ... size - 1, made once: asking an accelerator for so little takes longer than its work."""
-    with torch.inference_mode(False):
-        return torch.arange(size, device=device)
+@dataclass(frozen=True)
+class Structure:
+    """What all trees of one shape have; see `DraftTree`."""
+
+    parents_BN: Tensor
+    sizes_B: Tensor
+    ancestors_BNN: Tensor
+    depths_BN: Tensor
+
+
+def structure(shape: TreeShape, batch: int, device: torch.device) -> Structure:
+    """Made once for each shape and number of rows."""
+    return _structure(shape, batch, device, torch.is_inference_mode_enabled())
 
 
 @lru_cache(maxsize=256)
-def _structure(shape: TreeShape, batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, sizes, ancestors and depths of trees of one shape; see `DraftTree`."""
+def _structure(shape: TreeShape, batch: int, device: torch.device, inference: bool) -> Structure:
+    """See `_counting`."""
     paths = [(), *shape.paths]
     above = [[path[: len(other)] == other for other in paths] for path in paths]
-    with torch.inference_mode(False):
-        parents_N = torch.tensor(shape.parents, device=device)
-        ancestors_NN = torch.tensor(above, device=device)
-        depths_N = torch.tensor([len(path) for path in paths], device=device)
-        sizes_B = torch.full((batch,), shape.size, device=device)
-        return (
-            parents_N.expand(batch, -1),
-            sizes_B,
-            ancestors_NN.expand(batch, -1, -1),
-            depths_N.expand(batch, -1),
-        )
+    return Structure(
+        torch.tensor(shape.parents, device=device).expand(batch, -1),
+        torch.full((batch,), shape.size, device=device),
+        torch.tensor(above, device=device).expand(batch, -1, -1),
+        torch.tensor([len(path) for path in paths], device=device).expand(batch, -1),
+    )
 
 
 @dataclass(frozen=True)

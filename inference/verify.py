@@ -28,9 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..heads.layers import counting
 from .rounds import Verdict
 from .sampling import Draw
-from .tree import DraftTree, Origin, counting
+from .tree import DraftTree, Origin, structure
 
 Verifier = Callable[[DraftTree, Tensor, Draw], Verdict]
 """It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""
@@ -55,9 +56,16 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
         tree: the guesses.
         choices_BN: the token that follows each node.
     """
-    if tree.tokens_BN.shape[1] == 1:
-        return Verdict(torch.zeros_like(choices_BN), tree.sizes_B, choices_BN[:, 0])
-    index_N = counting(tree.tokens_BN.shape[1], choices_BN.device)
+    batch, nodes = tree.tokens_BN.shape
+    index_N = counting(nodes, choices_BN.device)
+    if nodes == 1:
+        return Verdict(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0])
+    if tree.shape is not None and tree.shape.is_chain:
+        right_BD = tree.tokens_BN[:, 1:] == choices_BN[:, :-1]
+        if tree.sizes_B is not structure(tree.shape, batch, choices_BN.device).sizes_B:  # it may end before
+            right_BD = right_BD & (index_N[1:] < tree.sizes_B[:, None])
+        accepted_B1 = right_BD.cumprod(1).sum(1, keepdim=True)
+        return Verdict(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, choices_BN.gather(1, accepted_B1)[:, 0])
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.parents_BN.clamp(min=0))
     if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]

@@ -91,7 +91,7 @@ class Written:
             if not fine:
                 self._refuse(row, 0, logits_B1V[place, 0])
             self._append(row, [token])
-            self._keep(row, roots_B.new_zeros(1), scores_B1V[place], logits_B1V[place])
+            self._keep(row, scores_B1V[place], logits_B1V[place])
         self._tell()
 
     def add(self, finished: Round, scores_BNV: Tensor, stats: Stats, asked_BK: Tensor | None = None) -> Round:
@@ -122,7 +122,9 @@ class Written:
                 self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, node])
             self._committed[row] += length
             count = self._append(row, emitted[place])
-            self._keep(row, verdict.path_BA[place, :count], scores_BNV[place], finished.output.logits_BNV[place])
+            if self.scores is not None or self.logits is not None:
+                path_A = verdict.path_BA[place, :count]
+                self._keep(row, scores_BNV[place, path_A], finished.output.logits_BNV[place, path_A])
             record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
         self._tell()
@@ -172,10 +174,10 @@ class Written:
         text_1T = self.text(row)[None]
         return any(bool(criterion(text_1T, None)) for criterion in self.criteria)
 
-    def _keep(self, row: int, path_A: Tensor, scores_NV: Tensor, logits_NV: Tensor) -> None:
-        for kept, tensor in ((self.scores, scores_NV), (self.logits, logits_NV)):
+    def _keep(self, row: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
+        for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):
             if kept is not None:
-                kept[row].append(tensor[path_A])
+                kept[row].append(tensor.clone())
 
     def _refuse(self, row: int, place: int, logits_V: Tensor) -> None:
         if logits_V.isnan().any():

@@ -26,7 +26,7 @@ def on_cpu() -> Target:
     """A tiny target in float64, whose rows never end by themselves."""
     from conftest import build_model
 
-    return Target(build_model(vocab_size=VOCAB, layers=4).requires_grad_(False))
+    return Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
 
 
 @pytest.fixture(scope="session")

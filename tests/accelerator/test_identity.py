@@ -34,7 +34,7 @@ SETTINGS = {
 }
 
 
-def text(lm, prompts, seed=5, tokens=24, slots=None, **settings):
+def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
     torch.manual_seed(seed)
     settings = {"do_sample": False, "pad_token_id": 0, **settings}
     mask = (prompts != 0).long()
@@ -70,7 +70,7 @@ def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, tree, 
     expected = text(here, PADDED, do_sample=True)
     found = text(away, PADDED.to(device), do_sample=True)
     assert found.sequences.shape[1] > PADDED.shape[1]
-    if device.type == "sim":
+    if device.type == "sim" and not tree.startswith("stop"):  # a CPU is asked sooner, and draws fewer numbers
         assert torch.equal(found.sequences.cpu(), expected.sequences)
         assert found.stats.acceptance_length == expected.stats.acceptance_length
 
@@ -99,13 +99,12 @@ def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, generator):
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("beside", [None, "medusa", "eagle3"])
-@pytest.mark.parametrize("word", SOURCES)
+@pytest.mark.parametrize(
+    ("word", "beside"), [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")]
+)
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("slots", [None, 2])
 def test_every_source(on_cpu, there, device, word, beside, fallback, slots):
-    if beside and word != "prompt-lookup":
-        pytest.skip("only lookups stand beside a head")
     tree = "auto" if beside is None else "dynamic:6:3:2"
     here, away = both(on_cpu, there, beside, word, tree=tree, fallback=fallback)
     repeating = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]])

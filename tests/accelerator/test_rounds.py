@@ -1,6 +1,8 @@
 """What a round costs an accelerator besides arithmetic: waits, uploads, and operations that are asked for one by one.
 
-`python tests/accelerator/test_rounds.py` prints the table of benchmarks/rounds.md.
+The table of benchmarks/rounds.md:
+
+    HEADSTART_TEST_DEVICE=sim PYTHONPATH=tests:tests/accelerator python tests/accelerator/test_rounds.py
 """
 
 from __future__ import annotations
@@ -19,21 +21,24 @@ from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters import draft_model
 
 WAITS, UPLOADS = 1, 2
-PLAIN, STATIC, DYNAMIC, JOINED = 40, 60, 100, 140
+SAMPLED = 22
+"""Operations more where tokens are drawn."""
 CASES = {
-    "plain": ({}, PLAIN),
-    **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, STATIC) for kind in HEADS},
-    "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, STATIC),
-    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, DYNAMIC),
-    "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, DYNAMIC),
-    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, DYNAMIC),
-    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, JOINED),
-    "prompt lookup": ({"drafter": "prompt-lookup"}, DYNAMIC),
-    "lookahead": ({"drafter": "lookahead"}, DYNAMIC),
-    "n-grams": ({"drafter": "ngram:2"}, DYNAMIC),
-    "random": ({"drafter": "random"}, DYNAMIC),
-    "a second model": ({"drafter": "model"}, DYNAMIC),
+    "plain": ({}, 30),
+    **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 60) for kind in HEADS},
+    "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 125),
+    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 180),
+    "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 120),
+    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 200),
+    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 200),
+    "prompt lookup": ({"drafter": "prompt-lookup"}, 130),
+    "lookahead": ({"drafter": "lookahead"}, 130),
+    "n-grams": ({"drafter": "ngram:2"}, 60),
+    "random": ({"drafter": "random"}, 60),
+    "a second model": ({"drafter": "model"}, 150),
 }
+"""What decodes, and how many operations of a round are its own, at most: those of the forwards of target and drafts are
+not counted. The target has 8 layers, whose keys and values are moved one by one where a tree branches."""
 
 
 def lm_of(there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False) -> SpeculativeLM:
@@ -64,8 +69,7 @@ def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[in
         totals = lambda: tuple(each.total() for each in (counts.waits, counts.uploads, counts.operations))  # noqa: E731
         lm.round_listeners.append(lambda _: seen.append(totals()))
         prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
-        with torch.inference_mode():
-            lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, **settings)
+        lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=48, **settings)
         lm.round_listeners.clear()
     rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])]
     return rounds, counts
@@ -77,8 +81,31 @@ def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
     options, ceiling = CASES[name]
     lm = lm_of(there, on_cpu, **options)
     rounds, counts = counts_of(lm, monkeypatch, **settings)
-    assert len(rounds) > 5
+    assert len(rounds) > 3
     waits, uploads, operations = zip(*rounds, strict=True)
     assert statistics.median(waits) == max(waits) == WAITS, counts.waits
     assert max(uploads) <= UPLOADS, counts.uploads
-    assert statistics.median(operations) <= ceiling + 20 * settings["do_sample"], counts.operations.most_common(40)
+    assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], counts.operations.most_common(9)
+
+
+def main() -> None:
+    """Print the table."""
+    from accelerator_helpers import VOCAB
+    from conftest import build_model
+
+    on_cpu = Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
+    there = Target(copy.deepcopy(on_cpu.model).to("sim:0"))
+    print("| drafts | waits | uploads | operations | drawn: waits | uploads | operations |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (options, _) in CASES.items():
+        cells = []
+        for sampling in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                rounds, _ = counts_of(lm_of(there, on_cpu, **options), patch, do_sample=sampling)
+            waits, uploads, operations = zip(*rounds, strict=True)
+            cells += [str(max(waits)), str(max(uploads)), f"{statistics.median(operations):.0f}"]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
