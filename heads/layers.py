@@ -224,6 +224,8 @@ def _attend_drafts(
 
 def counting(size: int, device: torch.device) -> Tensor:
     """0, 1 ... size - 1, made once: asking an accelerator for so little takes longer than its work."""
+    if torch.compiler.is_compiling():  # a graph holds it by itself
+        return torch.arange(size, device=device)
     return _counting(size, device, torch.is_inference_mode_enabled())
 
 

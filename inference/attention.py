@@ -6,13 +6,17 @@ every round. Ours does not; and a passage of a prompt comes to it without a mask
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ..heads.attention import causal_attention, masked_attention
 
@@ -28,15 +32,34 @@ def usable(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
     return looked_up and all(getattr(each, "config", config) is config for each in model.get_decoder().modules())
 
 
+_here = threading.local()
+"""`inside`: whether this thread is in a forward of ours."""
+_forwards: Counter[int] = Counter()
+"""Forwards of ours that run now, by their model's config."""
+_counting = threading.Lock()
+
+
 @contextmanager
 def attending(config: PreTrainedConfig) -> Iterator[None]:
-    """The model of this config calls our function; what it called before is put back."""
-    before = config._attn_implementation
-    config._attn_implementation = NAME
+    """In this thread the model of this config calls our function; in others it computes what it did before."""
+    with _counting:
+        _forwards[id(config)] += 1
+        config._attn_implementation = NAME
+    before, _here.inside = getattr(_here, "inside", False), True
     try:
         yield
     finally:
-        config._attn_implementation = before
+        _here.inside = before
+        with _counting:
+            _forwards[id(config)] -= 1
+            if not _forwards[id(config)]:
+                del _forwards[id(config)]
+                config._attn_implementation = "sdpa"  # which it is where `usable` says so
+
+
+def masks(*given: Any, **named: Any) -> Any:
+    """What transformers asks for a mask: none in a forward of ours, which brings its own; else sdpa's."""
+    return None if getattr(_here, "inside", False) else sdpa_mask(*given, **named)
 
 
 def attention(
@@ -56,6 +79,10 @@ def attention(
     Raises:
         ValueError: the model asks for what sdpa does not do either.
     """
+    if not getattr(_here, "inside", False):  # somebody else's forward, while one of ours runs in another thread
+        return sdpa_attention_forward(
+            module, query_BHNE, key_BGSE, value_BGSE, attention_mask, scaling=scaling, **options
+        )
     beyond = [name for name in BEYOND if options.get(name) is not None]
     if beyond:
         raise ValueError(f"{type(module).__name__} asks for {beyond[0]}: load it with attn_implementation='eager'")
@@ -68,3 +95,4 @@ def attention(
 
 
 AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, masks)

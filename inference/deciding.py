@@ -61,14 +61,14 @@ class Decider:
                 found = self._settle(*given)
             else:
                 assert isinstance(numbers, Tensor)
-                tree.depths_BN  # noqa: B018 - a tree remembers it, and the paths: it has both before it is traced
+                tree.ancestors_BNN, tree.depths_BN  # noqa: B018 - a tree remembers them, and has both before it is traced
                 beside = [output.features_BNF, scores_BNV, numbers]
                 caches = [] if moved is None else [moved]
                 found = graph(_kind(tree), lambda: _sizes(tree, beside, moved), lambda: caches, *given)
             path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = found
         with stats.clock("cache"):
             if moved is None:
-                cache.keep(path_BA, lengths_B, tree.shape is not None and tree.shape.is_chain)
+                cache.keep(path_BA, lengths_B, tree.in_order)
             else:
                 cache.commit(lengths_B)
         return Round(tree, output, Verdict(path_BA, lengths_B, next_tokens_B), emitted_BA, features_BAF, finite_BA)
@@ -104,7 +104,7 @@ class Decider:
         """A verdict, and what a round adds to it; entries of a cache are moved if one is given. A graph if compiled."""
         draw = ReadyDraw(numbers) if isinstance(numbers, Tensor) else numbers
         verdict = self.verify(tree, scores_BNV, draw)
-        if cache is not None:
+        if cache is not None and not tree.in_order:
             cache.move(verdict.path_BA)
         finished = Round.of(tree, output, scores_BNV, verdict)
         return (
@@ -120,7 +120,8 @@ class Decider:
 def _kind(tree: DraftTree) -> Hashable:
     """Trees that share a graph."""
     drawn_shape = None if tree.draft_probs_BNV is None else tree.shape
-    return len(tree.sizes_B) == 1, tree.tokens_BN.shape[1] == 1, tree.max_depth, drawn_shape
+    rows, nodes = tree.tokens_BN.shape
+    return rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.ends_early, drawn_shape
 
 
 def _sizes(tree: DraftTree, beside: Sequence[Tensor], cache: TreeCache | None) -> list[tuple[Tensor, int]]:

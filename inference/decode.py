@@ -8,7 +8,9 @@ is what `generate` writes for it alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,7 +80,10 @@ class GenerateOutput(ModelOutput):
 
 
 class SpeculativeLM:
-    """A target model and a drafter: `generate` writes what the target alone would write, sooner."""
+    """A target model and a drafter: `generate` writes what the target alone would write, sooner.
+
+    Threads may share it: their generations wait for each other.
+    """
 
     def __init__(
         self, target: Target, drafter: Drafter | None = None, verifier: str = "auto", lossy: bool = False
@@ -294,22 +299,61 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
-        if isinstance(self.target, Seq2SeqTarget):
-            settings |= {"encoder_outputs": self.target.encode(input_ids, attention_mask)}
+        with self.target.lock:
+            if isinstance(self.target, Seq2SeqTarget):
+                settings |= {"encoder_outputs": self.target.encode(input_ids, attention_mask)}
+                for model in draft_models(self.drafter):
+                    model.encode(input_ids, attention_mask)
+            output = self.target.model.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                generation_config=generation_config,
+                streamer=streamer,
+                custom_generate=self.decoding_method(RandomDraw(generator), streamer, slots),
+                **with_stop_strings(settings, generation_config, tokenizer),
+            )
             for model in draft_models(self.drafter):
-                model.encode(input_ids, attention_mask)
-        output = self.target.model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            streamer=streamer,
-            custom_generate=self.decoding_method(RandomDraw(generator), streamer, slots),
-            **with_stop_strings(settings, generation_config, tokenizer),
-        )
-        for model in draft_models(self.drafter):
-            model.encoded = None
+                model.encoded = None
         assert isinstance(output, GenerateOutput)
         return output
+
+    def stream(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Iterator[list[int]]:
+        """Write on after one prompt, round by round; who stops listening ends the generation.
+
+        Args:
+            input_ids: see `generate`; one row.
+            attention_mask: see `generate`.
+            options: all others of `generate` but `streamer`.
+
+        Yields:
+            the tokens of a round, as soon as they are accepted.
+
+        Raises:
+            ValueError: see `generate`.
+        """
+        rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
+        listener = _Listener(rounds)
+
+        def write() -> None:
+            try:
+                self.generate(input_ids, attention_mask, streamer=listener, **options)
+            except _NobodyListens:
+                pass
+            except BaseException as error:  # for whoever listens
+                rounds.put(error)
+            finally:
+                rounds.put(None)
+
+        writer = threading.Thread(target=write, name="headstart stream", daemon=True)
+        writer.start()
+        try:
+            while (tokens := rounds.get()) is not None:
+                if isinstance(tokens, BaseException):
+                    raise tokens
+                yield tokens
+        finally:
+            listener.gone = True
+            writer.join()
 
     def _with(self, tree: str | Sequence[Sequence[int]] | TreePolicy | None, verifier: str | None) -> SpeculativeLM:
         """The same with another tree or rule; made once for each, so that what is learned of it stays.
@@ -359,9 +403,10 @@ class SpeculativeLM:
                 )
             if inputs.get("inputs_embeds") is not None:
                 raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
-            return self._decode(
-                input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer, slots
-            )
+            with self.target.lock:
+                return self._decode(
+                    input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer, slots
+                )
 
         return decode
 
@@ -421,6 +466,28 @@ class SpeculativeLM:
             logits=_by_token(out.logits),
             stats=stats,
         )
+
+
+class _NobodyListens(Exception):
+    """A stream was left before its end."""
+
+
+class _Listener:
+    """A streamer that hands tokens to another thread."""
+
+    def __init__(self, rounds: queue.Queue[Any]) -> None:
+        self.rounds, self.gone, self._prompt = rounds, False, True
+
+    def put(self, value: Tensor) -> None:
+        """Take new tokens; the first ones are the prompt's, as with transformers' streamers."""
+        if self.gone:
+            raise _NobodyListens
+        if not self._prompt:
+            self.rounds.put(value.tolist())
+        self._prompt = False
+
+    def end(self) -> None:
+        """See `stream`."""
 
 
 def wanted(compile: bool | str, device: torch.device) -> bool:

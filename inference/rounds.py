@@ -94,10 +94,9 @@ class Round:
         if tree.tokens_BN.shape[1] == 1:
             finite_B1, emitted_B1 = scores_BNV.amax(-1).isfinite(), verdict.next_tokens_B[:, None]
             return cls(tree, output, verdict, emitted_B1, output.features_BNF, finite_B1)
-        in_order = tree.shape is not None and tree.shape.is_chain
-        ordered_BA = tree.tokens_BN if in_order else tree.tokens_BN.gather(1, path_BA)
+        ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, path_BA)
         emitted_BA = ordered_BA.roll(-1, 1).scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
-        if in_order:
+        if tree.in_order:
             return cls(tree, output, verdict, emitted_BA, output.features_BNF, scores_BNV.amax(-1).isfinite())
         index_BAF = path_BA[:, :, None].expand(-1, -1, output.features_BNF.shape[-1])
         finite_BA = scores_BNV[row_numbers(path_BA), path_BA].amax(-1).isfinite()

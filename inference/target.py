@@ -7,6 +7,7 @@ Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
@@ -71,6 +72,8 @@ class Target:
         self.packed_model: Any = None
         """The model with linear layers in our kernels, on a CPU, of other models."""
         self._packed_of: tuple[int, int] | None = None
+        self.lock = threading.RLock()
+        """Held by the generation that runs: kernels, drafters and what they learn are there once."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *norm_and_blocks(model))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])

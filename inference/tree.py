@@ -39,6 +39,8 @@ class DraftTree:
     """At node n: what the children of n were drawn from; None if they were picked."""
     shape: TreeShape | None = None
     """The structure, where the host knows it: the same in all rows. Drawn trees have one."""
+    ends_early: bool = False
+    """Whether `sizes_B` may be less than the shape's."""
 
     def to(self, device: torch.device) -> DraftTree:
         """The same on another device, uploaded at once; a second time for what the nodes were drawn from."""
@@ -59,6 +61,11 @@ class DraftTree:
         """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
         same = structure(shape, len(tokens_BN), tokens_BN.device)
         return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, origin, draft_probs_BNV, shape)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether any path is known to be the first nodes in their order."""
+        return self.shape is not None and self.shape.is_chain
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
@@ -131,7 +138,7 @@ class TreeShape:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether each node has one child at most: then any path is the first nodes in their order."""
+        """Whether each node has one child at most."""
         return self.size == self.depth + 1
 
     @cached_property

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..heads.layers import counting
 from .rounds import Verdict
 from .sampling import Draw
-from .tree import DraftTree, Origin, structure
+from .tree import DraftTree, Origin
 
 Verifier = Callable[[DraftTree, Tensor, Draw], Verdict]
 """It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""
@@ -60,9 +60,9 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
     index_N = counting(nodes, choices_BN.device)
     if nodes == 1:
         return Verdict(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0])
-    if tree.shape is not None and tree.shape.is_chain:
+    if tree.in_order:
         right_BD = tree.tokens_BN[:, 1:] == choices_BN[:, :-1]
-        if tree.sizes_B is not structure(tree.shape, batch, choices_BN.device).sizes_B:  # it may end before
+        if tree.ends_early:
             right_BD = right_BD & (index_N[1:] < tree.sizes_B[:, None])
         accepted_B1 = right_BD.cumprod(1).sum(1, keepdim=True)
         return Verdict(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, choices_BN.gather(1, accepted_B1)[:, 0])

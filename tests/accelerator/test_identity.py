@@ -154,3 +154,20 @@ def test_long_prompts_are_read_in_pieces(on_cpu, there, device, monkeypatch):
     rows = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     expected = text(here, rows).sequences
     assert torch.equal(text(away, rows.to(device)).sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "hydra++"])
+def test_a_model_over_two_devices(on_cpu, device, kind):
+    """As accelerate spreads it; a GPU alone is given twice."""
+    from accelerate import dispatch_model
+
+    first, second = (device, torch.device(device.type, 1 if device.type == "sim" else 0))
+    model = copy.deepcopy(on_cpu.model)
+    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
+    places |= {f"model.layers.{i}": first if i < 3 else second for i in range(on_cpu.info.num_layers)}
+    spread = Target(dispatch_model(model, places, main_device=first, force_hooks=True))
+    head = head_for(on_cpu, kind).to(spread.device)
+    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
+    for tree in ("branch:2x2", "dynamic:8:3:2"):
+        lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, fallback=False)
+        assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -330,3 +333,79 @@ def test_statistics_split_the_time(tiny_target):
     assert isinstance(stats, Stats)
     assert set(stats.seconds) == {"prefill", *PARTS} == {"prefill", *stats.round_parts}
     assert all(seconds > 0 for seconds in stats.seconds.values())
+
+
+def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
+    lm = oracle(tools, target, TreeShape.chain(4), input_ids)
+    mask = torch.ones_like(input_ids)
+    rounds = list(lm.stream(input_ids, mask, max_new_tokens=40, do_sample=False))
+    assert [token for tokens in rounds for token in tokens] == stock(target, input_ids)[0, 6:].tolist()
+    assert max(map(len, rounds)) > 1
+    with pytest.raises(ValueError, match="a streamer takes one row"):
+        list(lm.stream(input_ids.repeat(2, 1), mask.repeat(2, 1), max_new_tokens=4, do_sample=False))
+
+
+def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
+    target, counted = tiny_target(vocab_size=VOCAB), []
+    lm = SpeculativeLM(target)
+    lm.round_listeners.append(counted.append)
+    for tokens in lm.stream(prompt(6), torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False):
+        assert len(tokens) == 1
+        break
+    assert len(counted) < 900 and not [each for each in threading.enumerate() if "headstart" in each.name]
+    assert torch.equal(ours(lm, prompt(6)).sequences, stock(target, prompt(6)))
+
+
+def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
+    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="chain:1", fallback=False)
+    assert ours(lm, input_ids).stats.max_depth == 1
+    for tree, depth in (("chain:3", 3), ("dynamic:6:2:3", 2), ([[0], [1]], 1), ("root", 0), ("drawn:chain:2", 2)):
+        found = ours(lm, input_ids, tree=tree)
+        assert found.stats.max_depth == depth and torch.equal(found.sequences, stock(target, input_ids))
+        one, other = (
+            ours(lm, input_ids, tree=tree, do_sample=True, generator=torch.Generator().manual_seed(1)).sequences
+            for _ in range(2)
+        )
+        assert torch.equal(one, other)
+    assert ours(lm, input_ids).stats.max_depth == 1  # and only for the call
+    assert ours(lm, input_ids, tree="drawn:chain:2", verifier="token", do_sample=True).stats.rounds > 0
+    with pytest.raises(ValueError, match="would be biased"):
+        ours(lm, input_ids, verifier="block")
+    with pytest.raises(ValueError, match="at most 3"):
+        ours(lm, input_ids, tree="chain:4")
+    with pytest.raises(ValueError, match="made already"):
+        ours(SpeculativeLM(target, lm.drafter), input_ids, tree="chain:2")
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile):
+    """Two of ours, of two drafters, and stock `generate` of padded prompts on the same model."""
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16)
+    lms = [
+        SpeculativeLM.from_pretrained(target, medusa(target), tree=tree, compile=compile)
+        for tree in ("chain:3", "auto")
+    ]
+    padded = torch.tensor([[0, 0, 5, 6], [3, 1, 2, 4]])
+    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    calls = [functools.partial(lm.generate, padded, **settings) for lm in lms]
+    calls.append(functools.partial(target.model.generate, padded, **settings))
+    expected, wrong = target.model.generate(padded, **settings), []
+    until = time.monotonic() + 3
+
+    def ask(call):
+        while time.monotonic() < until and not wrong:
+            try:
+                found = call()
+                if not torch.equal(getattr(found, "sequences", found), expected):
+                    wrong.append(found)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and target.config._attn_implementation == "sdpa"
