@@ -1,7 +1,7 @@
 """Adaptive drafting: plain steps or one of several trees, round by round, by measured tokens per second.
 
 A candidate's speed is what its rounds emit over what they take, and the fastest that was timed leads. Others are looked
-at for two rounds: of each token that is written `LOOK_SHARE` is put by, and what looks lose is paid from it. So the
+at for a few rounds: of each token that is written `LOOK_SHARE` is put by, and what looks lose is paid from it. So the
 loss is bounded however dear a look is, and cheap looks are frequent.
 
 Nothing but the clock and what was accepted before is looked at, so the output stays exact whatever is chosen.
@@ -27,12 +27,13 @@ from .guessing import Guesser, HeadDrafter, RootOnly
 from .planning import chain_length, default_dynamic_tree, default_length
 from .rounds import Drafter, Passage, Round, Start
 from .stopping import StoppingChain
-from .tree import DraftTree, DynamicShape, Origin, TreePolicy, tree_policy
+from .tree import DraftTree, DynamicShape, Origin, TreePolicy, TreeShape, tree_policy
 
 LOOK_SHARE = 0.01
 """Of what is written may be lost to looks at others than the fastest."""
-LOOK_ROUNDS = 2
-"""Of a look: the first of them may be slow, as a head catches up with plain steps, or something is made."""
+LOOK_ROUNDS = 4
+"""Of a look. The first of them are slower than others: a head catches up with plain steps, and its weights come from
+memory again."""
 MEMORY = 16
 """Rounds over which lengths are averaged, exponentially."""
 TIMED_ROUNDS = 5
@@ -328,7 +329,7 @@ def _policy(drafter: Drafter) -> TreePolicy:
 
 
 def candidate_trees(head: Guesser, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
-    """The trees to choose from where none is asked for, the most promising first: dynamic ones of a few sizes.
+    """The trees to choose from where none is asked for, the most promising first: a token, and dynamic trees.
 
     Args:
         head: whose trees.
@@ -342,14 +343,17 @@ def candidate_trees(head: Guesser, hint: TreePolicy | None, costs: RoundCosts) -
         nearest = min(sizes, key=lambda size: abs(math.log(size / hint.size)))
         sizes[sizes.index(nearest)] = hint.size
 
-    def worth(tree: DynamicShape) -> float:
+    def worth(tree: DynamicShape | TreeShape) -> float:
         return default_length(tree) / costs.seconds(tree.size, tree.depth)
 
-    def can_pay(tree: DynamicShape) -> bool:
+    def can_pay(tree: DynamicShape | TreeShape) -> bool:
         return chain_length([BEST_RATE], tree.depth) * costs.seconds(1, 0) > costs.seconds(tree.size, tree.depth)
 
     # twice as large, a level deeper
-    trees = [default_dynamic_tree(min(head.max_depth, size.bit_length(), size - 1), size) for size in sizes]
+    trees = [
+        TreeShape.chain(1) if size == 2 else default_dynamic_tree(min(head.max_depth, size.bit_length()), size)
+        for size in sizes
+    ]
     paying: list[TreePolicy] = [*sorted(filter(can_pay, trees), key=worth, reverse=True)]
     return paying or [trees[0]]
 

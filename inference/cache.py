@@ -81,6 +81,9 @@ class TreeCache(Cache):
         empty = [state.new_empty(batch_size, state.shape[1], 0, state.shape[3]) for state in states]
         self.keys, self.values = empty[: len(empty) // 2], empty[len(empty) // 2 :]
         self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        """Where the next forward's entries go."""
+        self._slots: dict[torch.device, Tensor] = {}
+        """The same on other devices, where layers lie."""
         self.read = 0
         """Tokens of every row that came with the prompts, padding too."""
         self.shown: int | None = None
@@ -101,7 +104,7 @@ class TreeCache(Cache):
         self.used = rounded(longest + guesses + new_tokens, STEP)
         self._grow(rounded(self.used + 1, BUCKET))  # never all of it: that would be a graph of its own
         new_N = counting(guesses + new_tokens, self.lengths_B.device)[guesses:]
-        self.slots_BN = self.lengths_B[:, None] + new_N
+        self.slots_BN, self._slots = self.lengths_B[:, None] + new_N, {}
         self.shown = None
 
     def keep(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
@@ -121,15 +124,13 @@ class TreeCache(Cache):
         """Bring the nodes of `path_BA` together behind the committed tokens; see `keep`."""
         accepted = path_BA.shape[1]
         if accepted > 1:
-            rows_B1 = row_numbers(path_BA)
             source_BA, target_BA = self.lengths_B[:, None] + path_BA, self.slots_BN[:, :accepted]
-            source_A, target_A = source_BA[0], target_BA[0]
-            for states in (*self.keys, *self.values):
-                if len(path_BA) == 1:  # takes half the time
-                    states.index_copy_(2, target_A, states.index_select(2, source_A))
-                    continue
-                slots_BSHE = states.transpose(1, 2)
-                slots_BSHE[rows_B1, target_BA] = slots_BSHE[rows_B1, source_BA]
+            for device in {states.device for states in self.keys}:
+                _move(
+                    [states for states in (*self.keys, *self.values) if states.device == device],
+                    source_BA.to(device),
+                    target_BA.to(device),
+                )
 
     def commit(self, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` tokens of the last forward where they lie: a chain needs no moving."""
@@ -141,15 +142,15 @@ class TreeCache(Cache):
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only."""
-        self.keys = [states[rows_R] for states in self.keys]
-        self.values = [states[rows_R] for states in self.values]
+        self.keys = [states[rows_R.to(states.device)] for states in self.keys]
+        self.values = [states[rows_R.to(states.device)] for states in self.values]
         self.lengths_B = self.lengths_B[rows_R]
 
     def replace(self, rows_R: Tensor, other: TreeCache) -> None:
         """Put the rows of another cache in the places of these."""
         self._grow(other.capacity)
         for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            states[rows_R, :, : other.capacity] = theirs
+            states[rows_R.to(states.device), :, : other.capacity] = theirs
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
@@ -165,8 +166,13 @@ class TreeCache(Cache):
         if layer == len(self.keys):
             for kept, new in ((self.keys, keys), (self.values, values)):
                 kept.append(new.new_zeros(*new.shape[:2], self.capacity, new.shape[3]))
-        write_slots(self.keys[layer], self.slots_BN, keys)
-        write_slots(self.values[layer], self.slots_BN, values)
+        slots_BN = self.slots_BN
+        if keys.device != slots_BN.device:  # of a model that is spread over several
+            if keys.device not in self._slots:
+                self._slots[keys.device] = slots_BN.to(keys.device)
+            slots_BN = self._slots[keys.device]
+        write_slots(self.keys[layer], slots_BN, keys)
+        write_slots(self.values[layer], slots_BN, values)
         return self.keys[layer][:, :, : self.shown], self.values[layer][:, :, : self.shown]
 
     def _grow(self, capacity: int) -> None:
@@ -177,6 +183,17 @@ class TreeCache(Cache):
         for kept in (self.keys, self.values):
             for layer, states in enumerate(kept):  # one at a time: both sizes of all would be twice the memory
                 kept[layer] = F.pad(states, (0, 0, 0, grown))
+
+
+def _move(kept: Sequence[Tensor], source_BA: Tensor, target_BA: Tensor) -> None:
+    """Copy entries of all layers from one slot to another, in place."""
+    rows_B1, source_A, target_A = row_numbers(source_BA), source_BA[0], target_BA[0]
+    for states in kept:
+        if len(source_BA) == 1:  # takes half the time
+            states.index_copy_(2, target_A, states.index_select(2, source_A))
+        else:
+            slots_BSHE = states.transpose(1, 2)
+            slots_BSHE[rows_B1, target_BA] = slots_BSHE[rows_B1, source_BA]
 
 
 class _TreeLayer(CacheLayerMixin):

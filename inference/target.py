@@ -72,6 +72,8 @@ class Target:
         self.packed_model: Any = None
         """The model with linear layers in our kernels, on a CPU, of other models."""
         self._packed_of: tuple[int, int] | None = None
+        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        """Whether its layers lie on several devices."""
         self.lock = threading.RLock()
         """Held by the generation that runs: kernels, drafters and what they learn are there once."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
@@ -235,11 +237,22 @@ class Target:
             slots_S = torch.arange(cache.capacity, device=self.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
             masks = self._masks(self._seen(cache.slots_BN, slots_S.expand(len(tokens_BT), -1), visible_BTS))
-        rows = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        output = self._ask(self._run, tokens_BT, cache.slots_BN, masks, cache, layers, rows)
+        output = self._ask(self._run, tokens_BT, cache.slots_BN, masks, cache, layers, self._wanted(kept, size))
+        if self.spread:  # the last ones, from the first that is wanted on
+            logits_BKV = output.logits_BNV[:, [place - kept[0] for place in kept]]
+            output = TargetOutput(logits_BKV, output.features_BNF)
         cache.commit(torch.full_like(cache.lengths_B, size))
         cache.read += size
         return output
+
+    def _wanted(self, kept: list[int], size: int) -> Tensor | int:
+        """How transformers is told the places whose logits are wanted.
+
+        By the number of the last ones if the LM head may lie on another device than the inputs: a tensor stays there.
+        """
+        if self.spread:
+            return size - kept[0] if kept else 1
+        return torch.tensor(kept, dtype=torch.int64, device=self.device)
 
     def _read_as_chains(
         self, tokens_BT: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -307,6 +320,9 @@ class Target:
         masks = self._masks(seen)
         if kept_K is None:
             kept_K = counting(new, self.device)
+        if self.spread:
+            output = self._ask(self._run, tokens_BN, positions_BN, masks, cache, layers, 0)
+            return TargetOutput(output.logits_BNV[:, kept_K], output.features_BNF)
         given = (tokens_BN, positions_BN, masks, cache, layers, kept_K)
         if self.graph is None or not cache.keys or not len(kept_K):
             return self._ask(self._run, *given)
