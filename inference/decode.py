@@ -41,7 +41,7 @@ from .deciding import Decider
 from .grow import drafter_of
 from .guessing import RootOnly
 from .hybrid import Hybrid
-from .loading import auto_trees, draft_models, guesser_of, loaded, source_of
+from .loading import adaptive_of, auto_trees, draft_models, guesser_of, loaded, source_of
 from .loop import Rules, speculate
 from .machine import check_threads
 from .planning import batch_budget, machine
@@ -237,6 +237,8 @@ class SpeculativeLM:
                 self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
         finally:
             self.listeners = listeners
+            for each in adaptive_of(self.drafter):  # this text says nothing of others
+                each.speeds.clear()
         return self
 
     def generate(

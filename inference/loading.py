@@ -38,6 +38,13 @@ def guesser_of(drafter: Drafter) -> Guesser | None:
     return drafter.head if isinstance(drafter, HeadDrafter) else None
 
 
+def adaptive_of(drafter: Drafter) -> list[AdaptiveDrafter]:
+    """All that choose in a drafter, itself too."""
+    if isinstance(drafter, AdaptiveDrafter):
+        return [drafter, *(inner for tree in drafter.trees for inner in adaptive_of(tree))]
+    return adaptive_of(drafter.head) if isinstance(drafter, Hybrid) else []
+
+
 def source_of(drafter: str | Drafter | None, target: Target, tree: Any) -> Drafter | None:
     """A drafter by name, or as it is; one that is not ours is watched.
 

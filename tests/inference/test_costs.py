@@ -11,6 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, costs, machine
 from headstart.inference.costs import SIZES, RoundCosts, measured_costs
+from headstart.inference.loading import adaptive_of
 from headstart.inference.seq2seq import Seq2SeqTarget
 
 TABLE = RoundCosts({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}, draft=0.25)
@@ -185,6 +186,7 @@ def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
         lm.listeners.append(heard.append)
         assert lm.warmup() is lm and "costs" in vars(lm), name
         assert heard == [] and torch.equal(torch.get_rng_state(), state)
+        assert not any(each.speeds for each in adaptive_of(lm.drafter))
         prompt = torch.arange(5)[None]
         written = lm.generate(prompt, max_new_tokens=6, do_sample=False).sequences
         stock = lm.target.model.generate(
