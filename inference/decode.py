@@ -142,8 +142,9 @@ class SpeculativeLM:
             dtype: of target and head, where they are loaded here; "auto" for the fastest on this machine of those that
                 are right for the model (see `dtypes`), float32 for a GGUF file.
             tree: what `tree_policy` takes, or "auto" for the tree that `headstart tree` found on this machine, or else
-                for dynamic trees of a few sizes, made smaller in batches so that a forward does not cost more than it
-                saves. Several with | between them: each round takes the one that has been fastest so far.
+                for a chain of one token and dynamic trees of a few sizes, made smaller in batches so that a forward
+                does not cost more than it saves. Several with | between them: each round takes the one that has been
+                fastest so far.
             verifier: see `__init__`.
             device: of target and head.
             revision: of the target's Hub id.

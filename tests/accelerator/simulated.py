@@ -233,8 +233,3 @@ def _made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 torch.tensor, torch.as_tensor = _made_on_host(torch.tensor), _made_on_host(torch.as_tensor)  # type: ignore[assignment]
-
-
-def moved(model: torch.nn.Module, device: str = "sim:0") -> torch.nn.Module:
-    """A model with all parameters and buffers on a simulated device."""
-    return model.to(device)

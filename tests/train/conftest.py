@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import subprocess
 import time
@@ -43,6 +44,29 @@ def taught(target_folder, conversations_file, tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def talking(target_folder, tokenizer, tmp_path_factory) -> Callable[[dict[str, float], float], Path]:
+    """Builds a target in float32 that writes tokens as likely as it is told: `talking(likely, noise)`.
+
+    One hidden dimension is the same everywhere, and the LM head reads from it how likely each token is; `noise` is what
+    its other weights are multiplied by.
+    """
+
+    def build(likely: dict[str, float], noise: float) -> Path:
+        model = AutoModelForCausalLM.from_pretrained(target_folder)
+        model.model.embed_tokens.weight.data[:, 0] = 40.0
+        shares = {tokenizer.encode(text, add_special_tokens=False)[0]: share for text, share in likely.items()}
+        model.lm_head.weight.data *= noise
+        for token in range(model.config.vocab_size):
+            model.lm_head.weight.data[token, 0] = math.log(shares.get(token, 1e-7)) / 5.6
+        folder = tmp_path_factory.mktemp("talker")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return build
 
 
 @pytest.fixture(scope="session")

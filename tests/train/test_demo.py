@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import subprocess
 import sys
 import time
@@ -24,19 +23,9 @@ LIKELY = {"<|im_end|>": 0.05, **dict.fromkeys("abcdefghijklmnopqrst", 0.05)}
 
 
 @pytest.fixture(scope="module")
-def talker(target_folder, tokenizer, tmp_path_factory):
+def talker(talking):
     """A target in float32 that writes words and ends its texts, with a head that starts as its own LM head."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target_folder)
-    model.model.embed_tokens.weight.data[:, 0] = 40.0
-    likely = {tokenizer.encode(text, add_special_tokens=False)[0]: share for text, share in LIKELY.items()}
-    model.lm_head.weight.data *= 0.3
-    for token in range(model.config.vocab_size):
-        model.lm_head.weight.data[token, 0] = math.log(likely.get(token, 1e-7)) / 5.6
-    folder = tmp_path_factory.mktemp("talker")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = talking(LIKELY, 0.3)
     target = Target.from_pretrained(folder, torch.bfloat16)
     head = MedusaHead(MedusaConfig(num_heads=2), target.info)
     head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
