@@ -105,8 +105,8 @@ class Speeds:
         self.running = self.leader = max(range(len(candidates)), key=self.speed)
         self.look = 0
         """Rounds that are left of the look that is under way."""
-        self.written = 0.0
-        """Tokens of the look."""
+        self.written = self.spent = 0.0
+        """Tokens of the look, and its seconds."""
         self.credit = 0.0 if measured else 1.0
         """Tokens that looks may cost."""
         self.behind = 0.0
@@ -142,7 +142,7 @@ class Speeds:
             self._lead()
             rival = self._rival()
             if rival is not None and self._loss(rival) <= max(self.credit, 0.0):
-                self.running, self.look, self.written = rival, LOOK_ROUNDS, 0.0
+                self.running, self.look, self.written, self.spent = rival, LOOK_ROUNDS, 0.0, 0.0
                 if self.leader == self.plain:  # the text has moved on since drafts were looked at
                     self.candidates[rival].rounds = 1
         return self.running
@@ -162,9 +162,11 @@ class Speeds:
                 if number not in (self.running, self.plain):
                     other.length = max(other.length * math.sqrt(ran.length / before), 1.0)
         if self.look:
-            self.look, self.written = self.look - 1, self.written + tokens
+            self.look, self.written, self.spent = self.look - 1, self.written + tokens, self.spent + seconds
             if not self.look:
-                self.credit -= max(self._loss(self.running, self.written), 0.0)
+                first = len(ran.seconds) == LOOK_ROUNDS  # what is done once in a process is not the look's
+                spent = LOOK_ROUNDS * self.price(self.running) if first else self.spent
+                self.credit -= max(spent * self.speed(self.leader) - self.written, 0.0)
         elif self.plain is not None and self.running != self.plain:
             self.behind += self.price(self.running) / self.price(self.plain) - tokens
 
@@ -191,17 +193,16 @@ class Speeds:
             return best
         return max(others, key=lambda number: self.candidates[number].unseen)
 
-    def _loss(self, number: int, tokens: float | None = None) -> float:
-        """What the leader would have written in the time of a look, over what was written, or over what is expected."""
-        expected = LOOK_ROUNDS * self.candidates[number].length
-        return LOOK_ROUNDS * self.price(number) * self.speed(self.leader) - (expected if tokens is None else tokens)
+    def _loss(self, number: int) -> float:
+        """What the leader would write in the time of a look, over what is expected of the look."""
+        return LOOK_ROUNDS * (self.price(number) * self.speed(self.leader) - self.candidates[number].length)
 
 
 class AdaptiveDrafter(Drafter):
     """Plain steps, or one of several trees that one drafter grows: whichever has been fastest.
 
     What was learned stays from one generation to the next. The time of a round is all of it: draft, forward, rule,
-    host, and what the drafter learns, also of plain rounds, whose tokens a head is shown when it is asked again.
+    host, and what the drafter learns. Prompts, and tokens of plain rounds, are shown to a head when it is asked next.
 
     Where drawn trees are sampled with, another tree would give a seed another text: nothing is chosen then, and the
     first tree is taken each round.
@@ -257,6 +258,7 @@ class AdaptiveDrafter(Drafter):
             tree.begin(start)
         for tree in self._heads_trees():
             tree.shared = self._heads_trees()[0].shared
+            tree.shared.waits = self.plain and self._chooses
 
     def read(self, passage: Passage) -> None:
         """The prompts, once for all."""

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from .compiled import Graph
 
 READ_TOKENS = 512
-"""Tokens that a head is shown at once, of the prompts and of rounds without guesses: its mask has as many rows, and
-features of so many are kept."""
+"""Tokens that a head is shown at once: its mask has as many rows."""
+HELD_TOKENS = 8192
+"""Tokens of each row whose features are kept, until drafts are asked for, that a head was not shown yet."""
 
 
 class Guesser(Protocol):
@@ -72,8 +73,17 @@ class Shared:
     state: Any = None
     unread: bool = True
     """Whether nothing was shown yet."""
+    waits: bool = False
+    """Whether the prompts are shown only when drafts are asked for, for they may never be."""
+    prompts: list[Passage] = field(default_factory=list)
+    """Not shown yet."""
     missed: list[Passage] = field(default_factory=list)
     """Rounds without guesses, one token a row each, that the head is shown when it is asked again, all at once."""
+
+    @property
+    def held(self) -> int:
+        """Tokens of a row that were not shown yet."""
+        return sum(each.tokens_BT.shape[1] for each in self.prompts) + len(self.missed)
 
 
 class HeadDrafter(Drafter):
@@ -107,22 +117,31 @@ class HeadDrafter(Drafter):
         return self.shared.state
 
     def _catch_up(self) -> None:
-        """Show the head what it missed: all but the newest token at once, and that one as after any round."""
-        missed, self.shared.missed = self.shared.missed, []
+        """Show the head what it missed: of rounds all but the newest at once, and that one as after any round."""
+        prompts, missed = self.shared.prompts, self.shared.missed
+        self.shared.prompts, self.shared.missed = [], []
+        for prompt in prompts:
+            self._show(prompt)
         if len(missed) > 1:
             parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in missed[:-1]]
             tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
             count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
-            self.read(Passage(tokens_BT, next_BT, features_BTF, count_B))
+            self._show(Passage(tokens_BT, next_BT, features_BTF, count_B))
         if missed:
-            self.read(missed[-1])
+            self._show(missed[-1])
 
     def begin(self, start: Start) -> None:
         """An empty state."""
         self.shared = Shared(self.head.begin(self.ends, start.batch_size, start.capacity, *self.room))
 
     def read(self, passage: Passage) -> None:
-        """Show the head a part of the prompts."""
+        """Show the head a part of the prompts, now or when drafts are asked for."""
+        self.shared.prompts.append(passage)
+        if not self.shared.waits or self.shared.held > HELD_TOKENS:
+            self._catch_up()
+
+    def _show(self, passage: Passage) -> None:
+        """Show the head what the target has read or written."""
         tokens_BT, lengths_B = passage.next_tokens_BT, passage.lengths_B
         if self.shared.unread and self.head.reads_from_start:
             tokens_BT, lengths_B = torch.cat([passage.tokens_BT[:, :1], tokens_BT], dim=1), lengths_B + 1
@@ -130,7 +149,7 @@ class HeadDrafter(Drafter):
             part = slice(start, start + READ_TOKENS)
             count_B = (lengths_B - start).clamp(0, READ_TOKENS)
             self.shared.state = self.head.observe(
-                self.state, passage.features_BTF[:, part], tokens_BT[:, part], count_B
+                self.shared.state, passage.features_BTF[:, part], tokens_BT[:, part], count_B
             )
         self.shared.unread = False
 
@@ -182,7 +201,7 @@ class HeadDrafter(Drafter):
             lengths_B = finished.verdict.lengths_B
             missed = Passage(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, lengths_B)
             self.shared.missed.append(missed)
-            if len(self.shared.missed) == READ_TOKENS:
+            if self.shared.held > HELD_TOKENS:
                 self._catch_up()
             return
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
@@ -192,7 +211,10 @@ class HeadDrafter(Drafter):
 
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""
-        self.shared.state = self.state.select(rows_R)
+        shared = self.shared
+        shared.state = shared.state.select(rows_R)
+        shared.prompts = [each.select(rows_R) for each in shared.prompts]
+        shared.missed = [each.select(rows_R) for each in shared.missed]
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         """Take over the rows of another one of this head."""

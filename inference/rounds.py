@@ -40,6 +40,11 @@ class Passage:
     lengths_B: Tensor
     """How many tokens of each row count; 0 where a prompt has ended before."""
 
+    def select(self, rows_R: Tensor) -> Passage:
+        """These rows of it."""
+        kept = (each[rows_R] for each in (self.tokens_BT, self.next_tokens_BT, self.features_BTF, self.lengths_B))
+        return Passage(*kept)
+
     def newest(self, before: Sequence[int]) -> list[int]:
         """Each row's last token on the host, which waits for it; `before` of a row of which nothing counts."""
         # sync: once for 2048 tokens of the prompts

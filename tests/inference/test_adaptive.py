@@ -10,7 +10,7 @@ import torch
 from useless_drafter import Useless
 
 from headstart.heads.checkpoint import HeadFacts, build_head
-from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
+from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, guessing
 from headstart.inference.adaptive import (
     LOOK_ROUNDS,
     LOOK_SHARE,
@@ -138,11 +138,21 @@ def test_a_cost_that_was_measured_decides_the_first_choice():
 
 
 @pytest.mark.parametrize("cost", [1.2, 3.0, 5.0, 20.0])
-def test_looks_lose_what_was_put_by_for_them_however_dear_they_are(cost):
-    machine, tokens = Machine([1.0, cost], first=1.0), 20_000
+@pytest.mark.parametrize("reading", [0.0, 30.0])
+def test_looks_lose_what_was_put_by_for_them_however_dear_they_are(cost, reading):
+    """`reading` is what a head takes, when it is asked again, to read what it was not shown."""
+
+    class Reading(Machine):
+        asked = 0
+
+        def seconds(self, candidate, written):
+            self.asked = (self.asked + 1) * candidate
+            return self.cost[candidate] + reading * (self.asked == 1)
+
+    machine, tokens = Reading([1.0, cost], first=1.0), 40_000
     seconds, rounds = decode(candidates(machine, machine.cost), machine, lambda *_: 1, tokens)
-    look = LOOK_ROUNDS * (cost * (1 + MARGIN) - 1)
-    assert seconds - tokens <= LOOK_SHARE * tokens + look
+    look = (LOOK_ROUNDS * cost + reading) * (1 + MARGIN) - LOOK_ROUNDS
+    assert seconds - tokens <= LOOK_SHARE * tokens + look + reading  # the first time is the program's
     assert rounds[1] >= LOOK_ROUNDS * (LOOK_SHARE * tokens // look - 1) > 0
 
 
@@ -235,20 +245,25 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
 
 
 @pytest.mark.parametrize("slots", [None, 2])
-def test_what_was_written_plainly_is_shown_later(target, clock, monkeypatch, slots):
-    """A model that drafts for itself stays right about everything after plain rounds."""
-    choices = itertools.cycle([1, *[0] * 9, 1, 0, 1, 1, 0])
+@pytest.mark.parametrize("held", [2, 8192])
+def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeypatch, slots, held):
+    """A model that drafts for itself stays right about everything, whenever it is asked, and whoever has ended."""
+    choices = itertools.cycle([*[0] * 9, 1, 1, 0, 1, 1, 0])
 
     def choose(self):
         self.running = next(choices)
         return self.running
 
     monkeypatch.setattr(Speeds, "choose", choose)
-    rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    monkeypatch.setattr(guessing, "HELD_TOKENS", held)
+    rows, mask = torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
+    settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "slots": slots}
+    text = written(SpeculativeLM(target), 41).sequences[0, 3:].tolist()
+    end = next(token for place, token in enumerate(text) if place == text.index(token) and place > 2)
     lm = SpeculativeLM(target, AdaptiveDrafter([draft_model(target, target, "chain:3")], clock=clock))
-    settings = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 41, "do_sample": False, "slots": slots}
-    stats = lm.generate(rows, **settings).stats
+    stats = lm.generate(rows, **settings, eos_token_id=end, pad_token_id=0).stats
     assert {record.returned for row in stats.rows for record in row[:-1]} == {1, 4}
+    assert len({len(row) for row in stats.rows}) > 1, "nobody has ended before another"
 
 
 def test_of_several_trees_the_fastest_is_found(target, clock):
