@@ -2,8 +2,9 @@
 
 import importlib
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+import headstart
 
 repository = Path(sys.argv[1]).resolve()
 modules = 0
@@ -16,4 +17,5 @@ for name in ("heads", "inference", "train", "scripts"):
     missing = sorted(str(path) for path in wanted if not (installed / path).is_file())
     assert not missing, f"the wheel's headstart.{name} lacks {', '.join(missing)}; packages must stay flat"
     modules += len(wanted)
-print(f"headstart {version('headstart')}: 4 packages imported, {modules} modules in the wheel")
+assert (Path(headstart.__file__).parent / "py.typed").is_file(), "type checkers take no hints without py.typed"
+print(f"headstart {headstart.__version__}: 4 packages imported, {modules} modules in the wheel")

@@ -84,6 +84,19 @@ class TargetEnds:
     """The final norm."""
     blocks: Sequence[nn.Module]
     """The decoder blocks, which a head may start from."""
+    logit_scale: float = 1.0
+    """Factor of what the LM head gives: Cohere's logit_scale, the inverse of Granite's logits_scaling."""
+    logit_cap: float | None = None
+    """Gemma 2's final_logit_softcapping: logits are bent into (-cap, cap)."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Final-norm states [..., D] to the target's logits [..., V]: cap tanh(scale (W x + b) / cap)."""
+        return self.scaled(self.lm_head(states))
+
+    def scaled(self, products: Tensor) -> Tensor:
+        """What the LM head gave, [..., V], as logits."""
+        logits = products if self.logit_scale == 1 else products * self.logit_scale
+        return logits if self.logit_cap is None else self.logit_cap * (logits / self.logit_cap).tanh()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from .layers import (
     Rotary,
     TrainingTimeTest,
     llama_config,
+    required_gain,
     start_layer,
     target_layer_weights,
 )
@@ -71,16 +72,7 @@ class CutHead(DraftHead):
         self.max_depth = config.depth
         self.feature_layers = ()
         self.num_layers = config.num_layers or max(1, target.num_layers // 7)
-        self.shape = LayerShape(
-            hidden_size=target.hidden_size,
-            intermediate_size=target.intermediate_size,
-            num_attention_heads=target.num_attention_heads,
-            num_key_value_heads=target.num_key_value_heads,
-            head_dim=target.head_dim,
-            hidden_act=target.hidden_act,
-            rms_norm_eps=target.rms_norm_eps,
-            qk_norm=False,
-        )
+        self.shape = LayerShape.of(target)
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(self.num_layers))
         self.norm = RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(target, target.head_dim)
@@ -90,8 +82,8 @@ class CutHead(DraftHead):
         """Start from the target's first blocks if so asked; the vocabulary is the target's own."""
         if self.config.start == "first":
             for i, layer in enumerate(self.layers):
-                start_layer(layer, target_layer_weights(ends.blocks, i, "cut"), f"layer {i}", "cut")
-            self.norm.load_state_dict(ends.norm.state_dict())
+                start_layer(layer, target_layer_weights(ends.blocks, i, self.target, "cut"), f"layer {i}", "cut")
+            self.norm.load_state_dict({"weight": required_gain(ends.norm, self.target, "cut")})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`: one depth while training, for all are the same; each while evaluating."""
@@ -120,7 +112,7 @@ class CutHead(DraftHead):
         assert isinstance(state, PathState)
         if state.depth > 0:
             state = self._step(state, tokens_BW, parents_BW)
-        return state.ends.lm_head(state.hidden_BWD), replace(state, depth=state.depth + 1)
+        return state.ends.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
     def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
         """Run the layers on a frontier below the root."""

@@ -36,6 +36,7 @@ from .layers import (
     Rotary,
     TrainingTimeTest,
     llama_config,
+    required_gain,
     start_layer,
     target_layer_weights,
 )
@@ -116,16 +117,7 @@ class EagleHead(DraftHead):
         super().__init__(config, target)
         self.max_depth = config.depth
         self.feature_layers = (-1,)
-        shape = LayerShape(
-            hidden_size=target.hidden_size,
-            intermediate_size=config.intermediate_size or target.intermediate_size,
-            num_attention_heads=config.num_attention_heads or target.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
-            head_dim=config.head_dim or target.head_dim,
-            hidden_act=target.hidden_act,
-            rms_norm_eps=config.rms_norm_eps or target.rms_norm_eps,
-            qk_norm=False,  # servers read a plain Llama layer
-        )
+        shape = LayerShape.of(target, config)  # without norms of queries and keys: servers read a plain Llama layer
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers))
@@ -136,15 +128,16 @@ class EagleHead(DraftHead):
         """Start the layers from the target's if so asked; the vocabulary is the target's own, so nothing is counted."""
         if self.config.start != "random":
             block = -1 if self.config.start == "last" else int(self.config.start)
-            self._start_from(target_layer_weights(ends.blocks, block, "eagle"), ends.norm)
+            weights = target_layer_weights(ends.blocks, block, self.target, "eagle")
+            self._start_from(weights, required_gain(ends.norm, self.target, "eagle"))
 
-    def _start_from(self, block: dict[str, Tensor], norm: nn.Module) -> None:
+    def _start_from(self, block: dict[str, Tensor], gain_D: Tensor) -> None:
         """Every layer as the target's block, between features instead of the residual stream that they come from.
 
         With g the final norm's gain and s the stream's size, a feature is f = g x / s; the block's maps are turned
         into maps of f. The feature goes through `fc` unchanged, the embedding starts silent.
         """
-        gain_D = wide(norm(torch.ones_like(block["input_layernorm.weight"])))
+        gain_D = wide(gain_D)
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
         block = {name: wide(tensor) for name, tensor in block.items()}
         into_D = block["input_layernorm.weight"] / gain_D
@@ -240,7 +233,7 @@ class EagleHead(DraftHead):
         assert isinstance(state, PathState)
         if state.depth > 0:
             state = self._step(state, tokens_BW, parents_BW)
-        return state.ends.lm_head(state.hidden_BWD), replace(state, depth=state.depth + 1)
+        return state.ends.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
     def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
         """Run the layers on a frontier below the root."""

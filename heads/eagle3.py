@@ -34,6 +34,7 @@ from .layers import (
     Rotary,
     TrainingTimeTest,
     llama_config,
+    norm_gain,
     start_layer,
     target_layer_weights,
 )
@@ -150,16 +151,7 @@ class Eagle3Head(DraftHead):
         check_size(config.draft_vocab_size, target.vocab_size, "eagle3")
         self.max_depth = config.depth
         self.feature_layers = fused_layers(config.feature_layers, target)
-        shape = LayerShape(
-            hidden_size=config.hidden_size or target.hidden_size,
-            intermediate_size=config.intermediate_size or target.intermediate_size,
-            num_attention_heads=config.num_attention_heads or target.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads or target.num_key_value_heads,
-            head_dim=config.head_dim or target.head_dim,
-            hidden_act=target.hidden_act,
-            rms_norm_eps=config.rms_norm_eps or target.rms_norm_eps,
-            qk_norm=config.qk_norm,
-        )
+        shape = LayerShape.of(target, config)
         self.shape = shape
         fused = len(self.feature_layers)
         if config.fc_norm:
@@ -207,14 +199,14 @@ class Eagle3Head(DraftHead):
             tokens_V = torch.arange(self.target.vocab_size, device=self.embed_tokens.weight.device)
             self.embed_tokens.weight.copy_(ends.embed(tokens_V))
         if self.config.start_lm_head and same_width:
-            rows, weight_VD = self.vocabulary_V, ends.lm_head.weight
+            rows, weight_VD = self.vocabulary_V, ends.lm_head.weight * ends.logit_scale
             self.lm_head.weight.copy_(weight_VD if rows is None else weight_VD[rows.to(weight_VD.device)])
-            scale_D = getattr(ends.norm, "weight", None)
-            if isinstance(scale_D, Tensor):
-                self.norm.weight.copy_(scale_D)
+            gain_D = norm_gain(ends.norm, self.target.hidden_size)
+            if gain_D is not None:
+                self.norm.weight.copy_(gain_D)
         if self.config.start != "random":
             block = -1 if self.config.start == "last" else int(self.config.start)
-            self._start_from(target_layer_weights(ends.blocks, block, "eagle3"))
+            self._start_from(target_layer_weights(ends.blocks, block, self.target, "eagle3"))
 
     def _start_from(self, block: dict[str, Tensor]) -> None:
         """Every layer as the target's block; the last fused feature goes through `fc` unchanged."""
@@ -225,7 +217,8 @@ class Eagle3Head(DraftHead):
             weight = block[f"self_attn.{kind}_proj.weight"]
             # The half that reads the state is the target's; the half that reads the embedding starts silent.
             own[f"self_attn.{kind}_proj.weight"] = torch.cat([torch.zeros_like(weight), weight], dim=1)
-        own["self_attn.o_proj.weight"] = block["self_attn.o_proj.weight"]
+        same = ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm")
+        own |= {name: tensor for name, tensor in block.items() if name.startswith(same)}
         start_layer(self.midlayer, own, "the first layer", "eagle3")
         for name, layer in self.layers.items():
             start_layer(layer, block, f"layer {name}", "eagle3")

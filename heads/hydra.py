@@ -16,7 +16,7 @@ biases on R and the LM heads, and a norm behind the prefix layer: `bias` and `pr
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -154,16 +154,7 @@ class HydraHead(DraftHead):
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         if config.prefix_layer:
-            shape = LayerShape(
-                hidden_size=width,
-                intermediate_size=target.intermediate_size,
-                num_attention_heads=target.num_attention_heads,
-                num_key_value_heads=target.num_key_value_heads,
-                head_dim=target.head_dim,
-                hidden_act=target.hidden_act,
-                rms_norm_eps=target.rms_norm_eps,
-                qk_norm=False,
-            )
+            shape = LayerShape.of(target)
             self.prefix = DecoderLayer(shape)
             # It starts by passing on what it is given, so that a new head is its LM head here too.
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
@@ -191,7 +182,7 @@ class HydraHead(DraftHead):
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, self.config.word))
         if self.config.lm_head == "own":
-            weight_VD = ends.lm_head.weight.detach()
+            weight_VD = ends.lm_head.weight.detach() * ends.logit_scale
             rows = weight_VD if self.token_map is None else weight_VD[self.token_map.to(weight_VD.device)]
             for lm_head in self.lm_heads:
                 zero = {"bias": rows.new_zeros(len(rows))} if self.config.bias else {}
@@ -201,9 +192,10 @@ class HydraHead(DraftHead):
         """See `DraftHead.forward`."""
         anchors = Anchors.of(features.loss_mask_BT, self.max_depth)
         hiddens = self.drafts(features, anchors.index_N)
-        lm_heads = [self._lm_head(depth, features.ends) for depth in range(self.max_depth)]
+        shared = self.config.lm_head == "shared"
+        lm_heads = [features.ends.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.weight for lm_head in lm_heads]
-        if self.config.bias and self.config.lm_head == "own":  # a state of 1 carries the bias
+        if self.config.bias and not shared:  # a state of 1 carries the bias
             hiddens = [F.pad(hidden_ND, (0, 1), value=1.0) for hidden_ND in hiddens]
             heads = [torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads]
         # A shared LM head may be narrower than the states; the target's own logits are made in its dtype too.
@@ -262,7 +254,8 @@ class HydraHead(DraftHead):
         path_BWP = torch.cat([state.path_BWP.gather(1, parents_BWP), tokens_BW[..., None]], dim=-1)
         state_BWD = state.state_B1D.expand(-1, tokens_BW.shape[1], -1)
         hidden_BWD = self._draft(state.depth, state_BWD, path_BWP, state.ends)
-        logits_BWV = self._lm_head(state.depth, state.ends)(hidden_BWD)
+        lm_head = state.ends.logits if self.config.lm_head == "shared" else self.lm_heads[state.depth]
+        logits_BWV = lm_head(hidden_BWD)
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
     def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, memory: Memory) -> Tensor:
@@ -314,10 +307,6 @@ class HydraHead(DraftHead):
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
-
-    def _lm_head(self, depth: int, ends: TargetEnds) -> nn.Linear:
-        shared = self.config.lm_head == "shared"
-        return ends.lm_head if shared else cast(nn.Linear, self.lm_heads[depth])
 
 
 class HydraPlusPlusHead(HydraHead):

@@ -9,12 +9,14 @@ Letters in tensor names: B batch, T time, H heads, G key-value heads, E head siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -22,7 +24,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .attention import masked_attention
-from .base import RowCache, TargetInfo
+from .base import RowCache, TargetInfo, wide
 
 SCORES = 2**22
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
@@ -41,6 +43,13 @@ class LayerShape:
     rms_norm_eps: float
     qk_norm: bool
     """RMSNorm on each head's queries and keys, as in Qwen3."""
+
+    @classmethod
+    def of(cls, target: TargetInfo, own: Any = None) -> LayerShape:
+        """The target's dimensions, but for those that a head's config gives, and no norms of queries and keys."""
+        names = [key.name for key in fields(cls) if key.name != "qk_norm"]
+        chosen = {name: getattr(own, name, None) or getattr(target, name) for name in names}
+        return cls(**chosen, qk_norm=getattr(own, "qk_norm", False))
 
     def __post_init__(self) -> None:
         """Refuse dimensions that do not fit each other."""
@@ -357,36 +366,107 @@ def llama_config(
     }
 
 
-def target_layer_weights(blocks: Sequence[nn.Module], layer: int, head: str) -> dict[str, Tensor]:
-    """The weights of one of the target's blocks, for a head that starts from it.
+@torch.no_grad()
+def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
+    """The gain g of an RMSNorm g x / rms(x), however a model keeps it (Gemma's weight is g - 1); else None."""
+    weights = {name: _whole(weight) for name, weight in norm.named_parameters()}
+    if len(weights) != 1:
+        return None
+    (weight,) = weights.values()
+
+    def normed(x_D: Tensor) -> Tensor:
+        return functional_call(norm, weights, (x_D.to(weight)[None],))[0]
+
+    gain_D = normed(torch.full((size,), 1024.0))  # so large that what is added to the variance is nothing
+    x_D = torch.linspace(-1024, 2048, size)  # of which the mean is not 0, as a LayerNorm would make it
+    expected_D = wide(gain_D) * (x_D / x_D.square().mean().sqrt()).to(gain_D.device)
+    return gain_D if torch.allclose(wide(normed(x_D)), expected_D, rtol=2e-2, atol=1e-3) else None
+
+
+def required_gain(norm: nn.Module, target: TargetInfo, head: str) -> Tensor:
+    """As `norm_gain`, for a head that starts from a target's layers.
 
     Raises:
-        ValueError: a block that is not there, or is no Llama-like decoder layer.
+        ValueError: the norm is no RMSNorm.
+    """
+    gain_D = norm_gain(norm, target.hidden_size)
+    if gain_D is None:
+        raise ValueError(f"{head} cannot start from {target.name!r}: its norm is no RMSNorm; choose start: random")
+    return gain_D
+
+
+@torch.no_grad()
+def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: TargetInfo, head: str) -> dict[str, Tensor]:
+    """One of the target's blocks as weights of a `DecoderLayer`, for a head that starts from it.
+
+    The layer is compared with the block on a few states: what computes in another way is refused, not approximated.
+
+    Raises:
+        ValueError: a block that is not there, or that is no Llama layer; with the reason.
     """
     if not -len(blocks) <= layer < len(blocks):
         raise ValueError(f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0")
-    weights = {name: tensor.detach() for name, tensor in blocks[layer].state_dict().items()}
-    needed = [
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        *(f"self_attn.{kind}_proj.weight" for kind in "qkvo"),
-        *(f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")),
-    ]
-    missing = [name for name in needed if name not in weights]
-    if missing:
-        raise ValueError(
-            f"{head} cannot start from block {layer} of the target, which has no {missing[0]!r}; choose start: random"
-        )
+    block = blocks[layer]
+    where = f"{head} cannot start from block {layer} of {target.name!r}, a {type(block).__name__}"
+    weights = {name: _whole(tensor.detach()) for name, tensor in block.state_dict().items()}
+    ours = DecoderLayer(replace(LayerShape.of(target), qk_norm="self_attn.q_norm.weight" in weights))
+    for name in sorted(ours.state_dict().keys() ^ weights.keys()):
+        what = "has, unlike a Llama layer," if name in weights else "lacks"
+        raise ValueError(f"{where}, which {what} {name!r}; choose start: random")
+    for name, module in ours.named_modules():
+        if isinstance(module, RMSNorm):
+            gain = norm_gain(block.get_submodule(name), len(weights[f"{name}.weight"]))
+            if gain is None:
+                raise ValueError(f"{where}, whose {name} is no RMSNorm; choose start: random")
+            weights[f"{name}.weight"] = gain
+    ours = ours.to(weights["mlp.up_proj.weight"])
+    start_layer(ours, weights, f"block {layer}", head)
+    if not _alike(ours, block, target):
+        raise ValueError(f"{where}, which computes something else than a Llama layer; choose start: random")
     return weights
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a weight, of which this process may hold a part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
+    """Whether a layer and a target's block answer a short text alike."""
+    weight = ours.mlp.up_proj.weight
+    flex = getattr(getattr(block.self_attn, "config", None), "_attn_implementation", "") == "flex_attention"
+    time = 1 if flex else 4  # which takes no such mask
+    x_1TD = torch.randn(1, time, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight)
+    places_1T = torch.arange(time, device=weight.device)[None]
+    rotary = Rotary(target, target.head_dim)(places_1T, weight.dtype)
+    hidden_TT = torch.ones(time, time, dtype=torch.bool, device=weight.device).triu(1)
+    mask_11TT = torch.zeros_like(hidden_TT, dtype=weight.dtype).masked_fill(hidden_TT, torch.finfo(weight.dtype).min)
+    try:
+        found = block(
+            x_1TD,
+            position_embeddings=rotary,
+            attention_mask=None if flex else mask_11TT[None, None],
+            position_ids=places_1T,
+        )
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    moved_1TD = (found[0] if isinstance(found, tuple) else found) - x_1TD
+    apart = (ours(x_1TD, rotary, TrainingTimeTest(1).at(0), 0) - x_1TD - moved_1TD).norm() / moved_1TD.norm()
+    return bool(apart < (1e-3 if weight.dtype in (torch.float32, torch.float64) else 5e-2))
+
+
 def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:
-    """Load starting values that must fit; what the target's block has beyond them (biases) is left out.
+    """Load starting values that must fit.
 
     Raises:
-        ValueError: a weight of another shape; named.
+        ValueError: a weight of another shape, or norms of queries and keys that the layer has no place for; named.
     """
     own = layer.state_dict()
+    if "self_attn.q_norm.weight" in weights.keys() - own.keys():
+        raise ValueError(
+            f"{head} cannot start {where} from the target's block, which has norms of queries and keys; choose "
+            "start: random, or where there is such an option qk_norm: true"
+        )
     for name, tensor in own.items():
         if name in weights and weights[name].shape != tensor.shape:
             raise ValueError(

@@ -130,6 +130,8 @@ def draft_loss(
     depths = len(hiddens)
     weights = list({id(weight): weight for weight in lm_heads}.values())
     which = [next(i for i, weight in enumerate(weights) if weight is own) for own in lm_heads]
+    ends = features.ends
+    shared = [own is ends.lm_head.weight for own in lm_heads]  # the target's, with its bias and its scale
     dtype = wide(hiddens[0][:0]).dtype
     device = hiddens[0].device
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
@@ -137,8 +139,13 @@ def draft_loss(
     wanted = [name for name, weight in objective.loss.items() if weight > 0 and name in LOSSES]
     needs_target, needs_mass = wanted not in ([], ["ce"]), not NEED_MASS.isdisjoint(wanted)
     tokens_R = features.tokens_BT.flatten()
-    largest = max(features.ends.lm_head.weight.shape[0], *(len(weight) for weight in weights))
+    largest = max(ends.lm_head.weight.shape[0], *(len(weight) for weight in weights))
     size = max(64, CHUNK_ELEMENTS // largest)
+
+    def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        if shared[k]:
+            return wide(ends.scaled(F.linear(hidden_ND, weight_VD, ends.lm_head.bias)))
+        return wide(F.linear(hidden_ND, weight_VD))
 
     def of_chunk(
         rows_NK: Tensor, valid_NK: Tensor, hidden: Sequence[Tensor], heads: Sequence[Tensor]
@@ -146,10 +153,11 @@ def draft_loss(
         """The weighted loss of each depth, one after the other."""
         labels_NK = draft_ids(tokens_R[rows_NK + 1], vocabulary_V)
         judge = _Judge(features, rows_NK[valid_NK], vocabulary_V, needs_mass) if needs_target else None
-        weights_NK = _depth_weights(objective, hidden, heads, labels_NK, valid_NK)
+        of_depths = (logits(k, *pair) for k, pair in enumerate(zip(hidden, heads, strict=True)))
+        weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype)
         for k in range(depths):
             chosen = valid_NK[:, k].nonzero()[:, 0]
-            logits_NV = wide(F.linear(hidden[k][chosen], heads[k]))
+            logits_NV = logits(k, hidden[k][chosen], heads[k])
             labels_N = labels_NK[chosen, k]
             best = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
             hits_KI[k, : best.shape[-1]] += (best == labels_N[:, None]).sum(0)
@@ -193,7 +201,7 @@ class _Judge:
         self.rows_U = rows.unique()
         lm_head = features.ends.lm_head
         states_UD = features.last_BTD.flatten(0, 1)[self.rows_U]
-        logits_UV = lm_head(states_UD.to(lm_head.weight.dtype))
+        logits_UV = features.ends.logits(states_UD.to(lm_head.weight.dtype))
         chosen_UV = logits_UV if vocabulary_V is None else logits_UV[:, vocabulary_V]
         self.covered_U = chosen_UV.amax(-1) >= logits_UV.amax(-1)
         chosen_UV = wide(chosen_UV)
@@ -262,16 +270,16 @@ NEED_MASS = {"tv", "lk_alpha", "lk_lambda"}
 
 
 def _depth_weights(
-    objective: Objective, hidden: Sequence[Tensor], heads: Sequence[Tensor], labels_NK: Tensor, valid_NK: Tensor
+    objective: Objective, of_depths: Iterator[Tensor], labels_NK: Tensor, valid_NK: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """weights_NK of the loss at each anchor and depth."""
-    if objective.depth_weights == "decay":
-        depth_K = torch.arange(len(hidden), device=valid_NK.device)
-        decay_K = torch.full_like(depth_K, objective.decay, dtype=wide(hidden[0][:0]).dtype)
-        return decay_K.pow(depth_K).expand_as(valid_NK)
+    """weights_NK of the loss at each anchor and depth; `of_depths` gives each depth's logits_NV."""
     with torch.no_grad():
-        logits = (wide(F.linear(states, weight)) for states, weight in zip(hidden, heads, strict=True))
-        nll_NK = torch.stack([_ce(row.log_softmax(-1), labels_NK[:, k], None) for k, row in enumerate(logits)], dim=1)
+        if objective.depth_weights == "decay":
+            depth_K = torch.arange(valid_NK.shape[1], device=valid_NK.device)
+            return torch.full_like(depth_K, objective.decay, dtype=dtype).pow(depth_K).expand_as(valid_NK)
+        nll_NK = torch.stack(
+            [_ce(logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
+        )
         usable_NK = valid_NK & (labels_NK >= 0)
         reach_NK = torch.where(usable_NK, (-nll_NK).exp(), 0).cumprod(-1)
         return reach_NK.flip(-1).cumsum(-1).flip(-1)

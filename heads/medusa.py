@@ -11,7 +11,7 @@ decay^i (section 2.2.1). The loss covers the positions whose root and whole draf
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ class MedusaHead(DraftHead):
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, "medusa"))
         if self.config.lm_head == "own":
-            weight_VD = ends.lm_head.weight.detach()
+            weight_VD = ends.lm_head.weight.detach() * ends.logit_scale
             rows = weight_VD if self.token_map is None else weight_VD[self.token_map.to(weight_VD.device)]
             for lm_head in self.lm_heads:
                 lm_head.load_state_dict({"weight": rows})
@@ -129,7 +129,9 @@ class MedusaHead(DraftHead):
         anchors = Anchors.of(features.loss_mask_BT, self.max_depth)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
         hiddens = [block(states_ND) for block in self.blocks]
-        heads = [self._lm_head(depth, features.ends).weight for depth in range(self.max_depth)]
+        shared = self.config.lm_head == "shared"
+        lm_heads = [features.ends.lm_head] * self.max_depth if shared else [*self.lm_heads]
+        heads = [lm_head.get_parameter("weight") for lm_head in lm_heads]
         matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
         return draft_loss(matching, heads, self.token_map, features, anchors, self.config.objective, ranks)
 
@@ -143,7 +145,9 @@ class MedusaHead(DraftHead):
         """See `DraftHead.observe`; only the last committed feature matters, and all heads run on it at once."""
         rows = torch.arange(len(lengths_B), device=lengths_B.device)
         last_BF = features_BAF[rows, lengths_B - 1]
-        logits = [self._lm_head(i, state.ends)(self.blocks[i](last_BF)) for i in range(state.max_depth)]
+        shared = self.config.lm_head == "shared"
+        lm_heads = [state.ends.logits] * self.max_depth if shared else self.lm_heads
+        logits = [lm_heads[i](self.blocks[i](last_BF)) for i in range(state.max_depth)]
         return MedusaState(state.ends, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, MedusaState]:
@@ -182,7 +186,3 @@ class MedusaHead(DraftHead):
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """See `DraftHead.target_tokens`."""
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
-
-    def _lm_head(self, depth: int, ends: TargetEnds) -> nn.Linear:
-        shared = self.config.lm_head == "shared"
-        return ends.lm_head if shared else cast(nn.Linear, self.lm_heads[depth])

@@ -250,6 +250,10 @@ class AdaptiveDrafter(Drafter):
         other.speeds = self.speeds
         return other
 
+    def __repr__(self) -> str:
+        choices = [*(["plain steps"] if self.plain else []), *map(repr, self.trees)]
+        return f"AdaptiveDrafter({' | '.join(choices)})"
+
     def begin(self, start: Start) -> None:
         """A new stream."""
         self._began = None

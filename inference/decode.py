@@ -48,7 +48,7 @@ from .planning import batch_budget, machine
 from .rounds import Drafter
 from .sampling import Draw, RandomDraw, Scorer
 from .seq2seq import Seq2SeqTarget, is_encoder_decoder
-from .sources import refuse_loading_options
+from .sources import check_model_options, refuse_loading_options
 from .stats import Stats
 from .target import Target
 from .tree import TreePolicy
@@ -118,6 +118,9 @@ class SpeculativeLM:
         """What calls asked for that want another tree or rule."""
         target.check_layers(self.drafter.feature_layers)
 
+    def __repr__(self) -> str:
+        return f"SpeculativeLM({self.target!r}, {self.drafter!r}, verifier={self.verifier!r})"
+
     @classmethod
     def from_pretrained(
         cls,
@@ -133,6 +136,7 @@ class SpeculativeLM:
         compile: bool | str = "auto",
         drafter: str | Drafter | None = None,
         fallback: bool = True,
+        **model_kwargs: Any,
     ) -> SpeculativeLM:
         """Load a target and what drafts for it.
 
@@ -158,16 +162,18 @@ class SpeculativeLM:
                 `AdaptiveDrafter`. False for drafts in each round: of the tree that is named, of the fastest of several,
                 or of the first of those that "auto" would choose from. For a seed, picked trees give one text either
                 way; so do drawn ones, of which sampling takes the first that is named each round.
+            model_kwargs: see `Target.from_pretrained`.
 
         Raises:
             ValueError: something that cannot be loaded, or a head or tree that does not fit; named.
         """
         loaded_here = isinstance(target, str | Path)
+        check_model_options(model_kwargs)
         if isinstance(target, Target):
-            refuse_loading_options(target.dtype, dtype, device, revision)
+            refuse_loading_options(target.dtype, dtype, device, revision, model_kwargs)
         else:
-            kind = Seq2SeqTarget if is_encoder_decoder(target, revision) else Target
-            target = kind.from_pretrained(target, dtype, device, revision)
+            kind = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
+            target = kind.from_pretrained(target, dtype, device, revision, **model_kwargs)
         if target.device.type == "cpu":
             check_threads()
         compiled = wanted(compile, target.device)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from ..heads.base import dtype_name
 from .cache import free_memory
 from .machine import measured_once, positive, seconds_in_turns, tell_once
-from .sources import locate
+from .sources import config_of
 
 HALVES = (torch.bfloat16, torch.float16)
 """Formats that float32 holds exactly, and that a CPU may be slow in."""
@@ -50,7 +50,11 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def chosen_dtype(
-    dtype: torch.dtype | str, source: str | Path, device: torch.device | None, revision: str | None = None
+    dtype: torch.dtype | str,
+    source: str | Path,
+    device: torch.device | None,
+    revision: str | None = None,
+    options: dict[str, Any] | None = None,
 ) -> torch.dtype:
     """What "auto" means for a checkpoint; or the format that was named, with a warning if it is known to be slow here.
 
@@ -59,6 +63,7 @@ def chosen_dtype(
         source: a folder, a Hub id, a GGUF file, or `package:NAME`.
         device: where the model goes; None for several.
         revision: of a Hub id.
+        options: of `sources.MODEL_OPTIONS`.
 
     Raises:
         ValueError: an unknown word for `dtype`, or no config at `source`.
@@ -66,11 +71,11 @@ def chosen_dtype(
     named = None if dtype == "auto" else dtype_named(dtype)
     if named is not None and (named not in (torch.float32, *HALVES) or not _on_cpu(device)):
         return named
-    own, config = own_dtype(source, revision)
+    own, config = own_dtype(source, revision, options)
     if named is not None:
         warn_if_slow(named, own)
         return named
-    quantized = getattr(config, "quantization_config", None) is not None
+    quantized = getattr(config, "quantization_config", None) or (options or {}).get("quantization_config")
     if config is None or quantized or own not in HALVES or not _on_cpu(device) or against_float32(own) < 1:
         return own
     return torch.float32 if fits(config) else own
@@ -80,20 +85,19 @@ def _on_cpu(device: torch.device | None) -> bool:
     return device is not None and device.type == "cpu"
 
 
-def own_dtype(source: str | Path, revision: str | None = None) -> tuple[torch.dtype, PreTrainedConfig | None]:
+def own_dtype(
+    source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
+) -> tuple[torch.dtype, PreTrainedConfig | None]:
     """A checkpoint's own format, float32 if it does not say; and its config, None for a GGUF file.
 
     Raises:
         ValueError: no config at `source`.
     """
-    folder, gguf = locate(source)
-    if gguf is not None:
+    config = config_of(source, revision, options)
+    if config is None:
         return torch.float32, None
-    try:
-        config = AutoConfig.from_pretrained(folder, revision=revision)
-    except OSError as error:
-        raise ValueError(f"no target model at {str(source)!r}: {error}") from error
-    return config.dtype or config.get_text_config().dtype or torch.float32, config
+    own: Any = config.dtype or config.get_text_config().dtype or torch.float32
+    return own, config
 
 
 def fits(config: PreTrainedConfig) -> bool:

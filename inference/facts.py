@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -67,3 +68,19 @@ def norm_and_blocks(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[t
     norm = next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity())
     blocks = next((getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name)), ())
     return norm, cast(Sequence[torch.nn.Module], blocks)
+
+
+def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
+    """What a model does to its LM head's product, by transformers' three words: see `TargetEnds`."""
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return float(scale), getattr(config, "final_logit_softcapping", None)
+
+
+def active_adapters(model: PreTrainedModel) -> Hashable:
+    """By layer which of peft's adapters are active, and which are merged into its weights."""
+    if "peft" not in sys.modules:  # whoever has adapters has imported it, which takes a second
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return tuple((tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters)) for each in layers)

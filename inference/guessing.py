@@ -61,6 +61,9 @@ class RootOnly(Drafter):
 
     max_nodes = 1
 
+    def __repr__(self) -> str:
+        return "RootOnly()"
+
     def propose(self, roots_B: Tensor) -> DraftTree:
         """The root alone."""
         return DraftTree.of_shape(ROOT, roots_B[:, None])
@@ -108,6 +111,10 @@ class HeadDrafter(Drafter):
         """Expansions and expanded nodes of a round that a state has room for."""
         self.shared = Shared()
         self._graphs: dict[str, Graph] = {}
+
+    def __repr__(self) -> str:
+        made = "" if self.origin == "picked" else ", drawn"
+        return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{made})"
 
     @property
     def state(self) -> Any:

@@ -53,6 +53,9 @@ class Hybrid(Drafter):
         """Accepted tokens by whose guesses they were."""
         self._owners_BM: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"Hybrid({self.head!r} + {self.source!r})"
+
     def __copy__(self) -> Hybrid:
         """One for other rows."""
         other = Hybrid(copy.copy(self.head), copy.copy(self.source))

@@ -121,6 +121,9 @@ class Drafter:
     origin: Origin = "picked"
     """How its trees are made."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.max_nodes} nodes)"
+
     def begin(self, start: Start) -> None:
         """Start a generation."""
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import TreeCache
 from .rounds import TargetOutput
-from .sources import locate
+from .sources import config_of
 from .target import Target
 from .tree import DraftTree
 
@@ -24,19 +24,17 @@ FAMILIES = ("t5", "mt5")
 """Model types whose decoder places tokens by the cache alone."""
 
 
-def is_encoder_decoder(source: Any, revision: str | None = None) -> bool:
+def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[str, Any] | None = None) -> bool:
     """Whether a loaded model, or a folder or Hub id, is one; what cannot be read is left to who loads it."""
     if isinstance(source, PreTrainedModel):
         return bool(source.config.is_encoder_decoder)
     if isinstance(source, Target):
         return isinstance(source, Seq2SeqTarget)
-    folder, gguf = locate(source)
-    if gguf is not None:
-        return False
     try:
-        return bool(AutoConfig.from_pretrained(folder, revision=revision).is_encoder_decoder)
-    except (OSError, ValueError):
+        config = config_of(source, revision, options)
+    except ValueError:
         return False
+    return config is not None and bool(config.is_encoder_decoder)
 
 
 class Seq2SeqTarget(Target):

@@ -7,6 +7,7 @@ acceptance rate, depth d how often the accepted path reaches depth d + 1, given 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,22 @@ class Stats:
         return [
             self.round_seconds[record.number] / record.returned for record in records for _ in range(record.returned)
         ]
+
+    def summary(self) -> str:
+        """Two lines for people: acceptance, and where the time went."""
+        if not self.rounds:
+            return "no rounds"
+        low, high = self.acceptance_length_interval
+        spread = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+        rates = ", ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in self.acceptance_rate_by_depth)
+        parts = ", ".join(f"{part} {1000 * seconds:.1f}" for part, seconds in self.round_parts.items())
+        seconds = sum(self.round_seconds)
+        prefill, rate = self.seconds.get("prefill", 0.0), self.tokens / seconds if seconds else math.nan
+        return (
+            f"{self.tokens} tokens in {self.rounds} rounds, {self.plain_rounds} of them without drafts; acceptance "
+            f"length {self.acceptance_length:.2f}{spread}; acceptance rate by depth {rates or '-'}\n"
+            f"{rate:.1f} tokens/s after {prefill:.2f} s of prefill; a round, in ms: {parts}"
+        )
 
     @classmethod
     def merged(cls, parts: Iterable[Stats]) -> Stats:

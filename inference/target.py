@@ -8,7 +8,7 @@ Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,10 +28,10 @@ from . import attention, cpu_kernels
 from .cache import TreeCache
 from .cpu_decoder import PackedDecoder, packed_decoder
 from .dtypes import chosen_dtype
-from .facts import fingerprint, norm_and_blocks, target_info
+from .facts import active_adapters, fingerprint, logit_scale_and_cap, norm_and_blocks, target_info
 from .families import attention_kinds
 from .rounds import TargetOutput
-from .sources import default_device, load_model, refuse_loading_options
+from .sources import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -71,14 +71,19 @@ class Target:
         """The forward in our kernels, on a CPU, of models that they know."""
         self.packed_model: Any = None
         """The model with linear layers in our kernels, on a CPU, of other models."""
-        self._packed_of: tuple[int, int] | None = None
+        self._compiled_of: Hashable = None
         self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         """Whether its layers lie on several devices."""
         self.lock = threading.RLock()
         """Held by the generation that runs: kernels, drafters and what they learn are there once."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
-        self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *norm_and_blocks(model))
+        ends = norm_and_blocks(model)
+        self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *ends, *logit_scale_and_cap(self.config))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
+
+    def __repr__(self) -> str:
+        compiled = ", compiled" if self.compiled else ""
+        return f"{type(self).__name__}({self.name!r}, {dtype_name(self.dtype)}, {self.device}{compiled})"
 
     @staticmethod
     def kinds(model: PreTrainedModel) -> tuple[str, ...]:
@@ -92,25 +97,33 @@ class Target:
         dtype: torch.dtype | str = "auto",
         device: str | torch.device | dict[str, Any] | None = None,
         revision: str | None = None,
+        **model_kwargs: Any,
     ) -> Target:
         """Load a target.
 
         Args:
             source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
-                model that is loaded already.
+                model that is loaded already, a `PeftModel` too: it is asked with whichever adapter is active.
             dtype: of the weights; "auto" for the fastest here that is right for the model, see `dtypes`.
-            device: where to, or accelerate's map of modules to devices; None for the first GPU, or the CPU.
+            device: where to, or accelerate's map of modules to devices, or one of its words ("auto"); None for the
+                first GPU, or the CPU.
             revision: of a Hub id.
+            model_kwargs: quantization_config, attn_implementation, trust_remote_code, token, cache_dir and others of
+                `sources.MODEL_OPTIONS`, for transformers' `from_pretrained`.
 
         Raises:
-            ValueError: nothing to load at `source`, or an architecture that cannot be asked for trees.
+            ValueError: nothing to load at `source`, an unknown option, or an architecture that cannot be asked for
+                trees.
         """
+        check_model_options(model_kwargs)
+        source = without_peft(source)
         if isinstance(source, PreTrainedModel):
-            refuse_loading_options(source.dtype, dtype, device, revision)
+            refuse_loading_options(source.dtype, dtype, device, revision, model_kwargs)
             return cls(source)
         where = device or default_device()
-        single = None if isinstance(where, dict) else torch.device(where)
-        return cls.load(source, chosen_dtype(dtype, source, single, revision), where, revision)
+        single = None if isinstance(where, dict) or where in MAPS else torch.device(where)
+        chosen = chosen_dtype(dtype, source, single, revision, model_kwargs)
+        return cls.load(source, chosen, where, revision, model_kwargs)
 
     @classmethod
     def load(
@@ -119,9 +132,10 @@ class Target:
         dtype: torch.dtype,
         where: str | torch.device | dict[str, Any],
         revision: str | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Target:
         """As `from_pretrained`, in a dtype that is chosen already."""
-        return cls(load_model(cls.loader, source, dtype, where, revision), str(source))
+        return cls(load_model(cls.loader, source, dtype, where, revision, options), str(source))
 
     def compile(self) -> None:
         """Run forwards over trees, and prompts on a CPU, as fast as this device can.
@@ -129,19 +143,24 @@ class Target:
         On a CPU in our kernels, which hold a copy of the weights in their shortest exact format; elsewhere in a graph
         that is compiled when one is first asked for, and that the weights must not change under.
         """
+        version = self._version
+        if self._compiled_of == version:
+            return
         if not cpu_kernels.serve(self.device):
             from .compiled import Graph  # imports torch's compiler
 
-            self.graph = self.graph or Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
-        elif cpu_kernels.library() is not None and self._packed_of != self._version:
+            self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
+        elif cpu_kernels.library() is not None:
             layers = getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers
             self.packed = packed_decoder(self.model, layers)
             self.packed_model = cpu_kernels.packed_copy(self.model) if self.packed is None else None
-            self._packed_of = self._version
+        else:
+            return
+        self._compiled_of = version
 
     def refresh(self) -> None:
-        """Pack weights that have changed since they were packed again."""
-        if self._packed_of is not None:
+        """Compile again what has changed since: weights, or which adapters are active."""
+        if self._compiled_of is not None:
             self.compile()
 
     @property
@@ -150,9 +169,11 @@ class Target:
         return any(each is not None for each in (self.graph, self.packed, self.packed_model))
 
     @property
-    def _version(self) -> tuple[int, int]:
-        """The model, and a number that grows with every change of a weight in place."""
-        return id(self.model), sum(parameter._version for parameter in self.model.parameters())
+    def _version(self) -> Hashable:
+        """The model, its active adapters, and on a CPU a number that grows with every change of a weight in place."""
+        on_cpu = cpu_kernels.serve(self.device)  # elsewhere graphs read the weights where they are
+        changes = sum(parameter._version for parameter in self.model.parameters()) if on_cpu else 0
+        return id(self.model), active_adapters(self.model), changes
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Become the model with a peft adapter merged into its weights: what a jointly trained head drafts for."""
@@ -163,9 +184,6 @@ class Target:
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.adapter = str(Path(folder).resolve())
-        if self.graph is not None:  # which holds the weights of before
-            self.graph = None
-            self.compile()
         self.refresh()
 
     @cached_property

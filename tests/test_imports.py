@@ -81,7 +81,11 @@ def test_a_right_import_is_not(package: str, line: str) -> None:
 def test_packages_are_those_of_pyproject_and_flat() -> None:
     """A subpackage would work in an editable install and be missing from the wheel."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert sorted(config["packages"]) == sorted(config["package-dir"]) == sorted(f"headstart.{name}" for name in ORDER)
+    assert (
+        sorted(config["packages"])
+        == sorted(config["package-dir"])
+        == sorted(("headstart", *(f"headstart.{name}" for name in ORDER)))
+    )
     for package, folder in config["package-dir"].items():
         assert package == f"headstart.{folder}"
         assert (ROOT / folder / "__init__.py").is_file()

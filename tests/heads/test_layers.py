@@ -116,7 +116,7 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
     for parameter in target.model.parameters():
         nn.init.normal_(parameter, std=0.3)
     layer = DecoderLayer(shape_of(target, qk_norm=name == "qwen")).double()
-    layer.load_state_dict(target_layer_weights(target.ends.blocks, block, "some head"))
+    layer.load_state_dict(target_layer_weights(target.ends.blocks, block, target.info, "some head"))
     tokens_BT = torch.randint(31, (2, 90))
     with torch.no_grad():
         hidden = target.model(tokens_BT, output_hidden_states=True).hidden_states
@@ -168,8 +168,10 @@ def test_dimensions_that_fit_no_layer_are_refused(change: dict[str, int], messag
 
 def test_a_block_that_is_no_llama_layer_is_refused_with_the_way_out() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=16))
-    with pytest.raises(ValueError, match=r"some head cannot start from block 0 of the .*; choose start: random"):
-        target_layer_weights(Target(model).ends.blocks, 0, "some head")
+    with pytest.raises(
+        ValueError, match=r"some head cannot start from block 0 of .* a GPT2Block, which .*; choose start: random"
+    ):
+        target_layer_weights(Target(model).ends.blocks, 0, Target(model).info, "some head")
 
 
 # Training: whole sequences, step after step.

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 
+from headstart.heads import TargetFeatures
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, Target, TreeShape, loop
 
@@ -52,6 +53,7 @@ FAMILIES = {
     ),
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**BASE)),
     "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
+    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
 }
 NO_SDPA = ("gemma2, soft-capped and alternating",)
 SHAPES = {
@@ -100,6 +102,47 @@ def test_every_row_is_generate_for_it_alone(tools, family, attention):
             output = lm.generate(padded, attention_mask=mask, **settings)
             assert output.sequences[:, padded.shape[1] :].tolist() == truths, name
             assert output.stats.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_give_the_models_own_logits(family):
+    """Scaled, bent and with their bias, for training's targets and for heads that share the LM head."""
+    target, tokens_BT = build(family), torch.stack(rows_of([7, 7]))
+    bias = target.model.get_output_embeddings().bias
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    features_BTF, last_BTD = target.read(tokens_BT, (-1,))
+    expected_BTV = target.model(tokens_BT).logits
+    torch.testing.assert_close(target.ends.logits(last_BTD), expected_BTV, rtol=1e-6, atol=1e-6)
+    batch = TargetFeatures(features_BTF, last_BTD, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), target.ends)
+    # A new head of Medusa says again what the target says, whose distribution at the next place it is taught.
+    head = build_head("medusa", {"num_heads": 1, "lm_head": "shared", "loss": {"soft_ce": 1.0}}, target.info).double()
+    found = head.observe(head.begin(target.ends, 2, 7, 1, 1), features_BTF, tokens_BT, torch.tensor([7, 7]))
+    torch.testing.assert_close(found.logits_BKV[:, 0], expected_BTV[:, -1], rtol=1e-6, atol=1e-6)
+    p_BTV, log_q_BTV = expected_BTV[:, 1:-1].softmax(-1), expected_BTV[:, :-2].log_softmax(-1)
+    loss = head.eval()(batch).losses_K[0]
+    torch.testing.assert_close(loss, -(p_BTV * log_q_BTV).sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_starts_from_blocks_that_it_can_be_and_refuses_others(family):
+    """A model of all of the target's blocks is the target, or else there is no such start; never another model."""
+    target, tokens_BT = build(family), torch.stack(rows_of([9, 9]))
+    with torch.no_grad():  # norms that are none would show no mistake
+        for name, weight in target.model.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.rand_like(weight))
+    head = build_head("cut", {"num_layers": target.info.num_layers}, target.info).double()
+    if family not in ("llama", "mistral, windowed"):
+        with pytest.raises(ValueError, match=r"cut cannot start .*choose start: random"):
+            head.initialize(target.ends, torch.ones(VOCAB))
+        return
+    head.initialize(target.ends, torch.ones(VOCAB))
+    state = head.begin(target.ends, 2, 9, 1, 1)
+    state = head.observe(state, torch.zeros(2, 9, 0), tokens_BT, torch.tensor([9, 9]))
+    logits_BWV, _ = head.expand(state, tokens_BT[:, -1:], torch.full((2, 1), -1))
+    if family == "llama":  # drafts see all of the text, however short the target's window
+        torch.testing.assert_close(logits_BWV[:, 0], target.model(tokens_BT).logits[:, -1], rtol=1e-5, atol=1e-5)
 
 
 def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
