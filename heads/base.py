@@ -159,6 +159,9 @@ class RowCache(Protocol):
     def replace(self, rows_R: Tensor, other: RowCache) -> None:
         """Put the rows of another one, as large, in the places of these."""
 
+    def resized(self, capacity: int) -> RowCache:
+        """With room for so many tokens of each row, or as it is if it has that."""
+
     def sizes(self) -> list[tuple[Tensor, int]]:
         """Its tensors, with the dimensions whose size differs between generations."""
 
@@ -183,6 +186,21 @@ class DraftState:
             elif isinstance(value, RowCache):
                 chosen[name] = value.select(rows_R)
         return dataclasses.replace(self, **chosen)
+
+    def resume(self, tokens: int | None, capacity: int) -> Self:
+        """The state of a text that goes on, when it had so many tokens (None: all), with room for `capacity`.
+
+        More is shown to it before it drafts. A state that keeps more of a text than `lengths_B` and caches says how it
+        goes back.
+        """
+        changed: dict[str, Any] = {}
+        for name in (field.name for field in dataclasses.fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, RowCache):
+                changed[name] = value.resized(capacity)
+            elif name == "lengths_B" and tokens is not None:
+                changed[name] = value.clamp(max=tokens)
+        return dataclasses.replace(self, **changed)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
         """All tensors but those of caches, with the dimension whose size differs between generations: rows."""

@@ -286,6 +286,16 @@ class DraftCache:
         for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
             states[rows_R] = theirs
 
+    def resized(self, capacity: int) -> DraftCache:
+        """With room for so many committed tokens, and what it holds."""
+        more = self.nodes + capacity - self.capacity
+        if more <= 0:
+            return self
+        grown = DraftCache(self.num_layers, self.batch_size, self.nodes, capacity)
+        grown.keys = [F.pad(states, (0, 0, 0, more)) for states in self.keys]
+        grown.values = [F.pad(states, (0, 0, 0, more)) for states in self.values]
+        return grown
+
     def sizes(self) -> list[tuple[Tensor, int]]:
         """Rows and slots."""
         return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]

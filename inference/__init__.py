@@ -1,5 +1,6 @@
 """What decodes: the frozen target, its cache, trees, verification and the loop."""
 
+from .conversation import Chat, Conversation
 from .decode import GenerateOutput, SpeculativeLM
 from .hook import custom_generate, generate_from
 from .rounds import Drafter, Passage, Round, Start
@@ -11,6 +12,8 @@ from .verify import RULES
 
 __all__ = [
     "RULES",
+    "Chat",
+    "Conversation",
     "DraftTree",
     "Drafter",
     "DrawnShape",

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -260,9 +260,17 @@ class AdaptiveDrafter(Drafter):
         self._chooses = self.origin == "picked" or start.draft_probs is None
         for tree in self.trees:
             tree.begin(start)
-        for tree in self._heads_trees():
-            tree.shared = self._heads_trees()[0].shared
-            tree.shared.waits = self.plain and self._chooses
+        self._share()
+
+    def resume(self, start: Start, kept: Passage, memory: Any, whole: bool) -> None:
+        """A stream that goes on."""
+        self.begin(start)
+        self.trees[0].resume(start, kept, memory, whole)
+        self._share()
+
+    def memory(self) -> Any:
+        """Whatever the drafter keeps."""
+        return self.trees[0].memory()
 
     def read(self, passage: Passage) -> None:
         """The prompts, once for all."""
@@ -306,6 +314,12 @@ class AdaptiveDrafter(Drafter):
         """Take over rows of another one."""
         assert isinstance(other, AdaptiveDrafter)
         self.trees[0].replace(rows_R, other.trees[0])
+
+    def _share(self) -> None:
+        """All trees of a head have one state, that of the first."""
+        for tree in self._heads_trees():
+            tree.shared = self._heads_trees()[0].shared
+            tree.shared.waits = self.plain and self._chooses
 
     def _heads_trees(self) -> list[HeadDrafter]:
         return [tree for tree in self.trees if isinstance(tree, HeadDrafter)]

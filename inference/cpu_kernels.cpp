@@ -689,6 +689,18 @@ void headstart_linear(const Weights* weights, const float* rows, int64_t count, 
   }
 }
 
+// For each of `count` keys and `width` numbers from it on, SplitMix64's minus a uniform number in (0, 1), to [count, width].
+void headstart_uniform(const int64_t* keys, int64_t count, int64_t width, float* to, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+  for (int64_t row = 0; row < count; row++)
+    for (int64_t i = 0; i < width; i++) {
+      uint64_t z = uint64_t(keys[row]) + uint64_t(i) * 0x9E3779B97F4A7C15u;
+      z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+      z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+      to[row * width + i] = float((double((z ^ (z >> 31)) >> 11) + 0.5) * -0x1p-53);
+    }
+}
+
 void headstart_norm(const float* rows, const float* weight, int64_t count, int64_t width, double eps, int64_t rounds,
                     float* to) {
   for (int64_t row = 0; row < count; row++) {

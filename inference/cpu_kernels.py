@@ -134,13 +134,26 @@ def _folders() -> Iterator[Path]:
 def _load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.headstart_columns.restype = ctypes.c_int64
-    for name in ("headstart_linear", "headstart_norm", "headstart_decoder"):
+    for name in ("headstart_linear", "headstart_uniform", "headstart_norm", "headstart_decoder"):
         getattr(loaded, name).restype = None
     i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
     loaded.headstart_linear.argtypes = (p, p, i, p, i, i)
+    loaded.headstart_uniform.argtypes = (p, i, i, p, i)
     loaded.headstart_norm.argtypes = (p, p, i, i, d, i, p)
     loaded.headstart_decoder.argtypes = (p, p, i, i)
     return loaded
+
+
+def in_use() -> bool:
+    """Whether somebody has asked for the kernels, and they are there."""
+    return library.cache_info().currsize > 0 and library() is not None
+
+
+def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
+    """Minus a uniform number in (0, 1) for each of `width` steps from each key on, float32 [P, width]."""
+    numbers_PV = torch.empty(len(keys_P), width)
+    kernels().headstart_uniform(keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads())
+    return numbers_PV
 
 
 # Weights

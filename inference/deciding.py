@@ -17,7 +17,7 @@ from torch import Tensor
 from . import cpu_kernels
 from .cache import TreeCache
 from .rounds import Round, TargetOutput, Verdict
-from .sampling import Draw, RandomDraw, ReadyDraw
+from .sampling import Draw, PlaceDraw, RandomDraw, ReadyDraw
 from .stats import Stats
 from .tree import DraftTree, TreeShape
 from .verify import Verifier, point_mass
@@ -36,7 +36,7 @@ class Decider:
         """Hold a rule; `draws` is False for one that asks for no random numbers."""
         self.verify, self.draws = verify, draws
         self.by_place = verify is point_mass
-        """Whether it asks for one number a node, which can therefore be that of the node's place in the text."""
+        """Whether it draws one token a node, which can therefore be drawn by the numbers of the node's place."""
         self.graph: Graph | None = None
         self._shapes: set[TreeShape | None] = set()
 
@@ -78,8 +78,8 @@ class Decider:
         rows, nodes = tree.tokens_BN.shape
         if not self.draws:
             return scores_BNV.new_empty(rows, 0)
-        if type(draw) is ReadyDraw:
-            return draw.uniform_BU
+        if type(draw) is PlaceDraw:
+            return draw.exponential_BNV
         if type(draw) is not RandomDraw:
             return draw
         # Of each row no rule asks for more than all nodes at every depth, and one for the bonus token.
@@ -102,8 +102,9 @@ class Decider:
         cache: TreeCache | None,
     ) -> tuple[Tensor, ...]:
         """A verdict, and what a round adds to it; entries of a cache are moved if one is given. A graph if compiled."""
-        draw = ReadyDraw(numbers) if isinstance(numbers, Tensor) else numbers
-        verdict = self.verify(tree, scores_BNV, draw)
+        if isinstance(numbers, Tensor):  # three dimensions: of each node for every token
+            numbers = PlaceDraw(numbers) if numbers.ndim == 3 else ReadyDraw(numbers)
+        verdict = self.verify(tree, scores_BNV, numbers)
         if cache is not None and not tree.in_order:
             cache.move(verdict.path_BA)
         finished = Round.of(tree, output, scores_BNV, verdict)

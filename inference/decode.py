@@ -35,6 +35,7 @@ from ..heads import DraftHead
 from . import cpu_kernels
 from .adaptive import AdaptiveDrafter, AssumedCosts, adaptive, chosen_from
 from .cache import check_room
+from .conversation import Chat, Conversation
 from .costs import RoundCosts, measured_costs
 from .cpu_decoder import packed_head
 from .deciding import Decider
@@ -77,6 +78,8 @@ class GenerateOutput(ModelOutput):
     """With `output_logits`: the raw logits, likewise."""
     stats: Stats = None  # type: ignore[assignment]  # always given; the base class allows no other default
     """Acceptance and timings."""
+    past_key_values: Conversation | None = None
+    """What was given, for the next call."""
 
 
 class SpeculativeLM:
@@ -259,6 +262,7 @@ class SpeculativeLM:
         slots: int | None = None,
         tree: str | Sequence[Sequence[int]] | TreePolicy | None = None,
         verifier: str | None = None,
+        past_key_values: Conversation | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Write on, for each row of a batch.
@@ -278,6 +282,8 @@ class SpeculativeLM:
                 there.
             verifier: for this call; see `__init__`. None for the one that was chosen there, or, with a tree of another
                 origin than its, "auto".
+            past_key_values: what earlier calls have read of the text, whose beginning is then not read again; it is
+                changed in place. One row only, and the same `tree`.
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
                 stopping_criteria ... as for `model.generate`. Processors and criteria of your own are asked one row at
                 a time, with the row's unpadded tokens.
@@ -289,7 +295,15 @@ class SpeculativeLM:
         if tree is not None or verifier is not None:
             other = self._with(tree, verifier)
             return other.generate(
-                input_ids, attention_mask, generation_config, generator, streamer, tokenizer, slots, **settings
+                input_ids,
+                attention_mask,
+                generation_config,
+                generator,
+                streamer,
+                tokenizer,
+                slots,
+                past_key_values=past_key_values,
+                **settings,
             )
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must be [batch, time] with at least one token, not {list(input_ids.shape)}")
@@ -299,6 +313,8 @@ class SpeculativeLM:
             )
         if slots is not None and slots < 1:
             raise ValueError(f"slots must be at least 1, not {slots}")
+        if past_key_values is not None:
+            self._check_past(past_key_values, len(input_ids))
         unknown = sorted(set(settings) - SETTINGS)
         if unknown:
             raise ValueError(
@@ -318,7 +334,7 @@ class SpeculativeLM:
                 attention_mask=attention_mask,
                 generation_config=generation_config,
                 streamer=streamer,
-                custom_generate=self.decoding_method(RandomDraw(generator), streamer, slots),
+                custom_generate=self.decoding_method(RandomDraw(generator), streamer, slots, past_key_values),
                 **with_stop_strings(settings, generation_config, tokenizer),
             )
             for model in draft_models(self.drafter):
@@ -385,8 +401,32 @@ class SpeculativeLM:
             self._others[key] = other.compile() if self.target.compiled else other
         return self._others[key]
 
+    def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
+        """Turns by the tokenizer's chat template, each of which reads only what is new; see `Chat`."""
+        return Chat(self, tokenizer, system, **settings)
+
+    def _check_past(self, past: Any, rows: int) -> None:
+        """Refuse what cannot be gone on with.
+
+        Raises:
+            ValueError: another kind of cache, a batch, or an encoder-decoder.
+        """
+        if not isinstance(past, Conversation):
+            raise ValueError(
+                f"past_key_values must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps "
+                "what drafts have read, too"
+            )
+        if rows > 1:
+            raise ValueError(f"past_key_values takes one row, not a batch of {rows}")
+        if isinstance(self.target, Seq2SeqTarget):
+            raise ValueError("past_key_values of an encoder-decoder cannot be gone on with; leave it out")
+
     def decoding_method(
-        self, draw: Draw, streamer: Streamer | None = None, slots: int | None = None
+        self,
+        draw: Draw,
+        streamer: Streamer | None = None,
+        slots: int | None = None,
+        past: Conversation | None = None,
     ) -> Callable[..., GenerateOutput]:
         """What `model.generate` takes as `custom_generate`, for this target's model."""
 
@@ -408,13 +448,14 @@ class SpeculativeLM:
             cached = inputs.get("past_key_values")
             if cached is not None and cached.get_seq_length() > 0:
                 raise ValueError(
-                    f"past_key_values with {cached.get_seq_length()} tokens cannot be continued; give the whole text"
+                    f"past_key_values with {cached.get_seq_length()} tokens cannot be continued here; give the whole "
+                    "text, or call SpeculativeLM.generate with a Conversation"
                 )
             if inputs.get("inputs_embeds") is not None:
                 raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
             with self.target.lock:
                 return self._decode(
-                    input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer, slots
+                    input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer, slots, past
                 )
 
         return decode
@@ -429,6 +470,7 @@ class SpeculativeLM:
         draw: Draw,
         streamer: Streamer | None,
         slots: int | None,
+        past: Conversation | None,
     ) -> GenerateOutput:
         """Check what `model.generate` prepared, run the loop, and put the rows together again."""
         if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -462,7 +504,12 @@ class SpeculativeLM:
         out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots, listeners)
         rule = self.sampling_rule if config.do_sample else self.greedy_rule
         rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
-        stats = speculate(rules, self.drafter, out)
+        try:
+            stats = speculate(rules, self.drafter, out, past, (id(self), self.target.version))
+        except BaseException:
+            if past is not None:  # half of something may have been read
+                past.forget()
+            raise
         for listener in self.listeners:
             listener(stats)
         if streamer is not None:
@@ -474,6 +521,7 @@ class SpeculativeLM:
             scores=_by_token(out.scores),
             logits=_by_token(out.logits),
             stats=stats,
+            past_key_values=past,
         )
 
 

@@ -39,6 +39,13 @@ class ModelState:
         self.cache.select(rows_R)
         return dataclasses.replace(self, root_BV=self.root_BV[rows_R])
 
+    def resume(self, tokens: int | None, capacity: int) -> ModelState:
+        """Of a text that goes on; see `heads.DraftState`."""
+        if tokens is None:
+            return self
+        self.cache.rewind(self.cache.lengths_B.clamp(max=tokens))
+        return dataclasses.replace(self, longest=min(self.longest, tokens))
+
     def replace(self, rows_R: Tensor, other: ModelState) -> ModelState:
         """With another one's rows in the places of these, both right after an `observe`."""
         self.cache.replace(rows_R, other.cache)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..heads import TargetEnds
 from ..heads.base import wide
-from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children
+from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children, lucky
 from .planning import cut
 from .rounds import Start
 from .stopping import StoppingChain
@@ -56,17 +56,19 @@ class StaticTree(HeadDrafter):
         drawn_from: list[Tensor] = []
         plan = _plan(shape, roots_B.device)
         if self._probs_of is None:
-            return DraftTree.of_shape(shape, self.grown(roots_B, shape, plan)[0])
-        tokens_BN = self._levels(self.state, roots_B, plan, drawn_from)
+            return DraftTree.of_shape(shape, self.grown(roots_B, shape.depth, shape, plan)[0])
+        tokens_BN = self._levels(self.state, roots_B, None, plan, drawn_from)
         inner = torch.cat(drawn_from, dim=1)
         probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan[0], inner)
         return DraftTree.of_shape(shape, tokens_BN, self.origin, probs_BNV)
 
-    def _grow(self, state: Any, roots_B: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+    def _grow(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
         """See `HeadDrafter._grow`."""
-        return (self._levels(state, roots_B, plan, []),)
+        return (self._levels(state, roots_B, gumbel_BKD, plan, []),)
 
-    def _levels(self, state: Any, roots_B: Tensor, plan: Plan, drawn_from: list[Tensor]) -> Tensor:
+    def _levels(
+        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan, drawn_from: list[Tensor]
+    ) -> Tensor:
         """Tokens, level by level; where siblings are drawn, `drawn_from` gets the distributions."""
         _, levels = plan
         tokens = [roots_B[:, None]]
@@ -75,6 +77,7 @@ class StaticTree(HeadDrafter):
             nodes = frontier_BW.shape[1]
             if self._probs_of is None:
                 logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+                logits_BWV = lucky(logits_BWV, gumbel_BKD, depth)
                 ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices).expand(-1, nodes, -1)
             else:
                 logits_BWV, state = self.expand(depth, state, frontier_BW, parents_BW)
@@ -130,15 +133,19 @@ class DynamicTree(HeadDrafter):
         if size < 2:
             return RootOnly().propose(roots_B)
         depth = min(self.depth, size - 1)
-        tokens_BN, parents_BN = self.grown(roots_B, (size, depth), (size, depth))
+        tokens_BN, parents_BN = self.grown(roots_B, depth, (size, depth), (size, depth))
         return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
 
-    def _grow(self, state: Any, roots_B: Tensor, plan: tuple[int, int]) -> tuple[Tensor, ...]:
+    def _grow(
+        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int]
+    ) -> tuple[Tensor, ...]:
         """See `HeadDrafter._grow`; the plan is size and depth."""
         size, depth = plan
-        return _best(size, roots_B, *self.candidates(state, roots_B, depth))
+        return _best(size, roots_B, *self.candidates(state, roots_B, depth, gumbel_BKD))
 
-    def candidates(self, state: Any, roots_B: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(
+        self, state: Any, roots_B: Tensor, depth: int, gumbel_BKD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and values [B, C] of all nodes that are looked at, level by level; the root is number 0."""
         width = self.width
         frontier_BW = roots_B[:, None]
@@ -149,7 +156,7 @@ class DynamicTree(HeadDrafter):
         first = 1
         for level in range(1, depth + 1):
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
-            best = wide(logits_BWV).log_softmax(-1).topk(width, dim=-1)
+            best = wide(lucky(logits_BWV, gumbel_BKD, level - 1)).log_softmax(-1).topk(width, dim=-1)
             values_BWR = values_BW[..., None] + best.values
             tokens_BWR = self.head.target_tokens(best.indices).expand_as(values_BWR)
             tokens.append(tokens_BWR.flatten(1))

@@ -111,6 +111,9 @@ class HeadDrafter(Drafter):
         """Expansions and expanded nodes of a round that a state has room for."""
         self.shared = Shared()
         self._graphs: dict[str, Graph] = {}
+        self._gumbel: Callable[[int], Tensor] | None = None
+        self._own_D: Tensor | None = None
+        """All that the head can guess, as the target's tokens."""
 
     def __repr__(self) -> str:
         made = "" if self.origin == "picked" else ", drawn"
@@ -140,6 +143,25 @@ class HeadDrafter(Drafter):
     def begin(self, start: Start) -> None:
         """An empty state."""
         self.shared = Shared(self.head.begin(self.ends, start.batch_size, start.capacity, *self.room))
+        self._gumbel = start.gumbel if self.origin == "picked" else None
+
+    def resume(self, start: Start, kept: Passage, memory: Any, whole: bool) -> None:
+        """The state after what is kept, or all that is kept to be shown again."""
+        self.begin(start)
+        if memory is None:
+            self.read(kept)
+            return
+        assert isinstance(memory, Shared)
+        self.shared = memory
+        if not whole:
+            self._catch_up()
+        read = kept.tokens_BT.shape[1] + self.head.reads_from_start
+        cut = None if self.shared.held else read  # what is held lies behind all that was shown
+        self.shared.state = self.shared.state.resume(cut, start.capacity)
+
+    def memory(self) -> Any:
+        """The state, if it can go back, with what was not shown to the head yet."""
+        return self.shared if hasattr(self.shared.state, "resume") else None
 
     def read(self, passage: Passage) -> None:
         """Show the head a part of the prompts, now or when drafts are asked for."""
@@ -188,13 +210,26 @@ class HeadDrafter(Drafter):
         kind = (len(given[0]) == 1, shape)
         return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], state.caches, state, *given)
 
-    def _grow(self, state: Any, roots_B: Tensor, plan: Any) -> tuple[Tensor, ...]:
+    def _grow(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Any) -> tuple[Tensor, ...]:
         """The tokens of a tree, and the parents of its nodes if they are not known before; a graph if compiled."""
         raise NotImplementedError
 
-    def grown(self, roots_B: Tensor, shape: Hashable, plan: Any) -> tuple[Tensor, ...]:
+    def grown(self, roots_B: Tensor, depth: int, shape: Hashable, plan: Any) -> tuple[Tensor, ...]:
         """As `_grow`, compiled or not; `shape` names the plan."""
-        return tuple(self._in_graph("grow", self._grow, shape, self.state, roots_B, plan))
+        gumbel_BKD = self.gumbel(depth)
+        shape = (shape, gumbel_BKD is None)
+        return tuple(self._in_graph("grow", self._grow, shape, self.state, roots_B, gumbel_BKD, plan))
+
+    def gumbel(self, depth: int) -> Tensor | None:
+        """`Start.gumbel` of as many depths, for the draft's own tokens D; None where nothing is to be added."""
+        if self._gumbel is None:
+            return None
+        gumbel_BKV = self._gumbel(depth)
+        if self.head.draft_vocab_size == gumbel_BKV.shape[-1]:
+            return gumbel_BKV
+        if self._own_D is None or self._own_D.device != gumbel_BKV.device:
+            self._own_D = _own_tokens(self.head, gumbel_BKV.device)
+        return gumbel_BKV[..., self._own_D]
 
     def expand(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
         """As the head's `expand`, compiled or not."""
@@ -227,6 +262,11 @@ class HeadDrafter(Drafter):
         """Take over the rows of another one of this head."""
         assert isinstance(other, HeadDrafter)
         self.shared.state = self.state.replace(rows_R, other.state)
+
+
+def lucky(logits_BWV: Tensor, gumbel_BKV: Tensor | None, depth: int) -> Tensor:
+    """Draft logits, moved by the numbers that decide the place at a depth; as they are where there are none."""
+    return logits_BWV if gumbel_BKV is None else logits_BWV + gumbel_BKV[:, depth, None].to(logits_BWV.dtype)
 
 
 def drawn_children(

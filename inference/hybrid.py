@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,16 @@ class Hybrid(Drafter):
     def compile(self) -> None:
         """The head."""
         self.head.compile()
+
+    def resume(self, start: Start, kept: Passage, memory: Any, whole: bool) -> None:
+        """Both go on."""
+        self.head.resume(start, kept, memory[0], whole)
+        self.source.resume(start, kept, memory[1], whole)
+
+    def memory(self) -> Any:
+        """Both keep theirs."""
+        head = self.head.memory()
+        return None if head is None and self.feature_layers else (head, self.source.memory())
 
     def select(self, rows_R: Tensor) -> None:
         """Both keep these rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,15 +17,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .cache import TreeCache
+from .conversation import Conversation, shared_length
 from .deciding import Decider
 from .guessing import RootOnly
 from .rounds import Drafter, Passage, Start
-from .sampling import Draw, RandomDraw, ReadyDraw, Scorer, place_numbers
+from .sampling import Draw, PlaceDraw, PlaceNoise, RandomDraw, Scorer
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
 from .written import Written
 
+SHARED_TOKENS = 32
+"""With which all prompts of a batch must begin to be read once: a forward more must not cost more than it saves."""
 PREFILL_TOKENS = 2048
 """Tokens of each prompt that are read at once: what a long prompt needs beyond its cache does not grow with it."""
 
@@ -42,42 +46,55 @@ class Rules:
     """Of drafts and verdicts."""
     sampling: bool
     """False for greedy decoding."""
-    uniform_RP: Tensor | None = None
-    """One number for every place of every row of the call, by which the rule draws the token there; None where the
-    rule draws round by round."""
+    noise: PlaceNoise | None = None
+    """By which the token at each place of each row is drawn, whatever was drafted; None where the rule draws round by
+    round."""
 
-    def draw_at(self, tree: DraftTree, out: Written) -> Draw:
-        """What the rule draws by: a node at depth d of a row with n new tokens decides the token at place n + d.
+    def draw_at(self, tree: DraftTree) -> Draw:
+        """What the rule draws by: a node at depth d of a row with n new tokens decides the token at place n + d."""
+        return self.draw if self.noise is None else PlaceDraw(self.noise.of(tree))
 
-        So the same numbers give the same text whatever was drafted: another tree asks for the same places.
-        """
-        if self.uniform_RP is None:
-            return self.draw
-        places_B2 = torch.tensor([[row, len(out.rows[row])] for row in out.active], device=self.uniform_RP.device)
-        rows_B1, written_B1 = places_B2.split(1, dim=1)
-        places_BN = (written_B1 + tree.depths_BN).clamp(max=self.uniform_RP.shape[1] - 1)  # deeper is not returned
-        return ReadyDraw(self.uniform_RP[rows_B1, places_BN])
+    def gumbel(self, count: int) -> Tensor:
+        """See `Start.gumbel`."""
+        assert self.noise is not None
+        return self.noise.next(count + 1)[:, :count].log().mul_(-self.score.temperature)  # one more: for the rule
+
+    def at_places_of(self, out: Written) -> None:
+        """The places that the next round decides are the next ones of the active rows."""
+        if self.noise is not None:
+            self.noise.move([(row, len(out.rows[row])) for row in out.active])
 
 
 @torch.inference_mode()
-def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
-    """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop."""
+def speculate(
+    rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None, of: Hashable = None
+) -> Stats:
+    """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop.
+
+    Args:
+        rules: that hold throughout.
+        drafter: what guesses.
+        out: the texts.
+        past: of one row: what was read of its text before, and where what is read now is kept.
+        of: who decodes with which weights, for `past`.
+    """
     stats = Stats(rows=[[] for _ in out.rows])
     if rules.decide.by_place and type(rules.draw) is RandomDraw:
-        numbers = place_numbers(rules.draw, len(out.rows), out.new_tokens, rules.target.device)
-        rules = replace(rules, uniform_RP=numbers)
+        noise = PlaceNoise(rules.draw, len(out.rows), rules.target.info.vocab_size, rules.target.device)
+        rules = replace(rules, noise=noise)
     with stats.clock("prefill"):
-        cache, roots_B = _begin(rules, drafter, out)
+        cache, roots_B = _begin(rules, drafter, out, past, of)
         roots_B = _turn_over(rules, drafter, out, cache, roots_B)
     while out.active:
         began = time.perf_counter()
+        rules.at_places_of(out)
         with stats.clock("draft"):
             tree = drafter.propose(roots_B)
         with stats.clock("target"):
             output = rules.target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
         with stats.clock("processors"):
             scores_BNV = rules.score(output.logits_BNV, tree, out)
-        finished = rules.decide(tree, output, scores_BNV, rules.draw_at(tree, out), cache, stats)
+        finished = rules.decide(tree, output, scores_BNV, rules.draw_at(tree), cache, stats)
         with stats.clock("host"):
             finished = out.add(finished, scores_BNV, stats, drafter.asks(finished))
         with stats.clock("draft"):
@@ -86,6 +103,8 @@ def speculate(rules: Rules, drafter: Drafter, out: Written) -> Stats:
         with stats.clock("prefill"):
             roots_B = _turn_over(rules, drafter, out, cache, finished.verdict.next_tokens_B)
         stats.max_depth = max(stats.max_depth, tree.max_depth)
+    if past is not None:
+        past.keep(of, out.text(0).tolist(), cache, drafter)
     return stats
 
 
@@ -112,38 +131,99 @@ def _turn_over(rules: Rules, drafter: Drafter, out: Written, cache: TreeCache, r
     return roots_B[rows_R]
 
 
-def _begin(rules: Rules, drafter: Drafter, out: Written) -> tuple[TreeCache, Tensor]:
+def _begin(
+    rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None, of: Hashable = None
+) -> tuple[TreeCache, Tensor]:
     """Read the active rows' prompts, chunk by chunk; return the cache, and the token that the target chooses next."""
     target, prompts = rules.target, [out.prompts[row] for row in out.active]
+    lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, out.prompts)) + out.new_tokens + drafter.max_nodes
-    drafter.begin(Start(len(prompts), capacity, rules.draw, rules.score.draft_probs if rules.sampling else None))
-    cache = target.new_cache(len(prompts))
+    probs = rules.score.draft_probs if rules.sampling else None
+    gumbel = None if rules.noise is None else rules.gumbel
+    start = Start(len(prompts), capacity, rules.draw, probs, gumbel)
+    cache, kept = (None, 0) if past is None else past.resume(of, start, drafter, prompts[0])
+    if not kept:
+        drafter.begin(start)
     tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
-    lengths, layers = [len(prompt) for prompt in prompts], drafter.feature_layers
+    stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
+    cache = cache or target.new_cache(len(stages[0].rows))
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for number, stage in enumerate(stages):
+        if number:
+            cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
+        found |= _read(stage, tokens_BT, lengths, target, cache, drafter)
+    if len(stage.rows) < len(prompts):
+        cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
-    logits: dict[int, Tensor] = {}
-    features: dict[int, Tensor] = {}
-    for start in range(0, max(lengths), PREFILL_TOKENS):
-        chunk_BT = tokens_BT[:, start : start + PREFILL_TOKENS]
-        size = chunk_BT.shape[1]
-        ends = {row: length - 1 - start for row, length in enumerate(lengths) if 0 < length - start <= size}
-        kept = sorted(set(ends.values()))
-        output = target.read_chunk(chunk_BT, max(lengths), cache, layers, kept)
-        for row, place in ends.items():
-            logits[row], features[row] = output.logits_BNV[row, kept.index(place)], output.features_BNF[row, place]
-        if max(lengths) - 1 > start:  # what follows a prompt's last token is not known yet
-            next_BT = tokens_BT[:, start + 1 : start + 1 + size]
-            known = next_BT.shape[1]
-            known_B = (lengths_B - 1 - start).clamp(0, known)
-            drafter.read(Passage(chunk_BT[:, :known], next_BT, output.features_BNF[:, :known], known_B))
     cache.rewind(lengths_B)
     last_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = RootOnly().propose(last_B1[:, 0])
-    rows = range(len(lengths))
-    logits_B1V = torch.stack([logits[row] for row in rows])[:, None]
-    features_B1F = torch.stack([features[row] for row in rows])[:, None]
+    logits_B1V, features_B1F = (torch.stack([found[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
     scores_B1V = rules.score(logits_B1V, tree, out)
-    roots_B = rules.decide.verify(tree, scores_B1V, rules.draw_at(tree, out)).next_tokens_B
+    rules.at_places_of(out)
+    roots_B = rules.decide.verify(tree, scores_B1V, rules.draw_at(tree)).next_tokens_B
     out.first(roots_B, scores_B1V, logits_B1V)
     drafter.read(Passage(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
     return cache, roots_B
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the prompts that is read together."""
+
+    begin: int
+    end: int
+    rows: list[int]
+    """The rows that the target reads: the cache has as many."""
+    of_row: list[int]
+    """For each row of the batch which of these, by its place in `rows`, has its prompt."""
+
+
+def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> list[Stage]:
+    """How prompts are read: what all of them begin with once, and each of those that are alike once.
+
+    Args:
+        tokens_BT: right-padded.
+        lengths: of the prompts.
+        kept: tokens that were read before.
+        shares: whether rows may share what is read.
+    """
+    every, longest = list(range(len(lengths))), max(lengths)
+    if len(lengths) == 1 or not shares:
+        return [Stage(kept, longest, every, every)]
+    # sync: once a batch
+    texts = [tuple(row[:length]) for row, length in zip(tokens_BT.tolist(), lengths, strict=True)]
+    different = list(dict.fromkeys(texts))
+    rows, of_row = [texts.index(text) for text in different], [different.index(text) for text in texts]
+    # What follows each token that is read together must be the same, too: a head reads it.
+    shared = shared_length(different) - 1
+    if len(different) == 1 or shared < SHARED_TOKENS:
+        return [Stage(0, longest, rows, of_row)]
+    return [Stage(0, shared, [0], [0] * len(lengths)), Stage(shared, longest, rows, of_row)]
+
+
+def _read(
+    stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: Drafter
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Read a part of the prompts; for each row of the stage that ends in it, by its place, last logits and features."""
+    layers = drafter.feature_layers
+    lengths_B = torch.tensor(lengths, device=target.device)
+    together = stage.rows == stage.of_row
+    of_row_B = torch.tensor(stage.of_row, device=target.device)
+    read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for start in range(stage.begin, stage.end, PREFILL_TOKENS):
+        stop = min(start + PREFILL_TOKENS, stage.end)
+        ends = {place: lengths[row] - 1 - start for place, row in enumerate(stage.rows)}
+        ends = {place: end for place, end in ends.items() if 0 <= end < stop - start}
+        kept = sorted(set(ends.values()))
+        output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, layers, kept)
+        for place, end in ends.items():
+            found[place] = output.logits_BNV[place, kept.index(end)], output.features_BNF[place, end]
+        next_BT = tokens_BT[:, start + 1 : stop + 1]
+        known = next_BT.shape[1]
+        if known:  # what follows a prompt's last token is not known yet
+            features_BTF = output.features_BNF[:, :known] if together else output.features_BNF[of_row_B, :known]
+            known_B = (lengths_B - 1 - start).clamp(0, known)
+            drafter.read(Passage(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
+    return found

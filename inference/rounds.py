@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,9 @@ class Start:
     """Where random drafts come from."""
     draft_probs: Callable[[Tensor], Tensor] | None
     """Draft logits [..., V] to the probabilities to draw from, at the user's settings; None for greedy decoding."""
+    gumbel: Callable[[int], Tensor] | None = None
+    """Of a sampled text, that is decided by numbers of each place: what to add to the draft logits of the next `count`
+    places, [B, count, V]. The best tokens then are the likeliest to be drawn. None where drafts cannot know."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,24 @@ class Drafter:
 
     def begin(self, start: Start) -> None:
         """Start a generation."""
+
+    def resume(self, start: Start, kept: Passage, memory: Any, whole: bool) -> None:
+        """Start a generation with a text of which an earlier one has read a part.
+
+        Args:
+            start: as for `begin`.
+            kept: that part, without features.
+            memory: what `memory` gave at the end of the earlier one.
+            whole: whether it is all of the earlier text, of which then nothing is to be forgotten.
+        """
+        self.begin(start)
+        self.read(kept)
+
+    def memory(self) -> Any:
+        """What a later generation that goes on with this text should get; None if it must be shown the text again.
+
+        A drafter that reads features, and has no memory, is shown a text from its start.
+        """
 
     def read(self, passage: Passage) -> None:
         """Take in the prompts, passage by passage; the last one ends with the token that the target chose."""

@@ -19,6 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as known
 
 from ..heads.base import wide
+from ..heads.layers import counting, row_numbers
+from . import cpu_kernels
 from .tree import DraftTree
 
 PREFIX_FREE = (
@@ -111,13 +113,97 @@ class RandomDraw:
         return (probs / times).topk(count, dim=-1).indices
 
 
-def place_numbers(draw: RandomDraw, rows: int, places: int, device: torch.device) -> Tensor:
-    """One uniform number for every place of every row, [rows, places], float64, on `device`.
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of SplitMix64 (Steele, Lea, Flood 2014): the step of its counter, and the factors of what mixes it."""
 
-    They are drawn place by place, on the generator's own device.
+
+def mixed(counter: int) -> int:
+    """SplitMix64's number at a counter, of 64 bits."""
+    z = counter % 2**64
+    z = (z ^ (z >> 30)) * MIX_1 % 2**64
+    z = (z ^ (z >> 27)) * MIX_2 % 2**64
+    return z ^ (z >> 31)
+
+
+class PlaceNoise:
+    """For each place of each row, and each token v, a number E_v, exponential of rate 1 and independent of all others.
+
+    The token at a place is the v with the least E_v / p_v: it has the distribution p, whatever was drawn elsewhere, and
+    depends on no draft. A draft that takes the least E_v / q_v, by the same numbers, agrees with it with a probability
+    of at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv:2408.07978).
+
+    The numbers are computed from seeds, of which there is one a row, and not kept: they are the same on every device.
     """
-    source = device if draw.generator is None else draw.generator.device
-    return draw.uniform((places, rows), source).T.to(device)
+
+    def __init__(self, draw: RandomDraw, rows: int, vocab_size: int, device: torch.device) -> None:
+        """Draw a seed for each row of a call."""
+        source = device if draw.generator is None else draw.generator.device
+        bounds = -(2**63), 2**63 - 1
+        seeds = torch.randint(*bounds, (rows,), generator=draw.generator, device=source)
+        self._seeds: list[int] = seeds.tolist()  # sync: once a call
+        self._vocab_size, self._device = vocab_size, device
+        self._places: list[tuple[int, int]] = []
+        self._ready: Tensor | None = None
+
+    def move(self, places: list[tuple[int, int]]) -> None:
+        """Go to where the rows of the batch are: each one's number in the call, and that of its next place."""
+        self._places, self._ready = places, None
+
+    def next(self, count: int) -> Tensor:
+        """E_BKV of the next K = `count` places of each row; float32."""
+        known = 0 if self._ready is None else self._ready.shape[1]
+        if known < count:
+            keys = [
+                [_signed(mixed(self._seeds[row] + (place + i) * GOLDEN)) for i in range(known, count)]
+                for row, place in self._places
+            ]
+            more_BKV = exponential(torch.tensor(keys, device=self._device), self._vocab_size)
+            self._ready = more_BKV if self._ready is None else torch.cat([self._ready, more_BKV], dim=1)
+        assert self._ready is not None
+        return self._ready[:, :count]
+
+    def of(self, tree: DraftTree) -> Tensor:
+        """E_BNV of the places that a tree's nodes decide: a node at depth d that of d places further on."""
+        numbers_BKV = self.next(tree.max_depth + 1)
+        if tree.in_order:
+            return numbers_BKV
+        rows_B1 = row_numbers(tree.depths_BN)
+        return numbers_BKV[rows_B1, tree.depths_BN]
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def exponential(keys_BK: Tensor, width: int) -> Tensor:
+    """Exponential numbers of rate 1, float32 [B, K, width]: -log(1 - u), u SplitMix64's in (0, 1) from each key on."""
+    if keys_BK.device.type == "cpu" and cpu_kernels.in_use():
+        minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
+    else:
+        z = keys_BK[..., None] + counting(width, keys_BK.device) * _signed(GOLDEN)
+        for shift, factor in ((30, MIX_1), (27, MIX_2)):
+            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)  # >> keeps the sign
+        z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(torch.float64)
+        minus_u = ((z + 0.5) * -(2.0**-53)).float()
+    # u that rounds to 1 would be infinite, and all tokens alike
+    return minus_u.clamp_(min=-(1 - 2.0**-24)).log1p_().neg_()
+
+
+class PlaceDraw(RandomDraw):
+    """Draws of one class per node, by numbers of the node's place: see `PlaceNoise`."""
+
+    def __init__(self, exponential_BNV: Tensor) -> None:
+        """Take the numbers of a tree's nodes."""
+        super().__init__()
+        self.exponential_BNV = exponential_BNV
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """The first of a race in which class v arrives at rate probs[v]."""
+        return (probs / self.exponential_BNV).argmax(-1)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """A rule that asks for more numbers than one a node must not draw by place."""
+        raise NotImplementedError
 
 
 class ReadyDraw(RandomDraw):
@@ -191,6 +277,12 @@ class Scorer:
             nodes, text_T = slice(sizes[place]), texts.text(row).to(logits_BNV.device)
             self._score_row(scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], text_T, by_row[row])
         return scores_BNV
+
+    @property
+    def temperature(self) -> float:
+        """By which logits are divided."""
+        warpers = [each for each in self._processors if isinstance(each, known.TemperatureLogitsWarper)]
+        return math.prod(float(each.temperature) for each in warpers)
 
     def draft_probs(self, logits: Tensor) -> Tensor:
         """What a draft draws from, [..., V] to [..., V]: warped as the target, but for what reads the text."""

@@ -41,6 +41,7 @@ class Seq2SeqTarget(Target):
     """A frozen encoder-decoder; see `Target`."""
 
     loader = AutoModelForSeq2SeqLM
+    shares_prompts = False
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.

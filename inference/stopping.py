@@ -18,7 +18,7 @@ from torch import Tensor
 from ..heads import TargetEnds
 from ..heads.base import wide
 from .draft_model import DraftModel
-from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children
+from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children, lucky
 from .rounds import Start
 from .tree import DraftTree, StoppingShape, TreeShape
 
@@ -77,8 +77,10 @@ class StoppingChain(HeadDrafter):
         if self.seen is not None:
             self.seen.clear()
         longest = self.depth if self.budget is None else min(self.depth, self.budget // len(roots_B) - 1)
+        gumbel_BKD = self.gumbel(longest) if longest > 0 else None
         for depth in range(longest):
             logits_B1V, state = self.head.expand(state, tokens[-1][:, None], parents_B1)
+            logits_B1V = lucky(logits_B1V, gumbel_BKD, depth)
             found_BX = signs(logits_B1V[:, 0], depth)
             if self.seen is not None:
                 self.seen.append(found_BX)

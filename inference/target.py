@@ -47,6 +47,8 @@ class Target:
 
     loader: Any = AutoModelForCausalLM
     """transformers' class that loads it."""
+    shares_prompts = True
+    """Whether rows with the same prompt may be read once."""
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.
@@ -143,7 +145,7 @@ class Target:
         On a CPU in our kernels, which hold a copy of the weights in their shortest exact format; elsewhere in a graph
         that is compiled when one is first asked for, and that the weights must not change under.
         """
-        version = self._version
+        version = self.version
         if self._compiled_of == version:
             return
         if not cpu_kernels.serve(self.device):
@@ -169,7 +171,7 @@ class Target:
         return any(each is not None for each in (self.graph, self.packed, self.packed_model))
 
     @property
-    def _version(self) -> Hashable:
+    def version(self) -> Hashable:
         """The model, its active adapters, and on a CPU a number that grows with every change of a weight in place."""
         on_cpu = cpu_kernels.serve(self.device)  # elsewhere graphs read the weights where they are
         changes = sum(parameter._version for parameter in self.model.parameters()) if on_cpu else 0

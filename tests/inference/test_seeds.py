@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.inference import SpeculativeLM, TreeShape
+from headstart.inference import SpeculativeLM, TreeShape, cpu_kernels
 from headstart.inference.drafters import draft_model, drafter_from
+from headstart.inference.sampling import PlaceDraw, PlaceNoise, RandomDraw, exponential
 
 VOCAB, NEW = 20, 24
 ROWS = [torch.tensor(row) for row in ([1, 2, 3], [4, 5, 6, 7, 8], [9])]
@@ -26,18 +28,36 @@ def sampled(target, drafter, slots=None, **settings):
     mask = pad_sequence([torch.ones_like(row) for row in ROWS], batch_first=True, padding_side="left")
     generator = torch.Generator().manual_seed(5)
     lm = SpeculativeLM(target, drafter)
-    output = lm.generate(input_ids, attention_mask=mask, generator=generator, slots=slots, **SETTINGS, **settings)
+    settings = {**SETTINGS, **settings}
+    output = lm.generate(input_ids, attention_mask=mask, generator=generator, slots=slots, **settings)
     return output.sequences[:, input_ids.shape[1] :].tolist(), output.stats
 
 
-def inverted(target, row, uniforms):
-    """The text by the definition: each token is where the cumulative distribution passes its place's number."""
+def splitmix(counter):
+    """SplitMix64, by numpy's own integers of 64 bits."""
+    with np.errstate(over="ignore"):
+        z = (counter ^ (counter >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def numbers(seed, place):
+    """The exponential numbers of a place, one for each token."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        key = splitmix(np.array(seed, dtype=np.int64).astype(np.uint64) + np.uint64(place) * golden)
+        bits = splitmix(key + np.arange(VOCAB, dtype=np.uint64) * golden)
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return -torch.log1p(torch.tensor(-uniform, dtype=torch.float32))
+
+
+def raced(target, row, seed):
+    """The text by the definition: each token is the first of a race in which token v arrives at rate p_v."""
     text = row.tolist()
-    for uniform in uniforms.tolist():
+    for place in range(NEW):
         scores = target.model(torch.tensor([text])).logits[0, -1] / SETTINGS["temperature"]
         scores[scores < scores.topk(SETTINGS["top_k"]).values[-1]] = -torch.inf
-        cumulative = scores.softmax(-1).cumsum(-1)
-        text.append(int((cumulative <= uniform * cumulative[-1]).sum()))
+        text.append(int((numbers(seed, place) / scores.softmax(-1)).argmin()))
     return text[len(row) :]
 
 
@@ -55,13 +75,77 @@ DRAFTERS = {
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("slots", [None, 1, 2])
 @torch.inference_mode()
-def test_every_token_is_drawn_by_the_number_of_its_row_and_place(target, tools, name, slots):
-    """Independent uniform numbers, each inverted once: the distribution is the target's, whatever the drafts are."""
-    uniforms = torch.rand(NEW, len(ROWS), dtype=torch.float64, generator=torch.Generator().manual_seed(5)).T
+def test_every_token_is_drawn_by_the_numbers_of_its_row_and_place(target, tools, name, slots):
+    """Independent numbers, each raced with once: the distribution is the target's, whatever the drafts are."""
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(ROWS),), generator=torch.Generator().manual_seed(5))
     texts, stats = sampled(target, DRAFTERS[name](target, tools), slots, **NO_ENDS)
-    assert texts == [inverted(target, row, uniforms_P) for row, uniforms_P in zip(ROWS, uniforms, strict=True)]
+    assert texts == [raced(target, row, seed) for row, seed in zip(ROWS, seeds.tolist(), strict=True)]
     if "tree" in name or "chain" in name:
         assert stats.acceptance_length > 1.2  # so drafts decided
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
+    """Kolmogorov and Smirnov, correlations between neighbours, and how often a race is won."""
+    monkeypatch.setattr(cpu_kernels, "in_use", lambda: kernels and cpu_kernels.library() is not None)
+    noise = PlaceNoise(RandomDraw(torch.Generator().manual_seed(0)), 50, 200, torch.device("cpu"))
+    noise.move([(row, 7) for row in range(50)])
+    found_BKV = noise.next(40)
+    count, sorted_N = found_BKV.numel(), found_BKV.flatten().double().sort().values
+    reached = (torch.arange(count) + 0.5) / count
+    assert (-torch.expm1(-sorted_N) - reached).abs().max() < 1.95 / count**0.5  # one in a thousand
+    for one, other in (
+        (found_BKV[1:], found_BKV[:-1]),
+        (found_BKV[:, 1:], found_BKV[:, :-1]),
+        (found_BKV[..., 1:], found_BKV[..., :-1]),
+    ):
+        assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 3.5 / one.numel() ** 0.5
+    probs_V = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0]).expand(50, 40 * 33, -1)
+    wins_V = PlaceDraw(found_BKV[..., :198].reshape(50, -1, 6)).categorical(probs_V).flatten().bincount(minlength=6)
+    expected_V = probs_V[0, 0] * wins_V.sum()
+    assert wins_V[5] == 0 and ((wins_V - expected_V)[:5] ** 2 / expected_V[:5]).sum() < 18.5  # chi squared, 4 degrees
+
+
+def test_kernels_and_torch_compute_the_same_numbers(monkeypatch):
+    if cpu_kernels.library() is None:
+        pytest.skip("no compiler")
+    keys_BK, found = torch.randint(-(2**63), 2**63 - 1, (3, 4)), []
+    for kernels in (False, True):
+        monkeypatch.setattr(cpu_kernels, "in_use", lambda kernels=kernels: kernels)
+        found.append(exponential(keys_BK, 1001))
+    assert torch.equal(*found)
+    assert found[0].isfinite().all() and (found[0] > 0).all()
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "branch:2x2x2", "dynamic:9:3:3", "stop:0:chain:3"])
+def test_a_draft_that_is_the_target_is_drawn_alike(target, tree):
+    """By the same numbers: what is guessed is what is drawn."""
+    settings = {"top_k": 0, **NO_ENDS}
+    drafter = draft_model(target, target, tree)
+    _, stats = sampled(target, drafter, **settings)
+    returned = [record.returned for row in stats.rows for record in row[:-1]]
+    assert returned.count(4) > 0.8 * len(returned) if "dynamic" in tree else set(returned) == {4}
+    drafter.head = Permuted(drafter.head)
+    _, stats = sampled(target, drafter, **settings)
+    assert stats.acceptance_length > 2.5  # but for the tokens that it cannot guess
+
+
+class Permuted:
+    """A draft that knows fewer tokens than the target, in another order."""
+
+    def __init__(self, head):
+        self.head, self.draft_vocab_size = head, VOCAB - 1
+        self.order_D = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[1:]
+
+    def __getattr__(self, name):
+        return getattr(self.head, name)
+
+    def expand(self, state, tokens_BW, parents_BW):
+        logits_BWV, state = self.head.expand(state, tokens_BW, parents_BW)
+        return logits_BWV[..., self.order_D], state
+
+    def target_tokens(self, draft_tokens):
+        return self.order_D[draft_tokens]
 
 
 @pytest.mark.parametrize("slots", [None, 1, 2])
