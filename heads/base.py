@@ -159,6 +159,9 @@ class RowCache(Protocol):
     def replace(self, rows_R: Tensor, other: RowCache) -> None:
         """Put the rows of another one, as large, in the places of these."""
 
+    def show(self, tokens: int) -> None:
+        """There are no more than so many tokens in any row: nothing behind them need be looked at."""
+
     def resized(self, capacity: int) -> RowCache:
         """With room for so many tokens of each row, or as it is if it has that."""
 
@@ -240,6 +243,11 @@ class DraftHead(nn.Module, ABC):
     recompute: bool = False
     """Whether training computes activations again in the backward pass instead of keeping them; heads that feed on
     their own outputs, whose activations grow with every step of training-time test, heed it."""
+
+    shape: Any = None
+    """The `LayerShape` of its decoder layers, where it has some."""
+    cached_layers: int = 0
+    """Decoder layers whose keys and values it keeps while decoding."""
 
     facts: HeadFacts | None = None
     """What travels with a head that was loaded."""
@@ -370,6 +378,13 @@ class DraftHead(nn.Module, ABC):
         Raises:
             ValueError: a draft vocabulary that is none.
         """
+
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """Bytes of its keys and values for `rows` x `tokens`."""
+        if not self.cached_layers:
+            return 0
+        width = self.shape.num_key_value_heads * self.shape.head_dim
+        return 2 * self.cached_layers * rows * tokens * width * next(self.parameters()).element_size()
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's; a head with a truncated vocabulary overrides it."""

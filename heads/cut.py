@@ -72,7 +72,7 @@ class CutHead(DraftHead):
         self.max_depth = config.depth
         self.feature_layers = ()
         self.num_layers = config.num_layers or max(1, target.num_layers // 7)
-        self.shape = LayerShape.of(target)
+        self.shape, self.cached_layers = LayerShape.of(target), self.num_layers
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(self.num_layers))
         self.norm = RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(target, target.head_dim)

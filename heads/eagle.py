@@ -118,7 +118,7 @@ class EagleHead(DraftHead):
         self.max_depth = config.depth
         self.feature_layers = (-1,)
         shape = LayerShape.of(target, config)  # without norms of queries and keys: servers read a plain Llama layer
-        self.shape = shape
+        self.shape, self.cached_layers = shape, config.num_layers
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers))
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)

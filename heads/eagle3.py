@@ -152,7 +152,7 @@ class Eagle3Head(DraftHead):
         self.max_depth = config.depth
         self.feature_layers = fused_layers(config.feature_layers, target)
         shape = LayerShape.of(target, config)
-        self.shape = shape
+        self.shape, self.cached_layers = shape, config.num_layers
         fused = len(self.feature_layers)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps=shape.rms_norm_eps) for _ in range(fused))

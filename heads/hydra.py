@@ -154,14 +154,14 @@ class HydraHead(DraftHead):
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         if config.prefix_layer:
-            shape = LayerShape.of(target)
-            self.prefix = DecoderLayer(shape)
+            self.shape, self.cached_layers = LayerShape.of(target), 1
+            self.prefix = DecoderLayer(self.shape)
             # It starts by passing on what it is given, so that a new head is its LM head here too.
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
             nn.init.zeros_(self.prefix.mlp.down_proj.weight)
-            self.rotary = Rotary(target, shape.head_dim)
+            self.rotary = Rotary(target, self.shape.head_dim)
             if config.prefix_norm:
-                self.prefix_norm = RMSNorm(width, eps=shape.rms_norm_eps)
+                self.prefix_norm = RMSNorm(width, eps=self.shape.rms_norm_eps)
         self.blocks = nn.ModuleList(
             HydraBlocks(width, i + 2, config.num_layers, config.bias) for i in range(config.num_heads)
         )

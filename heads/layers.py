@@ -26,6 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from .attention import masked_attention
 from .base import RowCache, TargetInfo, wide
 
+SHOWN = 64
+"""Committed tokens by which what a draft looks at grows."""
 SCORES = 2**22
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
 
@@ -265,6 +267,8 @@ class DraftCache:
     def __init__(self, num_layers: int, batch_size: int, nodes: int, capacity: int) -> None:
         self.num_layers, self.batch_size, self.nodes = num_layers, batch_size, nodes
         self.capacity = nodes + capacity
+        self.shown: int | None = None
+        """Committed tokens of each row that forwards look at, at most; None for as many as there is room for."""
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -273,11 +277,21 @@ class DraftCache:
         """All slots; as soon as there are any the size of a tensor, which a compiled graph takes as a symbol."""
         return self.keys[0].shape[2] if self.keys else self.capacity
 
+    @property
+    def looked_at(self) -> int:
+        """Slots, from the first on, that forwards look at."""
+        return self.slots if self.shown is None else min(self.slots, self.nodes + self.shown)
+
+    def show(self, tokens: int) -> None:
+        """Look at no more than so many committed tokens of each row: it holds no more, whatever there is room for."""
+        self.shown = -(-tokens // SHOWN) * SHOWN
+
     def select(self, rows_R: Tensor) -> DraftCache:
         """A cache of these rows only."""
         chosen = DraftCache(self.num_layers, len(rows_R), self.nodes, self.capacity - self.nodes)
         chosen.keys = [states[rows_R] for states in self.keys]
         chosen.values = [states[rows_R] for states in self.values]
+        chosen.shown = self.shown
         return chosen
 
     def replace(self, rows_R: Tensor, other: RowCache) -> None:
@@ -292,6 +306,7 @@ class DraftCache:
         if more <= 0:
             return self
         grown = DraftCache(self.num_layers, self.batch_size, self.nodes, capacity)
+        grown.shown = self.shown
         grown.keys = [F.pad(states, (0, 0, 0, more)) for states in self.keys]
         grown.values = [F.pad(states, (0, 0, 0, more)) for states in self.values]
         return grown
@@ -302,7 +317,7 @@ class DraftCache:
 
     def commit(self, lengths_B: Tensor, new_tokens: int) -> Memory:
         """The next entries go behind each row's `lengths_B` committed tokens; they see these and each other."""
-        slots_S = torch.arange(self.slots, device=lengths_B.device)
+        slots_S = torch.arange(self.looked_at, device=lengths_B.device)
         slots_BT = self.nodes + lengths_B[:, None] + torch.arange(new_tokens, device=lengths_B.device)
         # What a short prompt's row is given behind its end is forgotten; it only must not lie outside.
         slots_BT = slots_BT.clamp(max=self.slots - 1)
@@ -310,7 +325,7 @@ class DraftCache:
 
     def draft(self, lengths_B: Tensor, first: int, seen_BWN: Tensor) -> Memory:
         """The next entries go to the nodes' slots from `first` on; they see the committed tokens and `seen_BWN`."""
-        slots_S = torch.arange(self.slots - self.nodes, device=lengths_B.device)
+        slots_S = torch.arange(self.looked_at - self.nodes, device=lengths_B.device)
         committed_BWS = (slots_S < lengths_B[:, None])[:, None].expand(-1, seen_BWN.shape[1], -1)
         return Entries(self, torch.cat([seen_BWN, committed_BWS], dim=-1), first=first)
 
@@ -333,7 +348,8 @@ class Entries:
                 states[:, :, self.first : self.first + new.shape[2]] = new
             else:
                 write_slots(states, self.slots_BT, new)
-        return masked_attention(query_BHTE, keys, values, self.visible_BTS[:, None])
+        looked_at = self.visible_BTS.shape[-1]
+        return masked_attention(query_BHTE, keys[:, :, :looked_at], values[:, :, :looked_at], self.visible_BTS[:, None])
 
     def of_layer(self, layer: int, like_BGTE: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [B, G, S, E], made at its first forward."""

@@ -268,6 +268,10 @@ class AdaptiveDrafter(Drafter):
         self.trees[0].resume(start, kept, memory, whole)
         self._share()
 
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """The drafter's."""
+        return self.trees[0].cache_bytes(rows, tokens)
+
     def memory(self) -> Any:
         """Whatever the drafter keeps."""
         return self.trees[0].memory()

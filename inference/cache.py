@@ -7,7 +7,7 @@ by a bucket. `keep` then moves the accepted nodes' entries together and the rest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -37,16 +37,23 @@ def free_memory(device: torch.device) -> float:
     return float(psutil.virtual_memory().available) if device.type == "cpu" else float("inf")
 
 
-def check_room(needed: int, rows: int, tokens: int, device: torch.device) -> None:
-    """Refuse a cache that the device cannot hold, before anything is read.
+def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device) -> None:
+    """Refuse what the device cannot hold, before anything is read.
+
+    Args:
+        needed: bytes, by what they are for.
+        rows: decoded at once.
+        tokens: that a row may come to hold.
+        device: of all of it.
 
     Raises:
-        ValueError: naming its size in GiB, what is free, and what would make it smaller.
+        ValueError: naming each size in GiB, what is free, and what would make it smaller.
     """
-    free = free_memory(device)
-    if needed > free:
+    free, whole = free_memory(device), sum(needed.values())
+    if whole > free:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
         raise ValueError(
-            f"a cache of {rows} rows of {tokens} tokens takes {needed / 2**30:.1f} GiB, and {device} has "
+            f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
             f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (slots)"
         )
 

@@ -151,7 +151,7 @@ def in_use() -> bool:
 
 def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
     """Minus a uniform number in (0, 1) for each of `width` steps from each key on, float32 [P, width]."""
-    numbers_PV = torch.empty(len(keys_P), width)
+    keys_P, numbers_PV = keys_P.contiguous(), torch.empty(len(keys_P), width)
     kernels().headstart_uniform(keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads())
     return numbers_PV
 

@@ -497,7 +497,7 @@ class SpeculativeLM:
         self.target.refresh()
         together = min(len(prompts), slots or len(prompts))
         room = longest + new_tokens + self.drafter.max_nodes
-        check_room(self.target.cache_bytes(together, room), together, room, self.target.device)
+        check_room(self._needed(together, room), together, room, self.target.device)
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
         listeners = self.round_listeners
@@ -523,6 +523,16 @@ class SpeculativeLM:
             stats=stats,
             past_key_values=past,
         )
+
+    def _needed(self, rows: int, tokens: int) -> dict[str, int]:
+        """Bytes that a batch takes, by what they are for."""
+        scores = rows * self.drafter.max_nodes * self.target.info.vocab_size
+        each = self.target.dtype.itemsize + 3 * max(self.target.dtype.itemsize, 4)  # raw, scores, probabilities, draws
+        return {
+            "the target's cache": self.target.cache_bytes(rows, tokens),
+            "the drafts'": self.drafter.cache_bytes(rows, tokens),
+            "logits": scores * each,
+        }
 
 
 class _NobodyListens(Exception):

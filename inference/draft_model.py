@@ -74,6 +74,10 @@ class DraftModel:
         """Each of its forwards in a graph."""
         self.model.compile()
 
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """Of its keys and values."""
+        return self.model.cache_bytes(rows, tokens)
+
     def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> ModelState:
         """Nothing read."""
         root_BV = torch.zeros(batch_size, self.draft_vocab_size, dtype=self.model.dtype, device=self.model.device)

@@ -23,11 +23,18 @@ class StaticTree(HeadDrafter):
 
     Picked: a node's rank says the how-many-best token of its parent it is (Medusa, section 2.1.2). Drawn: siblings are
     drawn without replacement from the head's own distribution at the user's settings, and the rank is their order
-    (Gumbel-top-k at every node, as in Sequoia, arXiv:2402.12374, and RSD, 2402.14160). Greedy decoding always picks.
+    (Gumbel-top-k at every node, as in Sequoia, arXiv:2402.12374, and RSD, 2402.14160), or each by itself (SpecInfer,
+    2305.09781). Greedy decoding always picks.
     """
 
     def __init__(
-        self, head: Guesser, shape: TreeShape, ends: TargetEnds, drawn: bool = False, budget: int | None = None
+        self,
+        head: Guesser,
+        shape: TreeShape,
+        ends: TargetEnds,
+        drawn: bool = False,
+        budget: int | None = None,
+        independent: bool = False,
     ) -> None:
         """See `drafter_of`."""
         widest = max((level.width for level in shape.levels), default=0)
@@ -39,7 +46,9 @@ class StaticTree(HeadDrafter):
         super().__init__(head, ends, shape.depth, shape.expanded, shape.size)
         self.shape, self.budget = shape, budget
         if drawn:
-            self.origin = "chain" if shape.size == shape.depth + 1 else "without_replacement"
+            self.origin = "independent" if independent else "without_replacement"
+            if shape.size == shape.depth + 1:
+                self.origin = "chain"
 
     def begin(self, start: Start) -> None:
         """An empty state; how to draw."""
@@ -81,7 +90,9 @@ class StaticTree(HeadDrafter):
                 ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices).expand(-1, nodes, -1)
             else:
                 logits_BWV, state = self.expand(depth, state, frontier_BW, parents_BW)
-                ranked_BWR, probs_BWV = drawn_children(self.head, logits_BWV, nodes, width, self._probs_of, self._draw)
+                ranked_BWR, probs_BWV = drawn_children(
+                    self.head, logits_BWV, nodes, width, self._probs_of, self._draw, self.origin == "independent"
+                )
                 drawn_from.append(probs_BWV)
             children_BC = ranked_BWR.flatten(1)
             tokens.append(children_BC if picks is None else children_BC[:, picks])
@@ -203,5 +214,5 @@ def drafter_of(head: Guesser, policy: TreePolicy, ends: TargetEnds, budget: int 
     if isinstance(policy, StoppingShape):
         return StoppingChain(head, policy, ends, budget)
     if isinstance(policy, DrawnShape):
-        return StaticTree(head, policy.shape, ends, drawn=True, budget=budget)
+        return StaticTree(head, policy.shape, ends, True, budget, policy.independent)
     return StaticTree(head, policy, ends, budget=budget)

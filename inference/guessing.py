@@ -83,6 +83,9 @@ class Shared:
     missed: list[Passage] = field(default_factory=list)
     """Rounds without guesses, one token a row each, that the head is shown when it is asked again, all at once."""
 
+    longest: int = 0
+    """Tokens that the head was shown of any row, at most."""
+
     @property
     def held(self) -> int:
         """Tokens of a row that were not shown yet."""
@@ -158,6 +161,11 @@ class HeadDrafter(Drafter):
         read = kept.tokens_BT.shape[1] + self.head.reads_from_start
         cut = None if self.shared.held else read  # what is held lies behind all that was shown
         self.shared.state = self.shared.state.resume(cut, start.capacity)
+        self.shared.longest = read if cut is not None else self.shared.longest
+
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """Of the head's, or the model's, keys and values."""
+        return self.head.cache_bytes(rows, tokens) if isinstance(self.head, DraftHead | DraftModel) else 0
 
     def memory(self) -> Any:
         """The state, if it can go back, with what was not shown to the head yet."""
@@ -177,6 +185,7 @@ class HeadDrafter(Drafter):
         for start in range(0, tokens_BT.shape[1], READ_TOKENS):
             part = slice(start, start + READ_TOKENS)
             count_B = (lengths_B - start).clamp(0, READ_TOKENS)
+            self._grows_by(len(tokens_BT[0, part]))
             self.shared.state = self.head.observe(
                 self.shared.state, passage.features_BTF[:, part], tokens_BT[:, part], count_B
             )
@@ -247,9 +256,17 @@ class HeadDrafter(Drafter):
                 self._catch_up()
             return
         given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
-        self.shared.state = self._in_graph(
-            "observe", self.head.observe, finished.emitted_BA.shape[1], self.state, *given
-        )
+        accepted, state = finished.emitted_BA.shape[1], self.state
+        self._grows_by(accepted)
+        self.shared.state = self._in_graph("observe", self.head.observe, accepted, state, *given)
+        self.shared.longest -= accepted - max(map(len, finished.tokens), default=accepted)
+
+    def _grows_by(self, tokens: int) -> None:
+        """So many tokens more are to be shown of each row; a captured graph looks at all that there is room for."""
+        self.shared.longest += tokens
+        if isinstance(self.head, DraftHead) and not self._graphs:
+            for cache in self.shared.state.caches():
+                cache.show(self.shared.longest)
 
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""
@@ -262,6 +279,8 @@ class HeadDrafter(Drafter):
         """Take over the rows of another one of this head."""
         assert isinstance(other, HeadDrafter)
         self.shared.state = self.state.replace(rows_R, other.state)
+        self.shared.longest = max(self.shared.longest, other.shared.longest)
+        self._grows_by(0)
 
 
 def lucky(logits_BWV: Tensor, gumbel_BKV: Tensor | None, depth: int) -> Tensor:
@@ -270,9 +289,15 @@ def lucky(logits_BWV: Tensor, gumbel_BKV: Tensor | None, depth: int) -> Tensor:
 
 
 def drawn_children(
-    head: Guesser, logits_BWV: Tensor, frontier: int, count: int, probs_of: Callable[[Tensor], Tensor], draw: Draw
+    head: Guesser,
+    logits_BWV: Tensor,
+    frontier: int,
+    count: int,
+    probs_of: Callable[[Tensor], Tensor],
+    draw: Draw,
+    independent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`count` tokens after each node of a frontier, none twice, and what they were drawn from.
+    """`count` tokens after each node of a frontier, and what they were drawn from.
 
     They are drawn from among the draft's own tokens: a race of the target's whole vocabulary would take longer than
     the draft. What processors leave to other tokens is not drawn from, and so not in the distribution either.
@@ -284,12 +309,17 @@ def drawn_children(
         count: of each one's children.
         probs_of: logits over the target's vocabulary to probabilities.
         draw: by which they are drawn.
+        independent: whether each is drawn by itself; else none is drawn twice.
     """
     own_D = _own_tokens(head, logits_BWV.device)
     probs_BWD = probs_of(over_target(head, logits_BWV))[..., own_D]
     mass_BW1 = probs_BWD.sum(-1, keepdim=True)
     probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
-    drawn_BWR = draw.distinct(probs_BWD.expand(-1, frontier, -1), count)
+    of_node_BWD = probs_BWD.expand(-1, frontier, -1)
+    if independent:
+        drawn_BWR = draw.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
+    else:
+        drawn_BWR = draw.distinct(of_node_BWD, count)
     drawn_from_BWV = _spread(probs_BWD, own_D, head.target.vocab_size, 0.0).expand(-1, frontier, -1)
     return head.target_tokens(drawn_BWR), drawn_from_BWV
 

@@ -102,6 +102,10 @@ class Hybrid(Drafter):
         self.head.resume(start, kept, memory[0], whole)
         self.source.resume(start, kept, memory[1], whole)
 
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """The head's: the source lies on the host."""
+        return self.head.cache_bytes(rows, tokens)
+
     def memory(self) -> Any:
         """Both keep theirs."""
         head = self.head.memory()

@@ -80,7 +80,8 @@ def speculate(
     """
     stats = Stats(rows=[[] for _ in out.rows])
     if rules.decide.by_place and type(rules.draw) is RandomDraw:
-        noise = PlaceNoise(rules.draw, len(out.rows), rules.target.info.vocab_size, rules.target.device)
+        target = rules.target
+        noise = PlaceNoise(rules.draw, len(out.rows), drafter.max_nodes + 1, target.info.vocab_size, target.device)
         rules = replace(rules, noise=noise)
     with stats.clock("prefill"):
         cache, roots_B = _begin(rules, drafter, out, past, of)

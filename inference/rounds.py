@@ -143,6 +143,10 @@ class Drafter:
         self.begin(start)
         self.read(kept)
 
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """Bytes that it keeps on the device for so many rows of so many tokens."""
+        return 0
+
     def memory(self) -> Any:
         """What a later generation that goes on with this text should get; None if it must be shown the text again.
 

@@ -12,7 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -57,6 +59,11 @@ READS_TEXT = (
 """Processors that read the tokens before."""
 
 
+def finest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no other: Apple's."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Draw(Protocol):
     """Where drafts and verdicts get their randomness, so that a test can enumerate instead of sampling."""
 
@@ -80,8 +87,8 @@ class RandomDraw:
         self.generator = generator
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers in [0, 1), float64."""
-        return torch.rand(shape, dtype=torch.float64, device=device, generator=self.generator)
+        """Numbers in [0, 1), float64 where there is that."""
+        return torch.rand(shape, dtype=finest(device), device=device, generator=self.generator)
 
     def on_host(self) -> RandomDraw:
         """Draws of tensors on the host, that repeat with these; a seed is drawn for them."""
@@ -92,7 +99,7 @@ class RandomDraw:
 
     def categorical(self, probs: Tensor) -> Tensor:
         """By inverting the cumulative distribution."""
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        cumulative = probs.cumsum(-1, dtype=finest(probs.device))
         uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
         drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
@@ -113,15 +120,14 @@ class RandomDraw:
         return (probs / times).topk(count, dim=-1).indices
 
 
-GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN, MIX_1, MIX_2 = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
 """Of SplitMix64 (Steele, Lea, Flood 2014): the step of its counter, and the factors of what mixes it."""
 
 
-def mixed(counter: int) -> int:
-    """SplitMix64's number at a counter, of 64 bits."""
-    z = counter % 2**64
-    z = (z ^ (z >> 30)) * MIX_1 % 2**64
-    z = (z ^ (z >> 27)) * MIX_2 % 2**64
+def mixed(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's number at each counter."""
+    z = (counter ^ (counter >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
     return z ^ (z >> 31)
 
 
@@ -135,32 +141,37 @@ class PlaceNoise:
     The numbers are computed from seeds, of which there is one a row, and not kept: they are the same on every device.
     """
 
-    def __init__(self, draw: RandomDraw, rows: int, vocab_size: int, device: torch.device) -> None:
-        """Draw a seed for each row of a call."""
+    def __init__(self, draw: RandomDraw, rows: int, places: int, vocab_size: int, device: torch.device) -> None:
+        """Draw a seed for each row of a call.
+
+        Args:
+            draw: where from.
+            rows: of the call.
+            places: that a round may decide.
+            vocab_size: tokens that may be drawn.
+            device: of the numbers.
+        """
         source = device if draw.generator is None else draw.generator.device
         bounds = -(2**63), 2**63 - 1
-        seeds = torch.randint(*bounds, (rows,), generator=draw.generator, device=source)
-        self._seeds: list[int] = seeds.tolist()  # sync: once a call
+        seeds_R = torch.randint(*bounds, (rows,), generator=draw.generator, device=source)
+        self._seeds_R = seeds_R.cpu().numpy().astype(np.uint64)  # sync: once a call
+        self._ahead_P = np.arange(places, dtype=np.uint64)
         self._vocab_size, self._device = vocab_size, device
-        self._places: list[tuple[int, int]] = []
-        self._ready: Tensor | None = None
 
-    def move(self, places: list[tuple[int, int]]) -> None:
+    def move(self, places: Sequence[tuple[int, int]]) -> None:
         """Go to where the rows of the batch are: each one's number in the call, and that of its next place."""
-        self._places, self._ready = places, None
+        rows_B, next_B = np.array(places, dtype=np.uint64).T
+        counter_BP = self._seeds_R[rows_B.astype(np.int64), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
+        self._keys_BP = torch.from_numpy(mixed(counter_BP).astype(np.int64)).to(self._device)
+        self._ready_BKV = torch.empty(len(places), 0, self._vocab_size, device=self._device)
 
     def next(self, count: int) -> Tensor:
         """E_BKV of the next K = `count` places of each row; float32."""
-        known = 0 if self._ready is None else self._ready.shape[1]
+        known = self._ready_BKV.shape[1]
         if known < count:
-            keys = [
-                [_signed(mixed(self._seeds[row] + (place + i) * GOLDEN)) for i in range(known, count)]
-                for row, place in self._places
-            ]
-            more_BKV = exponential(torch.tensor(keys, device=self._device), self._vocab_size)
-            self._ready = more_BKV if self._ready is None else torch.cat([self._ready, more_BKV], dim=1)
-        assert self._ready is not None
-        return self._ready[:, :count]
+            more_BKV = exponential(self._keys_BP[:, known:count], self._vocab_size)
+            self._ready_BKV = more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
+        return self._ready_BKV[:, :count]
 
     def of(self, tree: DraftTree) -> Tensor:
         """E_BNV of the places that a tree's nodes decide: a node at depth d that of d places further on."""
@@ -171,8 +182,8 @@ class PlaceNoise:
         return numbers_BKV[rows_B1, tree.depths_BN]
 
 
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
+def _signed(number: np.uint64) -> int:
+    return int(number.astype(np.int64))
 
 
 def exponential(keys_BK: Tensor, width: int) -> Tensor:
@@ -183,7 +194,7 @@ def exponential(keys_BK: Tensor, width: int) -> Tensor:
         z = keys_BK[..., None] + counting(width, keys_BK.device) * _signed(GOLDEN)
         for shift, factor in ((30, MIX_1), (27, MIX_2)):
             z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)  # >> keeps the sign
-        z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(torch.float64)
+        z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(finest(z.device))
         minus_u = ((z + 0.5) * -(2.0**-53)).float()
     # u that rounds to 1 would be infinite, and all tokens alike
     return minus_u.clamp_(min=-(1 - 2.0**-24)).log1p_().neg_()

@@ -240,6 +240,8 @@ class DrawnShape:
     """A static tree whose children are drawn from the draft's own distribution; a rank says in which order."""
 
     shape: TreeShape
+    independent: bool = False
+    """Whether siblings are drawn each by itself, and may be twins; else none is drawn twice."""
 
     @property
     def size(self) -> int:
@@ -310,8 +312,9 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
         tree: `chain:LENGTH`, `root` (no guesses), `branch:2x2x1` (children of every node, depth by depth),
             `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of paths such as
             [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list draws the
-            children instead of picking them. `stop:0.4:` before a chain, drawn or not, ends it where the draft is less
-            sure than that; `stop:0.4@WEIGHTS:` asks a stopper that was trained.
+            children instead of picking them, no sibling twice; `independent:` draws each by itself. `stop:0.4:` before
+            a chain, drawn or not, ends it where the draft is less sure than that; `stop:0.4@WEIGHTS:` asks a stopper
+            that was trained.
 
     Raises:
         ValueError: none of these.
@@ -321,10 +324,10 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
     if not isinstance(tree, str):
         return TreeShape.from_paths(tree)
     kind, *numbers = tree.split(":")
-    if kind == "drawn":
-        shape = tree_policy(tree.removeprefix("drawn:"))
+    if kind in ("drawn", "independent"):
+        shape = tree_policy(tree.removeprefix(f"{kind}:"))
         if isinstance(shape, TreeShape) and shape.paths:
-            return DrawnShape(shape)
+            return DrawnShape(shape, kind == "independent")
     number = r"-?\d+(?:\.\d+)?"
     stopping = re.fullmatch(rf"stop:({number})(?:@({number}(?:,{number})*))?:(drawn:)?chain:(\d+)", tree)
     if stopping:
@@ -347,7 +350,7 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
             raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}") from error
     raise ValueError(
         f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, a JSON "
-        "file of paths, or drawn: and one of these that is not dynamic, or stop:0.4: and a chain"
+        "file of paths, or drawn: or independent: and one of these that is not dynamic, or stop:0.4: and a chain"
     )
 
 
@@ -356,7 +359,7 @@ def tree_word(policy: TreePolicy) -> str | list[list[int]]:
     if isinstance(policy, DynamicShape):
         return f"dynamic:{policy.size}:{policy.depth}:{policy.width}"
     if isinstance(policy, DrawnShape):
-        return f"drawn:{tree_word(policy.shape)}"
+        return f"{'independent' if policy.independent else 'drawn'}:{tree_word(policy.shape)}"
     if isinstance(policy, StoppingShape):
         weights = "" if policy.weights is None else "@" + ",".join(map(str, policy.weights))
         return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.drawn else ''}chain:{policy.length}"

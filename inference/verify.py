@@ -3,7 +3,7 @@
 With target_probs p = softmax(scores) and draft_probs q, what the children of a node were drawn from:
 
     greedy                 go to the child that is the best token; what greedy decoding would have written
-    point_mass             draw y from p; go to the child that is y (any tree made independently of these draws)
+    point_mass             draw y from p; go to the child that is y                        (any tree; 2408.07978)
     token                  accept a drawn x with min(1, p(x)/q(x)), else draw from norm((p - q)+)    (2211.17192)
     with_replacement       the same child by child: after a rejection p becomes norm((p - q)+)       (2305.09781)
     without_replacement    and x leaves q, which is renormalised                           (2402.12374, 2402.14160)
@@ -45,7 +45,11 @@ def greedy(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
 
 
 def point_mass(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
-    """Accept what equals a token drawn from the target; lossless for any tree made independently of the draws."""
+    """Accept what equals a token drawn from the target; lossless for any tree made independently of the draws.
+
+    And for any tree at all where each place of the text has numbers of its own to draw by (`PlaceNoise`): what is
+    written is then the same whatever the tree is, which may know the numbers and guess what they decide.
+    """
     return follow(tree, draw.categorical(scores_BNV.softmax(-1)))
 
 

@@ -10,7 +10,7 @@ from accelerator_helpers import VOCAB, head_for
 from conftest import build_model
 
 from headstart.heads import HEADS
-from headstart.inference import Drafter, DraftTree, SpeculativeLM, Target
+from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target
 
 pytestmark = pytest.mark.gpu
 PADDED = torch.tensor([[0, 0, 0, 5, 6], [9, 8, 7, 6, 5], [0, 3, 1, 2, 4]])
@@ -18,6 +18,7 @@ GREEDY = ("chain:3", "branch:2x2", "dynamic:8:3:2", "stop:0.05:chain:3", "root",
 DRAWN = {
     "drawn:chain:3": ("point_mass", "token", "with_replacement", "without_replacement", "block", "traversal"),
     "drawn:branch:2x2": ("point_mass", "without_replacement", "traversal"),
+    "independent:branch:2x2": ("point_mass", "with_replacement"),
     "stop:0.05:drawn:chain:3": ("block",),
     "dynamic:8:3:2": ("point_mass", "typical"),
 }
@@ -171,3 +172,25 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
     for tree in ("branch:2x2", "dynamic:8:3:2"):
         lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, fallback=False)
         assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["cut", "eagle3", "hydra++", "medusa"])
+def test_a_conversation(on_cpu, there, device, kind):
+    here, away = both(on_cpu, there, kind, tree="branch:2x2", fallback=False)
+    prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()
+    for more in ([4, 4], [7], []):
+        expected, found = text(here, prompt), text(away, prompt.to(device), past_key_values=past)
+        assert torch.equal(found.sequences.cpu(), expected.sequences)
+        assert found.stats.rows == expected.stats.rows
+        prompt = torch.cat([expected.sequences, torch.tensor([more], dtype=torch.int64)], dim=1)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_what_prompts_share(on_cpu, there, device, slots):
+    beginning = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
+    rows = [torch.cat([beginning, torch.tensor(more)]) for more in ([1], [2, 3], [1], [4, 5, 6])]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    here, away = both(on_cpu, there, "eagle3", tree="chain:3", fallback=False)
+    expected = text(SpeculativeLM(on_cpu), padded).sequences
+    assert torch.equal(text(here, padded).sequences, expected)
+    assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)

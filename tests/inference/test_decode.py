@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import random
 import threading
 import time
 from types import SimpleNamespace
@@ -217,6 +219,7 @@ ENGINES = [
     *(("drawn:chain:2", word) for word in ("token", "with_replacement", "without_replacement", "block", "traversal")),
     *(("drawn:[[0], [1], [0, 0]]", word) for word in ("without_replacement", "traversal", "auto")),
     ("drawn:branch:3", "auto"),
+    *((tree, "auto") for tree in ("independent:branch:2", "independent:[[0], [1], [0, 0]]")),
 ]
 
 
@@ -276,12 +279,19 @@ def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, c
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeypatch):
-    lm, rows = SpeculativeLM(tiny_target()), torch.ones(4, 6, dtype=torch.int64)
-    free = lm.target.cache_bytes(2, 6 + 20 + 1)
+    target, rows = tiny_target(), torch.ones(4, 6, dtype=torch.int64)
+    head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
+    head.initialize(target.ends, torch.ones(target.info.vocab_size))
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
+    free = target.cache_bytes(2, 6 + 20 + 3) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    with pytest.raises(ValueError, match=r"4 rows of 27 tokens takes .* GiB, and cpu has"):
+    message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
+    with pytest.raises(ValueError, match=message):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
     lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, slots=2)
+    kept = lm.drafter.state.cache
+    held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
+    assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
 
 
 def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
@@ -409,3 +419,71 @@ def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile):
     for thread in threads:
         thread.join()
     assert not wrong and target.config._attn_implementation == "sdpa"
+
+
+def seen(model):
+    """All of a user's model that a call might leave changed."""
+    modules = dict(model.named_modules())
+    hooks = {
+        name: [len(each) for key, each in vars(module).items() if "hooks" in key] for name, module in modules.items()
+    }
+    weights = {name: (id(w), w._version, w.dtype, w.device, w.requires_grad) for name, w in model.named_parameters()}
+    attributes = {name: sorted(vars(module)) for name, module in modules.items()}
+    training = {name: module.training for name, module in modules.items()}
+    forwards = {name: type(module).forward for name, module in modules.items()}
+    configs = model.config.to_dict(), model.generation_config.to_dict(), model.config._attn_implementation
+    return configs, hooks, weights, attributes, training, forwards
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_users_model_is_left_as_it_was(tiny_target, compile):
+    """By answers, by refusals and by failures in the midst of a text."""
+    model = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16).model
+    row = torch.tensor([[3, 1, 2]])
+    model(row, output_hidden_states=True)  # by which transformers installs hooks of its own for good
+    before = seen(model)
+    target = Target(model)
+    lm = SpeculativeLM.from_pretrained(model, head=medusa(target), compile=compile)
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    lm.generate(row, **settings)
+    lm.generate(row, **settings | {"do_sample": True}, tree="chain:2")
+    list(lm.stream(row, **settings))
+    lm.round_listeners.append(lambda out: 1 / 0)
+    for wrong, error in (
+        ({}, ZeroDivisionError),
+        ({"num_beams": 2}, ValueError),
+        ({"max_new_tokens": 10**6}, ValueError),
+        ({"tree": "dynamic:9"}, ValueError),
+        ({"verifier": "token"}, ValueError),
+        ({"past_key_values": 3}, ValueError),
+        ({"temperatur": 3}, ValueError),
+    ):
+        with pytest.raises(error):
+            lm.generate(row, **settings | wrong)
+    for options in ({"tree": "chain:99"}, {"dtype": "float16"}, {"revision": "main"}, {"attn_implementation": "eager"}):
+        with pytest.raises(ValueError, match=r"."):
+            SpeculativeLM.from_pretrained(model, head=medusa(target), **options)
+    assert seen(model) == before
+
+
+def test_a_thousand_calls_keep_no_memory(tiny_target):
+    """Of random lengths: no tensors are left, nor anything else that grows."""
+    target = tiny_target(vocab_size=VOCAB, layers=1)
+    lm, chance = SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:2|branch:2x2"), random.Random(0)
+
+    def call():
+        row = torch.randint(1, VOCAB, (1, chance.randint(1, 40)))
+        lm.generate(row, max_new_tokens=chance.randint(1, 6), do_sample=chance.random() < 0.5, pad_token_id=0)
+
+    def tensors():
+        gc.collect()
+        found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        return len(found), sum(each.nbytes for each in found)
+
+    for _ in range(50):
+        call()
+    count, size = tensors()
+    for _ in range(950):
+        call()
+    later, grown = tensors()
+    assert later <= count + 20 and grown <= 1.2 * size

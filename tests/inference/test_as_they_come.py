@@ -1,0 +1,97 @@
+"""Targets as users hold them: with adapters that are switched, and with transformers' own options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
+
+VOCAB = 20
+SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture
+def adapted(tiny_target):
+    """A model with two adapters that say different things."""
+    model = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16).model
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    peft_model = get_peft_model(model, lora)
+    peft_model.add_adapter("other", lora)
+    for name, weight in peft_model.named_parameters():
+        if "lora" in name:
+            weight.data = torch.randn_like(weight)
+    return peft_model.eval()
+
+
+def the_same(lm, model):
+    row = torch.tensor([[3, 1, 2]])
+    expected = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **SETTINGS)
+    assert torch.equal(lm.generate(row, **SETTINGS).sequences, expected)
+    return expected.tolist()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_adapter_may_be_switched_at_any_time(adapted, compile):
+    lm = SpeculativeLM.from_pretrained(adapted, drafter="prompt-lookup", compile=compile)
+    found = [the_same(lm, adapted)]
+    adapted.set_adapter("other")
+    found.append(the_same(lm, adapted))
+    with adapted.disable_adapter():
+        found.append(the_same(lm, adapted))
+    assert the_same(lm, adapted) == found[1]
+    assert len(set(map(str, found))) == 3, "adapters change nothing"
+    adapted.merge_adapter()
+    the_same(lm, adapted)
+    adapted.unmerge_adapter()
+    the_same(lm, adapted)
+
+
+def test_an_adapter_that_adds_tokens_is_refused(tiny_target):
+    model = get_peft_model(tiny_target().model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match=r"adapter of PeftModelForCausalLM is of kind .*PROMPT_TUNING.*; give a model"):
+        SpeculativeLM.from_pretrained(model)
+
+
+def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatch):
+    given = {}
+    for kind in (AutoConfig, AutoModelForCausalLM):
+
+        def load(*args, original=kind.from_pretrained, name=kind.__name__, **options):
+            given.setdefault(name, options)  # transformers asks again itself
+            return original(*args, **options)
+
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    options = {
+        "attn_implementation": "eager",
+        "token": "secret",
+        "cache_dir": "/tmp/nowhere",
+        "trust_remote_code": False,
+    }
+    lm = SpeculativeLM.from_pretrained(target_folder, **options)
+    assert lm.target.model.config._attn_implementation == "eager"
+    assert options.items() <= given["AutoModelForCausalLM"].items()
+    assert given["AutoConfig"].items() >= {"token": "secret", "cache_dir": "/tmp/nowhere"}.items()
+    assert "attn_implementation" not in given["AutoConfig"]
+    assert Target.from_pretrained(target_folder, device="auto").model.hf_device_map
+    assert load_tokenizer(target_folder, token="secret", trust_remote_code=False).chat_template
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_implemantation": "eager"}, "unknown option 'attn_implemantation' for a target; choose from attn_impl"),
+        ({"tre": "chain:3"}, "unknown option 'tre' for a target"),
+    ],
+)
+def test_unknown_options_are_refused_before_anything_is_loaded(options, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeLM.from_pretrained("nowhere/at-all", **options)
+
+
+def test_options_for_a_model_that_is_loaded_are_refused(tiny_target):
+    with pytest.raises(ValueError, match="attn_implementation eager was given with a target that is loaded already"):
+        SpeculativeLM.from_pretrained(tiny_target().model, attn_implementation="eager")
