@@ -285,7 +285,7 @@ class HeadDrafter(Drafter):
 
 def lucky(logits_BWV: Tensor, gumbel_BKV: Tensor | None, depth: int) -> Tensor:
     """Draft logits, moved by the numbers that decide the place at a depth; as they are where there are none."""
-    return logits_BWV if gumbel_BKV is None else logits_BWV + gumbel_BKV[:, depth, None].to(logits_BWV.dtype)
+    return logits_BWV if gumbel_BKV is None else logits_BWV + gumbel_BKV[:, depth : depth + 1]
 
 
 def drawn_children(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as known
 
 from ..heads.base import wide
-from ..heads.layers import counting, row_numbers
+from ..heads.layers import row_numbers
 from . import cpu_kernels
 from .tree import DraftTree
 
@@ -186,12 +187,18 @@ def _signed(number: np.uint64) -> int:
     return int(number.astype(np.int64))
 
 
+@lru_cache(maxsize=8)
+def _steps(width: int, device: torch.device) -> Tensor:
+    """What SplitMix64 adds to its counter for each of so many numbers."""
+    return torch.arange(width, device=device) * _signed(GOLDEN)
+
+
 def exponential(keys_BK: Tensor, width: int) -> Tensor:
     """Exponential numbers of rate 1, float32 [B, K, width]: -log(1 - u), u SplitMix64's in (0, 1) from each key on."""
     if keys_BK.device.type == "cpu" and cpu_kernels.in_use():
         minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
     else:
-        z = keys_BK[..., None] + counting(width, keys_BK.device) * _signed(GOLDEN)
+        z = keys_BK[..., None] + _steps(width, keys_BK.device)
         for shift, factor in ((30, MIX_1), (27, MIX_2)):
             z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)  # >> keeps the sign
         z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(finest(z.device))

@@ -22,16 +22,16 @@ from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters import draft_model
 
 WAITS, UPLOADS = 1, 2
-SAMPLED = 22
-"""Operations more where tokens are drawn."""
+SAMPLED = 50
+"""Operations more where tokens are drawn: by numbers for every token, computed on the device, of all depths at once."""
 CASES = {
     "plain": ({}, 30),
     **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 60) for kind in HEADS},
     "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 125),
     "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 180),
     "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 120),
-    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 200),
-    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 200),
+    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 250),
+    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 215),
     "prompt lookup": ({"drafter": "prompt-lookup"}, 130),
     "lookahead": ({"drafter": "lookahead"}, 130),
     "n-grams": ({"drafter": "ngram:2"}, 60),

@@ -425,7 +425,8 @@ def seen(model):
     """All of a user's model that a call might leave changed."""
     modules = dict(model.named_modules())
     hooks = {
-        name: [len(each) for key, each in vars(module).items() if "hooks" in key] for name, module in modules.items()
+        name: [len(each) for key, each in vars(module).items() if "hooks" in key and isinstance(each, dict)]
+        for name, module in modules.items()
     }
     weights = {name: (id(w), w._version, w.dtype, w.device, w.requires_grad) for name, w in model.named_parameters()}
     attributes = {name: sorted(vars(module)) for name, module in modules.items()}
