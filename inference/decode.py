@@ -505,7 +505,7 @@ class SpeculativeLM:
         rule = self.sampling_rule if config.do_sample else self.greedy_rule
         rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
         try:
-            stats = speculate(rules, self.drafter, out, past, (id(self), self.target.version))
+            stats = speculate(rules, self.drafter, out, past, (self, self.target.version))
         except BaseException:
             if past is not None:  # half of something may have been read
                 past.forget()
