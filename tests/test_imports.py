@@ -87,7 +87,7 @@ def test_packages_are_those_of_pyproject_and_flat() -> None:
         == sorted(("headstart", *(f"headstart.{name}" for name in ORDER)))
     )
     for package, folder in config["package-dir"].items():
-        assert package == f"headstart.{folder}"
+        assert package == ("headstart" if folder == "package" else f"headstart.{folder}")
         assert (ROOT / folder / "__init__.py").is_file()
     nested = [name_of(path) for path in FILES if len(path.relative_to(ROOT).parts) > 2]
     assert not nested
