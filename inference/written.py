@@ -117,11 +117,11 @@ class Written:
         rows = torch.cat(columns, dim=1).tolist()
         emitted = [tokens[:length] for length, _, *tokens in rows]
         for place, (row, (length, fine, *_)) in enumerate(zip(self.active, rows, strict=True)):
-            if fine < length:
-                node = verdict.path_BA[place, fine]
-                self._refuse(row, len(self.rows[row]) + fine, finished.output.logits_BNV[place, node])
             self._committed[row] += length
-            count = self._append(row, emitted[place])
+            count = self._append(row, emitted[place][:fine])
+            if fine < length and row not in self.ended:  # behind a row's end nobody asks
+                node = verdict.path_BA[place, fine]
+                self._refuse(row, len(self.rows[row]), finished.output.logits_BNV[place, node])
             if self.scores is not None or self.logits is not None:
                 path_A = verdict.path_BA[place, :count]
                 self._keep(row, scores_BNV[place, path_A], finished.output.logits_BNV[place, path_A])

@@ -489,3 +489,15 @@ def test_a_thousand_calls_keep_no_memory(tiny_target):
         call()
     later, grown = tensors()
     assert later <= count + 20 and grown <= 1.2 * size
+
+
+def test_what_processors_would_forbid_behind_the_end_is_nobodys_matter(tiny_target, tools):
+    """No token twice: after as many as there are, none is left; drafts reach further than that."""
+    target, tokens = tiny_target(vocab_size=VOCAB), VOCAB - 3
+    settings = {"max_new_tokens": tokens, "do_sample": False, "no_repeat_ngram_size": 1, "eos_token_id": None}
+    row = torch.tensor([[3, 1, 2]])
+    truth = target.model.generate(row, attention_mask=torch.ones_like(row), **settings)[0, 3:].tolist()
+    lm = SpeculativeLM(target, tools.Oracle(TreeShape.chain(5), [truth], VOCAB, wrong=0.0))
+    assert lm.generate(row, **settings).sequences[0, 3:].tolist() == truth
+    with pytest.raises(ValueError, match=f"forbid every token at new token {tokens} of row 0"):
+        lm.generate(row, **settings | {"max_new_tokens": tokens + 1})
