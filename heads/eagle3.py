@@ -199,8 +199,7 @@ class Eagle3Head(DraftHead):
             tokens_V = torch.arange(self.target.vocab_size, device=self.embed_tokens.weight.device)
             self.embed_tokens.weight.copy_(ends.embed(tokens_V))
         if self.config.start_lm_head and same_width:
-            rows, weight_VD = self.vocabulary_V, ends.lm_head.weight * ends.logit_scale
-            self.lm_head.weight.copy_(weight_VD if rows is None else weight_VD[rows.to(weight_VD.device)])
+            self.lm_head.weight.copy_(ends.lm_head_rows(self.vocabulary_V))
             gain_D = norm_gain(ends.norm, self.target.hidden_size)
             if gain_D is not None:
                 self.norm.weight.copy_(gain_D)

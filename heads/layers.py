@@ -26,10 +26,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from .attention import masked_attention
 from .base import RowCache, TargetInfo, wide
 
-SHOWN = 64
-"""Committed tokens by which what a draft looks at grows."""
+STEP = 64
+"""Slots of a cache by which what is looked at grows where a forward's shape may change from round to round."""
 SCORES = 2**22
 """Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
+
+
+def rounded(slots: int, step: int) -> int:
+    """The smallest number of whole steps that holds `slots`."""
+    return -(-slots // step) * step
 
 
 @dataclass(frozen=True)
@@ -284,7 +289,7 @@ class DraftCache:
 
     def show(self, tokens: int) -> None:
         """Look at no more than so many committed tokens of each row: it holds no more, whatever there is room for."""
-        self.shown = -(-tokens // SHOWN) * SHOWN
+        self.shown = rounded(tokens, STEP)
 
     def select(self, rows_R: Tensor) -> DraftCache:
         """A cache of these rows only."""

@@ -119,8 +119,7 @@ class MedusaHead(DraftHead):
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, "medusa"))
         if self.config.lm_head == "own":
-            weight_VD = ends.lm_head.weight.detach() * ends.logit_scale
-            rows = weight_VD if self.token_map is None else weight_VD[self.token_map.to(weight_VD.device)]
+            rows = ends.lm_head_rows(self.token_map)
             for lm_head in self.lm_heads:
                 lm_head.load_state_dict({"weight": rows})
 

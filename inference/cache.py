@@ -16,17 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..heads.layers import counting, row_numbers, write_slots
+from ..heads.layers import STEP, counting, rounded, row_numbers, write_slots
 
 BUCKET = 256
 """Slots by which the capacity grows."""
-STEP = 64
-"""Slots by which what is looked at grows where a forward's shape may change from round to round."""
-
-
-def rounded(slots: int, step: int) -> int:
-    """The smallest number of whole steps that holds `slots`."""
-    return -(-slots // step) * step
 
 
 def free_memory(device: torch.device) -> float:

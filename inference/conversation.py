@@ -49,13 +49,18 @@ class Conversation:
 
     def forget(self) -> None:
         """Begin anew."""
-        self.tokens, self._cache, self._memory, self._of = [], None, None, None
+        self.tokens, self._cache, self._memory = [], None, None
 
-    def resume(self, of: Hashable, start: Start, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
+    def belong(self, to: Hashable) -> None:
+        """Forget what another decoder has read, or the same one with other weights: it is of no use."""
+        if self._of != to:
+            self.forget()
+        self._of = to
+
+    def resume(self, start: Start, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
         """Go back to where a prompt leaves the text, and tell the drafter; it has begun if something is kept.
 
         Args:
-            of: who decodes, with which weights: what others have read is of no use.
             start: of the drafter.
             drafter: of this call.
             prompt_T: the text to go on with.
@@ -66,7 +71,7 @@ class Conversation:
         prompt: list[int] = prompt_T.tolist()  # sync: once a call
         # The token after each that stays must be known: a head has read the two together.
         kept = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
-        if self._cache is None or self._of != of or kept < 1 or (drafter.feature_layers and self._memory is None):
+        if self._cache is None or kept < 1 or (drafter.feature_layers and self._memory is None):
             self.forget()
             return None, 0
         device = self._cache.lengths_B.device
@@ -79,9 +84,9 @@ class Conversation:
         self._cache.read = kept
         return self._cache, kept
 
-    def keep(self, of: Hashable, tokens: list[int], cache: TreeCache, drafter: Drafter) -> None:
+    def keep(self, tokens: list[int], cache: TreeCache, drafter: Drafter) -> None:
         """What a call has read and written."""
-        self._of, self.tokens, self._cache, self._memory = of, tokens, cache, drafter.memory()
+        self.tokens, self._cache, self._memory = tokens, cache, drafter.memory()
 
 
 class Chat:

@@ -504,8 +504,10 @@ class SpeculativeLM:
         out = Written(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots, listeners)
         rule = self.sampling_rule if config.do_sample else self.greedy_rule
         rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
+        if past is not None:
+            past.belong((self, self.target.version))
         try:
-            stats = speculate(rules, self.drafter, out, past, (self, self.target.version))
+            stats = speculate(rules, self.drafter, out, past)
         except BaseException:
             if past is not None:  # half of something may have been read
                 past.forget()

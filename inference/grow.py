@@ -15,7 +15,7 @@ from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children, lucky
 from .planning import cut
 from .rounds import Start
 from .stopping import StoppingChain
-from .tree import DraftTree, DrawnShape, DynamicShape, StoppingShape, TreePolicy, TreeShape
+from .tree import DraftTree, DrawnShape, DynamicShape, Origin, StoppingShape, TreePolicy, TreeShape
 
 
 class StaticTree(HeadDrafter):
@@ -32,9 +32,8 @@ class StaticTree(HeadDrafter):
         head: Guesser,
         shape: TreeShape,
         ends: TargetEnds,
-        drawn: bool = False,
+        origin: Origin = "picked",
         budget: int | None = None,
-        independent: bool = False,
     ) -> None:
         """See `drafter_of`."""
         widest = max((level.width for level in shape.levels), default=0)
@@ -44,11 +43,7 @@ class StaticTree(HeadDrafter):
                 f"{head.draft_vocab_size}"
             )
         super().__init__(head, ends, shape.depth, shape.expanded, shape.size)
-        self.shape, self.budget = shape, budget
-        if drawn:
-            self.origin = "independent" if independent else "without_replacement"
-            if shape.size == shape.depth + 1:
-                self.origin = "chain"
+        self.shape, self.budget, self.origin = shape, budget, origin
 
     def begin(self, start: Start) -> None:
         """An empty state; how to draw."""
@@ -214,5 +209,5 @@ def drafter_of(head: Guesser, policy: TreePolicy, ends: TargetEnds, budget: int 
     if isinstance(policy, StoppingShape):
         return StoppingChain(head, policy, ends, budget)
     if isinstance(policy, DrawnShape):
-        return StaticTree(head, policy.shape, ends, True, budget, policy.independent)
+        return StaticTree(head, policy.shape, ends, policy.origin, budget)
     return StaticTree(head, policy, ends, budget=budget)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,9 +65,7 @@ class Rules:
 
 
 @torch.inference_mode()
-def speculate(
-    rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None, of: Hashable = None
-) -> Stats:
+def speculate(rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None) -> Stats:
     """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop.
 
     Args:
@@ -76,7 +73,6 @@ def speculate(
         drafter: what guesses.
         out: the texts.
         past: of one row: what was read of its text before, and where what is read now is kept.
-        of: who decodes with which weights, for `past`.
     """
     stats = Stats(rows=[[] for _ in out.rows])
     if rules.decide.by_place and type(rules.draw) is RandomDraw:
@@ -84,7 +80,7 @@ def speculate(
         noise = PlaceNoise(rules.draw, len(out.rows), drafter.max_nodes + 1, target.info.vocab_size, target.device)
         rules = replace(rules, noise=noise)
     with stats.clock("prefill"):
-        cache, roots_B = _begin(rules, drafter, out, past, of)
+        cache, roots_B = _begin(rules, drafter, out, past)
         roots_B = _turn_over(rules, drafter, out, cache, roots_B)
     while out.active:
         began = time.perf_counter()
@@ -105,7 +101,7 @@ def speculate(
             roots_B = _turn_over(rules, drafter, out, cache, finished.verdict.next_tokens_B)
         stats.max_depth = max(stats.max_depth, tree.max_depth)
     if past is not None:
-        past.keep(of, out.text(0).tolist(), cache, drafter)
+        past.keep(out.text(0).tolist(), cache, drafter)
     return stats
 
 
@@ -132,9 +128,7 @@ def _turn_over(rules: Rules, drafter: Drafter, out: Written, cache: TreeCache, r
     return roots_B[rows_R]
 
 
-def _begin(
-    rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None, of: Hashable = None
-) -> tuple[TreeCache, Tensor]:
+def _begin(rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None) -> tuple[TreeCache, Tensor]:
     """Read the active rows' prompts, chunk by chunk; return the cache, and the token that the target chooses next."""
     target, prompts = rules.target, [out.prompts[row] for row in out.active]
     lengths = [len(prompt) for prompt in prompts]
@@ -142,7 +136,7 @@ def _begin(
     probs = rules.score.draft_probs if rules.sampling else None
     gumbel = None if rules.noise is None else rules.gumbel
     start = Start(len(prompts), capacity, rules.draw, probs, gumbel)
-    cache, kept = (None, 0) if past is None else past.resume(of, start, drafter, prompts[0])
+    cache, kept = (None, 0) if past is None else past.resume(start, drafter, prompts[0])
     if not kept:
         drafter.begin(start)
     tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)

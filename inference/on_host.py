@@ -39,7 +39,6 @@ class OnHost(Drafter):
         # The numbers of places are on the device, of which the host would have to wait for all.
         self.drafter.begin(dataclasses.replace(start, draw=start.draw.on_host(), gumbel=None))
 
-    # What is kept of a text is shown again: to read it on the host costs next to nothing.
     def read(self, passage: Passage) -> None:
         """A part of the prompts."""
         here = Passage(*(tensor.cpu() for tensor in vars(passage).values()))

@@ -46,8 +46,7 @@ class Passage:
 
     def select(self, rows_R: Tensor) -> Passage:
         """These rows of it."""
-        kept = (each[rows_R] for each in (self.tokens_BT, self.next_tokens_BT, self.features_BTF, self.lengths_B))
-        return Passage(*kept)
+        return Passage(*(tensor[rows_R] for tensor in vars(self).values()))
 
     def newest(self, before: Sequence[int]) -> list[int]:
         """Each row's last token on the host, which waits for it; `before` of a row of which nothing counts."""

@@ -248,6 +248,13 @@ class DrawnShape:
         """Number of nodes, the root counted."""
         return self.shape.size
 
+    @property
+    def origin(self) -> Origin:
+        """What an acceptance rule must know: a chain has no siblings."""
+        if self.shape.size == self.shape.depth + 1:
+            return "chain"
+        return "independent" if self.independent else "without_replacement"
+
     def __post_init__(self) -> None:
         """Refuse a child without those that are drawn before it."""
         for path in self.shape.paths:
