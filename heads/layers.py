@@ -238,22 +238,28 @@ def _attend_drafts(
     return found.reshape(batch, heads, chunk, size)
 
 
-def counting(size: int, device: torch.device) -> Tensor:
-    """0, 1 ... size - 1, made once: asking an accelerator for so little takes longer than its work."""
+def counting(size: int, device: torch.device, first: int = 0) -> Tensor:
+    """`size` numbers from `first` on, made once: asking an accelerator for so little takes longer than its work."""
     if torch.compiler.is_compiling():  # a graph holds it by itself
-        return torch.arange(size, device=device)
-    return _counting(size, device, torch.is_inference_mode_enabled())
+        return torch.arange(first, first + size, device=device)
+    return _counting(size, device, first, torch.is_inference_mode_enabled())[0]
 
 
 @lru_cache(maxsize=256)
-def _counting(size: int, device: torch.device, inference: bool) -> Tensor:
-    """For use in inference mode or outside; a tensor that is made in one of them is not fit for all of the other."""
-    return torch.arange(size, device=device)
+def _counting(size: int, device: torch.device, first: int, inference: bool) -> tuple[Tensor, Tensor]:
+    """Numbers as a row and as a column, for use in inference mode or outside.
+
+    A tensor that is made in one of them is not fit for all of the other.
+    """
+    numbers = torch.arange(first, first + size, device=device)
+    return numbers, numbers[:, None]
 
 
 def row_numbers(slots_BT: Tensor) -> Tensor:
     """The row of every entry, as an index beside `slots_BT`: [B, 1]."""
-    return counting(len(slots_BT), slots_BT.device)[:, None]
+    if torch.compiler.is_compiling():
+        return torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
+    return _counting(len(slots_BT), slots_BT.device, 0, torch.is_inference_mode_enabled())[1]
 
 
 def write_slots(kept_BGSE: Tensor, slots_BT: Tensor, new_BGTE: Tensor) -> None:

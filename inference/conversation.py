@@ -80,6 +80,7 @@ class Conversation:
         empty_1TF = torch.empty(1, kept, 0, device=device)
         passage = Passage(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, read_B)
         drafter.resume(start, passage, self._memory, kept == len(self.tokens) - 1)
+        self._cache.reserve(start.capacity)
         self._cache.rewind(read_B)
         self._cache.read = kept
         return self._cache, kept

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from ..heads import DraftHead
 from ..heads.eagle3 import FusionLayer
 from ..heads.layers import DecoderLayer, Entries
-from .cache import TreeCache
+from .cache import StateShape, TreeCache
 from .cpu_kernels import Packed, PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
 
 SILU = type(ACT2FN["silu"])
@@ -131,7 +131,8 @@ class PackedLayers:
         Args:
             state_BND: float32, contiguous; becomes the last layer's output.
             rotary: cosines and sines, [B, N, head size].
-            caches: keys and values of each layer, [B, groups, capacity, head size].
+            caches: keys and values of each layer, [B, groups, capacity, head size], the first slots of rows that lie
+                one behind another.
             slots_BN: where the new entries go.
             seen_BNS: for each layer which slots each token sees, itself too; bool.
             features: by a layer's number, where its output goes: [B, N, D], whose rows may lie apart.
@@ -140,12 +141,13 @@ class PackedLayers:
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
         slots_BN, seen = slots_BN.contiguous(), [each.contiguous() for each in seen_BNS]
-        capacity, slots = caches[0][0].shape[2], seen[0].shape[2]
-        assert slots <= capacity and cosines.shape == (batch, nodes, self.size)
+        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]  # a view may show a part of the slots
+        whole = (self.groups * room * self.size, room * self.size, self.size, 1)
+        assert cosines.shape == (batch, nodes, self.size)
         for number, (struct, (keys, values)) in enumerate(zip(self.structs, caches, strict=True)):
             for states in (keys, values):
-                assert states.shape == (batch, self.groups, capacity, self.size)
-                assert states.is_contiguous() and states.dtype == self.dtype
+                assert states.shape[:2] == (batch, self.groups) and slots <= states.shape[2] <= room
+                assert states.stride() == whole and states.dtype == self.dtype
             assert seen[number].shape == (batch, nodes, slots) and seen[number].dtype == torch.bool
             struct.keys, struct.values, struct.seen = keys.data_ptr(), values.data_ptr(), seen[number].data_ptr()
             struct.feature = pointer((features or {}).get(number))
@@ -160,7 +162,7 @@ class PackedLayers:
             batch=batch,
             nodes=nodes,
             slots=slots,
-            capacity=capacity,
+            capacity=room,
             feature_step=steps.pop(),
             threads=torch.get_num_threads(),
             eps=self.eps,
@@ -189,10 +191,10 @@ class PackedDecoder:
         head = model.get_output_embeddings()
         self.lm_head: Packed = pack(head.weight, head.bias)
 
-    def states(self) -> list[Tensor]:
-        """What keys and values of every layer look like, as tensors without rows and slots."""
-        shape = (0, self.layers.groups, 0, self.layers.size)
-        return [torch.empty(shape, dtype=self.dtype) for _ in range(2 * len(self.layers.structs))]
+    def state_shapes(self) -> list[StateShape]:
+        """See `Target.state_shapes`."""
+        shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
+        return [shape] * (2 * len(self.layers.structs))
 
     def __call__(
         self,
@@ -305,7 +307,7 @@ def _agrees(packed: PackedDecoder, model: Any) -> bool:
     length, part = 12, 7
     tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.outputs
     expected_BNV = model(tokens_BN, use_cache=False).logits.float()
-    cache = TreeCache(len(packed.layers.structs), 1, torch.device("cpu"), packed.states())
+    cache = TreeCache(packed.state_shapes(), 1, torch.device("cpu"))
     found = []
     for start, stop in ((0, part), (part, length)):
         cache.place(stop - start, start)

@@ -61,7 +61,7 @@ class Decider:
                 found = self._settle(*given)
             else:
                 assert isinstance(numbers, Tensor)
-                tree.ancestors_BNN, tree.depths_BN  # noqa: B018 - a tree remembers them, and has both before it is traced
+                tree.ancestors_BNN, tree.depths_BN, tree.above_BN  # noqa: B018 - remembered, so that none is traced
                 beside = [output.features_BNF, scores_BNV, numbers]
                 caches = [] if moved is None else [moved]
                 found = graph(_kind(tree), lambda: _sizes(tree, beside, moved), lambda: caches, *given)
@@ -77,7 +77,7 @@ class Decider:
         """Random numbers for a rule; a source of another kind (a test's) draws for itself."""
         rows, nodes = tree.tokens_BN.shape
         if not self.draws:
-            return scores_BNV.new_empty(rows, 0)
+            return draw if self.graph is None else scores_BNV.new_empty(rows, 0)
         if type(draw) is PlaceDraw:
             return draw.exponential_BNV
         if type(draw) is not RandomDraw:
@@ -122,12 +122,13 @@ def _kind(tree: DraftTree) -> Hashable:
     """Trees that share a graph."""
     drawn_shape = None if tree.draft_probs_BNV is None else tree.shape
     rows, nodes = tree.tokens_BN.shape
-    return rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.ends_early, drawn_shape
+    return rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, drawn_shape
 
 
 def _sizes(tree: DraftTree, beside: Sequence[Tensor], cache: TreeCache | None) -> list[tuple[Tensor, int]]:
     """Rows and nodes of a tree, of what was computed for each of its nodes, and of a cache's places for them."""
-    by_row, by_node = [tree.sizes_B], [tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.ancestors_BNN, *beside]
+    by_row = [tree.sizes_B]
+    by_node = [tree.tokens_BN, tree.parents_BN, tree.above_BN, tree.depths_BN, tree.ancestors_BNN, *beside]
     if tree.draft_probs_BNV is not None:
         by_node.append(tree.draft_probs_BNV)
     if cache is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..heads import TargetEnds, TargetInfo
 from .cache import TreeCache
 from .target import Target
+from .tree import framed
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class DraftModel:
         seen_BWM = torch.cat([before_BWM, myself], dim=-1)
         depth_BW = before_BWM.sum(-1)  # as many guesses as lie before it
         depths_BM = torch.cat([state.depths_BM, depth_BW], dim=1)
-        output = self.model.forward_nodes(tokens_BW, seen_BWM, depths_BM, state.longest, state.cache, ())
+        output = self.model.forward_nodes(tokens_BW, framed(seen_BWM), depths_BM, state.longest, state.cache, ())
         grown = dataclasses.replace(state, seen_BWM=seen_BWM, depths_BM=depths_BM)
         return output.logits_BNV[..., : self.draft_vocab_size], grown
 

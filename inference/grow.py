@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..heads import TargetEnds
 from ..heads.base import wide
+from ..heads.layers import counting
 from .guessing import Guesser, HeadDrafter, RootOnly, drawn_children, lucky
 from .planning import cut
 from .rounds import Start
@@ -63,7 +65,7 @@ class StaticTree(HeadDrafter):
             return DraftTree.of_shape(shape, self.grown(roots_B, shape.depth, shape, plan)[0])
         tokens_BN = self._levels(self.state, roots_B, None, plan, drawn_from)
         inner = torch.cat(drawn_from, dim=1)
-        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan[0], inner)
+        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan.inner_N, inner)
         return DraftTree.of_shape(shape, tokens_BN, self.origin, probs_BNV)
 
     def _grow(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
@@ -74,31 +76,55 @@ class StaticTree(HeadDrafter):
         self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan, drawn_from: list[Tensor]
     ) -> Tensor:
         """Tokens, level by level; where siblings are drawn, `drawn_from` gets the distributions."""
-        _, levels = plan
         tokens = [roots_B[:, None]]
-        frontier_BW, parents_BW = tokens[0], torch.full_like(tokens[0], -1)
-        for depth, (width, picks, frontier, parents) in enumerate(levels):
+        frontier_BW, parents_BW = tokens[0], in_each_row(plan.above_root_11, roots_B)
+        for depth, level in enumerate(plan.levels):
             nodes = frontier_BW.shape[1]
             if self._probs_of is None:
                 logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
                 logits_BWV = lucky(logits_BWV, gumbel_BKD, depth)
-                ranked_BWR = self.head.target_tokens(logits_BWV.topk(width, dim=-1).indices).expand(-1, nodes, -1)
+                ranked_BWR = for_each(self.head.target_tokens(logits_BWV.topk(level.width, dim=-1).indices), nodes)
             else:
                 logits_BWV, state = self.expand(depth, state, frontier_BW, parents_BW)
                 ranked_BWR, probs_BWV = drawn_children(
-                    self.head, logits_BWV, nodes, width, self._probs_of, self._draw, self.origin == "independent"
+                    self.head, logits_BWV, nodes, level.width, self._probs_of, self._draw, self.origin == "independent"
                 )
                 drawn_from.append(probs_BWV)
             children_BC = ranked_BWR.flatten(1)
-            tokens.append(children_BC if picks is None else children_BC[:, picks])
-            frontier_BW = tokens[-1] if frontier is None else tokens[-1][:, frontier]
-            parents_BW = parents.expand(len(roots_B), -1)
+            tokens.append(children_BC if level.picks_C is None else children_BC[:, level.picks_C])
+            frontier_BW = tokens[-1] if level.frontier_W is None else tokens[-1][:, level.frontier_W]
+            parents_BW = in_each_row(level.parents_1W, roots_B)
         return torch.cat(tokens, dim=1)
 
 
-Plan = tuple[Tensor, list[tuple[int, Tensor | None, Tensor | None, Tensor]]]
-"""A shape for a device: the nodes that have children, and each level's width, picks, frontier and parents; None for
-picks and a frontier that are all there is, in its order."""
+def for_each(of_frontier_BWR: Tensor, nodes: int) -> Tensor:
+    """What a draft says of each node of a frontier; W is 1 where it says the same of all."""
+    return of_frontier_BWR if of_frontier_BWR.shape[1] == nodes else of_frontier_BWR.expand(-1, nodes, -1)
+
+
+def in_each_row(tensor_1X: Tensor, roots_B: Tensor) -> Tensor:
+    """The same in each row, [B, X]."""
+    return tensor_1X if len(roots_B) == 1 else tensor_1X.expand(len(roots_B), -1)
+
+
+@dataclass(frozen=True)
+class PlannedLevel:
+    """What is expanded at a depth, as tensors; None for picks and a frontier that are all there is, in its order."""
+
+    width: int
+    picks_C: Tensor | None
+    frontier_W: Tensor | None
+    parents_1W: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A shape for a device."""
+
+    above_root_11: Tensor
+    inner_N: Tensor
+    """The nodes that have children."""
+    levels: list[PlannedLevel]
 
 
 @lru_cache(maxsize=64)
@@ -112,9 +138,9 @@ def _plan(shape: TreeShape, device: torch.device) -> Plan:
     levels, nodes = [], 1
     for level in shape.levels:
         picks, frontier = chosen(level.picks, nodes * level.width), chosen(level.frontier, len(level.picks))
-        levels.append((level.width, picks, frontier, indices(level.parents)))
+        levels.append(PlannedLevel(level.width, picks, frontier, indices(level.parents)[None]))
         nodes = len(level.frontier)
-    return indices(shape.inner), levels
+    return Plan(indices((-1,))[None], indices(shape.inner), levels)
 
 
 class DynamicTree(HeadDrafter):
@@ -139,59 +165,76 @@ class DynamicTree(HeadDrafter):
         if size < 2:
             return RootOnly().propose(roots_B)
         depth = min(self.depth, size - 1)
-        tokens_BN, parents_BN = self.grown(roots_B, depth, (size, depth), (size, depth))
-        return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, tokens_BN.shape[1]), max_depth=depth)
+        plan = (size, depth, _root(roots_B.device))
+        tokens_BN, parents_BN = self.grown(roots_B, depth, (size, depth), plan)
+        sizes_B = counting(1, roots_B.device, tokens_BN.shape[1]).expand(len(roots_B))
+        return DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=depth, padding=False)
 
     def _grow(
-        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int]
+        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int, Root]
     ) -> tuple[Tensor, ...]:
-        """See `HeadDrafter._grow`; the plan is size and depth."""
-        size, depth = plan
-        return _best(size, roots_B, *self.candidates(state, roots_B, depth, gumbel_BKD))
+        """See `HeadDrafter._grow`; the plan is size, depth, and what the root is to the candidates."""
+        size, depth, root = plan
+        return _best(size, *self.candidates(state, roots_B, depth, gumbel_BKD, root))
 
     def candidates(
-        self, state: Any, roots_B: Tensor, depth: int, gumbel_BKD: Tensor | None = None
+        self,
+        state: Any,
+        roots_B: Tensor,
+        depth: int,
+        gumbel_BKD: Tensor | None = None,
+        root: Root | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, parents and values [B, C] of all nodes that are looked at, level by level; the root is number 0."""
-        width = self.width
-        frontier_BW = roots_B[:, None]
-        parents_BW = torch.full_like(frontier_BW, -1)
-        # Candidates are numbered from 1 in the order of their making.
-        numbers_BW, values_BW = torch.zeros_like(frontier_BW), torch.zeros(frontier_BW.shape, device=roots_B.device)
-        tokens, parents, values = [], [], []
-        first = 1
+        """Tokens, parents and values [B, 1 + C] of all nodes that are looked at, level by level.
+
+        The root is the first, has the parent -1 and is worth more than any other.
+        """
+        root = root or _root(roots_B.device)
+        width, frontier_BW, values_BW1, first = self.width, roots_B[:, None], None, 1
+        parents_BW, value_B1, number_B1 = (in_each_row(each, roots_B) for each in (root.above, root.value, root.number))
+        tokens, parents, values, numbers = [frontier_BW], [parents_BW], [value_B1], [number_B1]
         for level in range(1, depth + 1):
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
             best = wide(lucky(logits_BWV, gumbel_BKD, level - 1)).log_softmax(-1).topk(width, dim=-1)
-            values_BWR = values_BW[..., None] + best.values
-            tokens_BWR = self.head.target_tokens(best.indices).expand_as(values_BWR)
-            tokens.append(tokens_BWR.flatten(1))
-            parents.append(numbers_BW.repeat_interleave(width, dim=1))
+            values_BWR = best.values if values_BW1 is None else best.values + values_BW1
             values.append(values_BWR.flatten(1))
+            tokens.append(for_each(self.head.target_tokens(best.indices), values_BWR.shape[1]).flatten(1))
             if level == depth:
                 break
             values_BW, chosen_BW = values[-1].topk(width, dim=-1)
-            frontier_BW, parents_BW = tokens[-1].gather(1, chosen_BW), chosen_BW // width
-            numbers_BW = first + chosen_BW
+            frontier_BW, parents_BW, values_BW1 = (
+                tokens[-1].gather(1, chosen_BW),
+                chosen_BW // width,
+                values_BW[..., None],
+            )
+            numbers.append(chosen_BW + first)
             first += tokens[-1].shape[1]
+        # The first level's nodes lie below the root, and those of each later one below the frontier before.
+        parents.append(torch.cat(numbers, 1).repeat_interleave(width, dim=1))
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1)
 
 
-def _best(
-    size: int, roots_B: Tensor, tokens_BC: Tensor, parents_BC: Tensor, values_BC: Tensor
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Root:
+    """What the root of a dynamic tree is to the candidates, [1, 1] each."""
+
+    above: Tensor
+    number: Tensor
+    value: Tensor
+
+
+@lru_cache(maxsize=64)
+def _root(device: torch.device) -> Root:
+    """Made once; see `heads.layers.counting`."""
+    return Root(*(torch.tensor([[number]], device=device) for number in (-1, 0, torch.inf)))
+
+
+def _best(size: int, tokens_BC: Tensor, parents_BC: Tensor, values_BC: Tensor) -> tuple[Tensor, Tensor]:
     """The best of all candidates C as a tree; a parent is worth at least as much as its child and stands before."""
-    size = min(size, values_BC.shape[1] + 1)
-    order_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
-    chosen_BN = order_BC[:, : size - 1].sort(dim=-1).values
-    root_B1, rank_N = torch.zeros_like(roots_B[:, None]), torch.arange(1, size, device=roots_B.device)
-    places_BC = torch.zeros_like(parents_BC).scatter(1, chosen_BN, rank_N.expand_as(chosen_BN))
-    node_of_number = torch.cat([root_B1, places_BC], dim=1)
-    parents_BN = node_of_number.gather(1, parents_BC.gather(1, chosen_BN))
-    return (
-        torch.cat([roots_B[:, None], tokens_BC.gather(1, chosen_BN)], dim=1),
-        torch.cat([root_B1 - 1, parents_BN], dim=1),
-    )
+    chosen_BN = values_BC.sort(dim=-1, descending=True, stable=True).indices[:, :size].sort(dim=-1).values
+    # A candidate's place in the tree is its place among the chosen ones; the parent of the root stands before them.
+    parents_BN = torch.searchsorted(chosen_BN, parents_BC.gather(1, chosen_BN), right=True) - 1
+    return tokens_BC.gather(1, chosen_BN), parents_BN
 
 
 def drafter_of(head: Guesser, policy: TreePolicy, ends: TargetEnds, budget: int | None = None) -> HeadDrafter:

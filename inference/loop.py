@@ -102,6 +102,8 @@ def speculate(rules: Rules, drafter: Drafter, out: Written, past: Conversation |
         stats.max_depth = max(stats.max_depth, tree.max_depth)
     if past is not None:
         past.keep(out.text(0).tolist(), cache, drafter)
+    else:
+        cache.release()
     return stats
 
 
@@ -114,6 +116,7 @@ def _turn_over(rules: Rules, drafter: Drafter, out: Written, cache: TreeCache, r
         fresh_cache, fresh_roots = _begin(rules, fresh, out)
         into_R = torch.tensor(places[: len(out.active)], device=roots_B.device)
         cache.replace(into_R, fresh_cache)
+        fresh_cache.release()
         drafter.replace(into_R, fresh)
         roots_B = roots_B.index_copy(0, into_R, fresh_roots)
         for place, row in zip(places, out.active, strict=False):
@@ -141,7 +144,7 @@ def _begin(rules: Rules, drafter: Drafter, out: Written, past: Conversation | No
         drafter.begin(start)
     tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
-    cache = cache or target.new_cache(len(stages[0].rows))
+    cache = cache or target.new_cache(len(stages[0].rows), capacity, len(prompts))
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for number, stage in enumerate(stages):
         if number:

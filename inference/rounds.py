@@ -74,6 +74,8 @@ class Verdict:
     `next_tokens_B`."""
     next_tokens_B: Tensor
     """The bonus token: the target's own choice after the path, and the next round's root."""
+    emitted_BA: Tensor | None = None
+    """See `Round`; None for a rule that does not know it."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,16 @@ class Round:
     @classmethod
     def of(cls, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, verdict: Verdict) -> Round:
         """What follows from a verdict."""
-        path_BA, lengths_B = verdict.path_BA, verdict.lengths_B
-        if tree.tokens_BN.shape[1] == 1:
-            finite_B1, emitted_B1 = scores_BNV.amax(-1).isfinite(), verdict.next_tokens_B[:, None]
-            return cls(tree, output, verdict, emitted_B1, output.features_BNF, finite_B1)
-        ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, path_BA)
-        emitted_BA = ordered_BA.roll(-1, 1).scatter(1, lengths_B[:, None] - 1, verdict.next_tokens_B[:, None])
+        path_BA, emitted_BA = verdict.path_BA, verdict.emitted_BA
+        if emitted_BA is None:
+            ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, path_BA)
+            last_B1 = verdict.lengths_B[:, None] - 1
+            emitted_BA = ordered_BA.roll(-1, 1).scatter(1, last_B1, verdict.next_tokens_B[:, None])
         if tree.in_order:
             return cls(tree, output, verdict, emitted_BA, output.features_BNF, scores_BNV.amax(-1).isfinite())
-        index_BAF = path_BA[:, :, None].expand(-1, -1, output.features_BNF.shape[-1])
-        finite_BA = scores_BNV[row_numbers(path_BA), path_BA].amax(-1).isfinite()
-        return cls(tree, output, verdict, emitted_BA, output.features_BNF.gather(1, index_BAF), finite_BA)
+        rows_B1 = row_numbers(path_BA)
+        finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
+        return cls(tree, output, verdict, emitted_BA, output.features_BNF[rows_B1, path_BA], finite_BA)
 
 
 class Drafter:

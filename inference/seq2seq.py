@@ -7,6 +7,7 @@ guesses form a chain, and one row is decoded at a time; trees and batches are re
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from .cache import TreeCache
+from .cache import StateShape, TreeCache
 from .rounds import TargetOutput
 from .sources import config_of
 from .target import Target
@@ -111,11 +112,17 @@ class Seq2SeqTarget(Target):
         if layers:
             raise ValueError(f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a drafter")
 
-    def new_cache(self, batch_size: int) -> TreeCache:
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty cache; the encoder's keys and values join it at the first forward."""
-        cache = TreeCache(self.config.num_decoder_layers, batch_size, self.device)
+        cache = super().new_cache(batch_size, tokens, rows)
         cache.crossed = DynamicCache()
         return cache
+
+    @cached_property
+    def state_shapes(self) -> list[StateShape]:
+        """See `Target.state_shapes`."""
+        shape = StateShape(self.config.num_heads, self.config.d_kv, self.dtype, self.device)
+        return [shape] * (2 * self.config.num_decoder_layers)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         """See `Target.forward_tree`.

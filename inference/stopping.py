@@ -103,4 +103,4 @@ class StoppingChain(HeadDrafter):
         if drawn_from:
             probs_BNV = torch.cat([*drawn_from, torch.zeros_like(drawn_from[0])], dim=1)  # nothing below the last token
         tree = DraftTree.of_shape(shape, tokens_BN, self.origin if drawn_from else "picked", probs_BNV)
-        return replace(tree, sizes_B=size.expand(len(roots_B)), ends_early=True)
+        return replace(tree, sizes_B=size.expand(len(roots_B)), padding=True)

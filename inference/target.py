@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,14 +24,14 @@ from ..heads.attention import repeated
 from ..heads.base import dtype_name
 from ..heads.layers import counting
 from . import attention, cpu_kernels
-from .cache import TreeCache
+from .cache import Pool, StateShape, TreeCache
 from .cpu_decoder import PackedDecoder, packed_decoder
 from .dtypes import chosen_dtype
 from .facts import active_adapters, fingerprint, logit_scale_and_cap, norm_and_blocks, target_info
 from .families import attention_kinds
 from .rounds import TargetOutput
 from .sources import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
-from .tree import DraftTree
+from .tree import DraftTree, framed
 
 if TYPE_CHECKING:
     from .compiled import Graph
@@ -74,6 +73,8 @@ class Target:
         self.packed_model: Any = None
         """The model with linear layers in our kernels, on a CPU, of other models."""
         self._compiled_of: Hashable = None
+        self.pool = Pool()
+        """Of the caches of generations that ended."""
         self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         """Whether its layers lie on several devices."""
         self.lock = threading.RLock()
@@ -227,10 +228,20 @@ class Target:
         info, size = self.info, torch.finfo(self.dtype).bits // 8
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
-    def new_cache(self, batch_size: int) -> TreeCache:
-        """An empty cache for this model."""
-        states = [] if self.packed is None else self.packed.states()
-        return TreeCache(self.info.num_layers, batch_size, self.device, states)
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
+        """An empty cache for this model; see `TreeCache` for what it is told."""
+        return TreeCache(self.state_shapes, batch_size, self.device, tokens, rows, self.pool)
+
+    @cached_property
+    def state_shapes(self) -> list[StateShape]:
+        """The keys of each layer, then the values, as they come out of a forward over one token."""
+        if self.packed is not None:
+            return self.packed.state_shapes()
+        with torch.inference_mode():
+            first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            layers = self.model(input_ids=first, use_cache=True, logits_to_keep=1).past_key_values.layers
+        states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+        return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -295,7 +306,7 @@ class Target:
 
         The nodes' entries are in the cache afterwards, but not committed: `cache.keep` does that.
         """
-        return self.forward_nodes(tree.tokens_BN, tree.ancestors_BNN, tree.depths_BN, longest, cache, layers)
+        return self.forward_nodes(tree.tokens_BN, tree.framed_BNX, tree.depths_BN, longest, cache, layers)
 
     def forward_chain(
         self,
@@ -309,12 +320,12 @@ class Target:
         batch, nodes = tokens_BN.shape
         seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
         depths_BN = torch.arange(nodes, device=self.device).expand_as(tokens_BN)
-        return self.forward_nodes(tokens_BN, seen_BNN, depths_BN, longest, cache, layers, kept_K)
+        return self.forward_nodes(tokens_BN, framed(seen_BNN), depths_BN, longest, cache, layers, kept_K)
 
     def forward_nodes(
         self,
         tokens_BN: Tensor,
-        seen_BNM: Tensor,
+        framed_BNX: Tensor,
         depths_BM: Tensor,
         longest: int,
         cache: TreeCache,
@@ -325,7 +336,7 @@ class Target:
 
         Args:
             tokens_BN: of the new nodes.
-            seen_BNM: which nodes each of them sees, itself too; all see the committed tokens.
+            framed_BNX: which nodes each of them sees, itself too, `framed`; all see the committed tokens.
             depths_BM: places in the text behind the committed tokens, from 0.
             longest: length of the longest row.
             cache: where entries go.
@@ -334,7 +345,7 @@ class Target:
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.place(new, longest, nodes - new)
-        positions_BN, seen = self.sight(seen_BNM, depths_BM, cache)
+        positions_BN, seen = self.sight(framed_BNX, depths_BM, cache, longest)
         if self.packed is not None:
             return TargetOutput(*self.packed(tokens_BN, positions_BN, seen, cache, layers, kept_K))
         masks = self._masks(seen)
@@ -344,7 +355,7 @@ class Target:
             output = self._ask(self._run, tokens_BN, positions_BN, masks, cache, layers, 0)
             return TargetOutput(output.logits_BNV[:, kept_K], output.features_BNF)
         given = (tokens_BN, positions_BN, masks, cache, layers, kept_K)
-        if self.graph is None or not cache.keys or not len(kept_K):
+        if self.graph is None or not len(kept_K):
             return self._ask(self._run, *given)
 
         def sizes() -> list[tuple[Tensor, int]]:
@@ -356,26 +367,30 @@ class Target:
         kind = (len(cache.lengths_B) == 1, new == 1, layers)
         return self._ask(self.graph, kind, sizes, lambda: [cache], *given)
 
-    def sight(self, seen_BNM: Tensor, depths_BM: Tensor, cache: TreeCache) -> tuple[Tensor, dict[str, Tensor]]:
+    def sight(
+        self, framed_BNX: Tensor, depths_BM: Tensor, cache: TreeCache, longest: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The positions of the last N of M nodes, and by kind of attention which slots they see, [B, N, S]."""
-        new, nodes = seen_BNM.shape[1:]
+        new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
         lengths_B1 = cache.lengths_B[:, None]
         # A captured graph is for one shape; elsewhere our attention looks no further than the mask reaches.
         short = (self.own_attention or self.packed is not None) and self.device.type == "cpu"
-        slots_S = counting(cache.used if short else cache.capacity, self.device)
-        behind_BS = slots_S - lengths_B1
+        slots = cache.used if short else cache.capacity
         if nodes == 1:
-            visible_BNS = (behind_BS <= 0)[:, None]
-        else:  # one column for all committed tokens, one for each node, and one for what lies behind them
-            framed_BNX = F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
-            column_BS = (behind_BS + 1).clamp(0, nodes + 1)
+            visible_BNS = (counting(slots, self.device) <= lengths_B1)[:, None]
+        else:  # a column of `framed_BNX` for each slot
+            column_BS = (counting(slots, self.device, 1) - lengths_B1).clamp(0, nodes + 1)
             visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
-        positions_BN = lengths_B1 + depths_BM[:, nodes - new :]
-        slot_positions_BS = slots_S.expand_as(behind_BS)
+        positions_BN = lengths_B1 + (depths_BM if new == nodes else depths_BM[:, nodes - new :])
+        slot_positions_BS = None
         if "sliding_attention" in self.attention_kinds:  # which alone looks at them
+            slots_S = counting(slots, self.device)
+            behind_BS = slots_S - lengths_B1
             node_positions_BS = lengths_B1 + depths_BM.gather(1, behind_BS.clamp(0, nodes - 1))
             slot_positions_BS = torch.where((behind_BS >= 0) & (behind_BS < nodes), node_positions_BS, slots_S)
-        return self._in_range(positions_BN), self._seen(positions_BN, slot_positions_BS, visible_BNS)
+        in_range = longest + nodes <= self.max_positions
+        positions_BN = positions_BN if in_range else self._in_range(positions_BN)
+        return positions_BN, self._seen(positions_BN, slot_positions_BS, visible_BNS)
 
     @torch.no_grad()
     def read(
@@ -438,12 +453,13 @@ class Target:
         """Nodes past the last position can never be returned; they only must not break an embedding table."""
         return positions_BN.clamp(max=self.max_positions - 1)
 
-    def _seen(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> dict[str, Tensor]:
+    def _seen(self, positions_BN: Tensor, slot_positions_BS: Tensor | None, visible_BNS: Tensor) -> dict[str, Tensor]:
         """What is visible, by kind of attention: a sliding window hides what lies behind it."""
         seen = {}
         for kind in self.attention_kinds:
             seen[kind] = visible_BNS
             if kind == "sliding_attention":
+                assert slot_positions_BS is not None
                 window = self.config.sliding_window
                 seen[kind] = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
         return seen

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..heads.layers import counting
+
 Origin = Literal["picked", "chain", "independent", "without_replacement"]
 """How the children of a node came about, which decides the verifiers that are exact: picked as the best tokens; one
 drawn; several drawn, each from the same probabilities; several drawn, no token twice."""
@@ -39,8 +41,8 @@ class DraftTree:
     """At node n: what the children of n were drawn from; None if they were picked."""
     shape: TreeShape | None = None
     """The structure, where the host knows it: the same in all rows. Drawn trees have one."""
-    ends_early: bool = False
-    """Whether `sizes_B` may be less than the shape's."""
+    padding: bool = True
+    """Whether any row may have fewer nodes than there are in `tokens_BN`."""
 
     def to(self, device: torch.device) -> DraftTree:
         """The same on another device, uploaded at once; a second time for what the nodes were drawn from."""
@@ -60,34 +62,83 @@ class DraftTree:
     ) -> DraftTree:
         """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
         same = structure(shape, len(tokens_BN), tokens_BN.device)
-        return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, origin, draft_probs_BNV, shape)
+        return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, origin, draft_probs_BNV, shape, False)
 
     @property
     def in_order(self) -> bool:
         """Whether any path is known to be the first nodes in their order."""
         return self.shape is not None and self.shape.is_chain
 
+    @property
+    def structure(self) -> Structure | None:
+        """What is known of it beforehand."""
+        return None if self.shape is None else structure(self.shape, len(self.tokens_BN), self.tokens_BN.device)
+
     @cached_property
     def ancestors_BNN(self) -> Tensor:
         """True at [b, n, m] where m lies on the path from the root to n, both included.
 
-        Path lengths double with each squaring of "is my parent or myself", so log2(depth) products reach the root.
+        With P for "m is the parent of n", (I + P)^k counts the ways to get from n to m in k steps up, or none; squared
+        again and again it reaches the root in log2(depth) products.
         """
-        if self.shape is not None:
-            return structure(self.shape, len(self.tokens_BN), self.tokens_BN.device).ancestors_BNN
-        nodes = self.tokens_BN.shape[1]
-        myself = torch.eye(nodes, dtype=torch.bool, device=self.tokens_BN.device)
-        reach = (F.one_hot(self.parents_BN.clamp(min=0), nodes).bool() | myself).float()
+        if self.structure is not None:
+            return self.structure.ancestors_BNN
+        nodes, device = self.tokens_BN.shape[1], self.tokens_BN.device
+        reach = _parent_rows(nodes, device)[self.parents_BN] + _parent_rows(nodes, device)[:nodes]
         for _ in range(self.max_depth.bit_length()):
-            reach = (reach @ reach).clamp(max=1)
+            reach = reach @ reach
+            if self.max_depth > COUNTED:
+                reach = reach.clamp(max=1)
         return reach > 0
 
     @cached_property
     def depths_BN(self) -> Tensor:
         """Distance from the root."""
-        if self.shape is not None:
-            return structure(self.shape, len(self.tokens_BN), self.tokens_BN.device).depths_BN
-        return self.ancestors_BNN.sum(-1) - 1
+        return self.ancestors_BNN.sum(-1) - 1 if self.structure is None else self.structure.depths_BN
+
+    @cached_property
+    def above_BN(self) -> Tensor:
+        """The parent of every node, the root being its own."""
+        return self.parents_BN.clamp(min=0) if self.structure is None else self.structure.above_BN
+
+    @cached_property
+    def framed_BNX(self) -> Tensor:
+        """See `framed`."""
+        return framed(self.ancestors_BNN) if self.structure is None else self.structure.framed_BNX
+
+    def path_to(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes from the root to a node of each row, [B, max_depth + 1] with padding, and how many there are."""
+        # One graph is for trees of any shape.
+        if not torch.compiler.is_compiling() and self.structure is not None:
+            return self.structure.paths_NA[last_B], self.structure.lengths_N[last_B]
+        nodes = self.tokens_BN.shape[1]
+        on_path_BN = self.ancestors_BNN[counting(len(last_B), last_B.device), last_B]
+        # Parents stand before their children: in ascending order nodes form the path, and the last node pads it.
+        numbers_BN = counting(nodes, last_B.device).where(on_path_BN, counting(1, last_B.device, nodes - 1))
+        return numbers_BN.topk(self.max_depth + 1, largest=False).values, on_path_BN.sum(-1)
+
+
+COUNTED = 60
+"""Depth up to which the ways of (I + P)^k can be counted in float32: at k = 64 there are at most 2e18."""
+
+
+def framed(seen_BNM: Tensor) -> Tensor:
+    """What nodes see of nodes, with a first column for all committed tokens and a last for what lies behind the nodes.
+
+    [B, N, M + 2] of [B, N, M].
+    """
+    return F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
+
+
+def _parent_rows(nodes: int, device: torch.device) -> Tensor:
+    """The unit vector of each node, and nothing for the parent -1 of the root: float32 [N + 1, N]."""
+    return _unit_rows(nodes, device, torch.is_inference_mode_enabled())
+
+
+@lru_cache(maxsize=256)
+def _unit_rows(nodes: int, device: torch.device, inference: bool) -> Tensor:
+    """See `_counting`."""
+    return torch.eye(nodes + 1, nodes, device=device)
 
 
 @dataclass(frozen=True)
@@ -187,9 +238,15 @@ class Structure:
     """What all trees of one shape have; see `DraftTree`."""
 
     parents_BN: Tensor
+    above_BN: Tensor
     sizes_B: Tensor
     ancestors_BNN: Tensor
+    framed_BNX: Tensor
     depths_BN: Tensor
+    paths_NA: Tensor
+    """The path to each node, the root first, padded with the last node."""
+    lengths_N: Tensor
+    """Nodes of each path."""
 
 
 def structure(shape: TreeShape, batch: int, device: torch.device) -> Structure:
@@ -202,11 +259,23 @@ def _structure(shape: TreeShape, batch: int, device: torch.device, inference: bo
     """See `_counting`."""
     paths = [(), *shape.paths]
     above = [[path[: len(other)] == other for other in paths] for path in paths]
+    ancestors_BNN = torch.tensor(above, device=device).expand(batch, -1, -1)
+    parents_N, lengths_N = (
+        torch.tensor(numbers, device=device) for numbers in (shape.parents, [len(path) + 1 for path in paths])
+    )
+    places = [[node for node, on_path in enumerate(row) if on_path] for row in above]
+    paths_NA = torch.tensor(
+        [[*place, *[shape.size - 1] * (shape.depth + 1 - len(place))] for place in places], device=device
+    )
     return Structure(
-        torch.tensor(shape.parents, device=device).expand(batch, -1),
+        parents_N.expand(batch, -1),
+        parents_N.clamp(min=0).expand(batch, -1),
         torch.full((batch,), shape.size, device=device),
-        torch.tensor(above, device=device).expand(batch, -1, -1),
-        torch.tensor([len(path) for path in paths], device=device).expand(batch, -1),
+        ancestors_BNN,
+        framed(ancestors_BNN),
+        (lengths_N - 1).expand(batch, -1),
+        paths_NA,
+        lengths_N,
     )
 
 

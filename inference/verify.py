@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,20 +64,23 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
     batch, nodes = tree.tokens_BN.shape
     index_N = counting(nodes, choices_BN.device)
     if nodes == 1:
-        return Verdict(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0])
+        return Verdict(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0], choices_BN)
     if tree.in_order:
         right_BD = tree.tokens_BN[:, 1:] == choices_BN[:, :-1]
-        if tree.ends_early:
+        if tree.padding:
             right_BD = right_BD & (index_N[1:] < tree.sizes_B[:, None])
         accepted_B1 = right_BD.cumprod(1).sum(1, keepdim=True)
-        return Verdict(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, choices_BN.gather(1, accepted_B1)[:, 0])
-    chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.parents_BN.clamp(min=0))
+        next_tokens_B = choices_BN.gather(1, accepted_B1)[:, 0]
+        return Verdict(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN)
+    chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.above_BN)
     if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
         chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])).any(-1)
-    accepted_BN = _accepted(tree, chosen_BN)  # one path at most
-    last_B = (tree.depths_BN * accepted_BN).argmax(-1)  # the first of equals: the root, where nothing was accepted
-    return _verdict(tree, last_B, choices_BN.gather(1, last_B[:, None])[:, 0])
+    # One path at most; the first of equals is the root, where nothing was accepted.
+    last_B = tree.depths_BN.masked_fill(_rejected(tree, chosen_BN), 0).argmax(-1)
+    path_BA, lengths_B = tree.path_to(last_B)
+    next_tokens_B = choices_BN[counting(batch, last_B.device), last_B]
+    return Verdict(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
 
 
 def with_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
@@ -156,12 +160,11 @@ def typical(tree: DraftTree, scores_BNV: Tensor, draw: Draw, epsilon: float = EP
     log_p_BNV = scores_BNV.log_softmax(-1)
     entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
     threshold_BN = (delta * (-entropy_BN).exp()).clamp(max=epsilon)
-    parents_BN = tree.parents_BN.clamp(min=0)
+    parents_BN = tree.above_BN
     log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
     plausible_BN = log_p_BN.exp() > threshold_BN.gather(1, parents_BN)
-    accepted_BN = _accepted(tree, plausible_BN)
-    depths_BN = torch.where(accepted_BN, tree.depths_BN, -1)
+    depths_BN = tree.depths_BN.masked_fill(_rejected(tree, plausible_BN), -1)
     log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)  # -inf times 0 would be no number
     paths_BN = (tree.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
     longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
@@ -236,11 +239,26 @@ _SPOKEN: dict[Origin, str] = {
 }
 
 
-def _accepted(tree: DraftTree, stands_BN: Tensor) -> Tensor:
-    """The nodes that stand together with all their ancestors; the root always does, and padding never."""
-    index_N = counting(stands_BN.shape[1], stands_BN.device)
-    stands_BN = (stands_BN | (index_N == 0)) & (index_N < tree.sizes_B[:, None])
-    return ~(tree.ancestors_BNN & ~stands_BN[:, None, :]).any(-1)
+def _rejected(tree: DraftTree, stands_BN: Tensor) -> Tensor:
+    """The nodes that do not stand, or have an ancestor that does not; the root always stands, and padding never."""
+    nodes, device = stands_BN.shape[1], stands_BN.device
+    stands_BN = stands_BN | _is_root(nodes, device)
+    if tree.padding:
+        stands_BN = stands_BN & (counting(nodes, device) < tree.sizes_B[:, None])
+    return (tree.ancestors_BNN & ~stands_BN[:, None]).any(-1)
+
+
+def _is_root(nodes: int, device: torch.device) -> Tensor:
+    """True for the first node, made once."""
+    if torch.compiler.is_compiling():
+        return counting(nodes, device) == 0
+    return _first_of(nodes, device, torch.is_inference_mode_enabled())
+
+
+@lru_cache(maxsize=256)
+def _first_of(nodes: int, device: torch.device, inference: bool) -> Tensor:
+    """See `heads.layers.counting`."""
+    return torch.arange(nodes, device=device) == 0
 
 
 def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
@@ -276,10 +294,4 @@ def _without(q_BV: Tensor, tokens_B1: Tensor) -> Tensor:
 
 def _verdict(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> Verdict:
     """The path from the root to a node, and the token after it."""
-    nodes, places = tree.tokens_BN.shape[1], tree.max_depth + 1
-    on_path_BN = tree.ancestors_BNN.gather(1, last_B[:, None, None].expand(-1, 1, nodes))[:, 0]
-    index_BN = counting(nodes, last_B.device).expand_as(on_path_BN)
-    # Nodes off the path all go to one place behind the others, which is cut off.
-    places_BN = torch.where(on_path_BN, tree.depths_BN, places)
-    path_BA = index_BN.new_zeros(len(last_B), places + 1).scatter(1, places_BN, index_BN)[:, :places]
-    return Verdict(path_BA, on_path_BN.sum(-1), next_tokens_B)
+    return Verdict(*tree.path_to(last_B), next_tokens_B)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -110,14 +111,15 @@ class Written:
             ValueError: the target's logits are no numbers, or the processors left no token.
         """
         verdict, emitted_BA = finished.verdict, finished.emitted_BA
-        finite_B = finished.finite_BA.cumprod(-1).sum(-1)
-        columns = [verdict.lengths_B[:, None], finite_B[:, None], emitted_BA]
+        columns = [verdict.lengths_B[:, None], finished.finite_BA, emitted_BA]
         columns += [] if asked_BK is None else [asked_BK]
         # sync: the only one of a round; the host must know what to return and when to stop
         rows = torch.cat(columns, dim=1).tolist()
-        emitted = [tokens[:length] for length, _, *tokens in rows]
-        for place, (row, (length, fine, *_)) in enumerate(zip(self.active, rows, strict=True)):
+        most = emitted_BA.shape[1]
+        emitted = [row[1 + most : 1 + most + row[0]] for row in rows]
+        for place, (row, (length, *told)) in enumerate(zip(self.active, rows, strict=True)):
             self._committed[row] += length
+            fine = sum(accumulate(told[:most], min))  # up to the first that is no number
             count = self._append(row, emitted[place][:fine])
             if fine < length and row not in self.ended:  # behind a row's end nobody asks
                 node = verdict.path_BA[place, fine]
@@ -128,7 +130,7 @@ class Written:
             record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
         self._tell()
-        return replace(finished, tokens=emitted, asked=[row[2 + emitted_BA.shape[1] :] for row in rows])
+        return replace(finished, tokens=emitted, asked=[row[1 + 2 * most :] for row in rows])
 
     def ended_places(self) -> list[int]:
         """The places in the batch of rows that have ended."""

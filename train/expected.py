@@ -59,13 +59,13 @@ def dynamic_lengths(
             truth = example.tokens[place + 1 : place + 1 + head.max_depth]
             found = _on_the_way(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
             for depth in depths:
-                seen_C = values_1C[0, : drafter.width + (depth - 1) * drafter.width**2]
+                seen_C = values_1C[0, : 1 + drafter.width + (depth - 1) * drafter.width**2]
                 # A child is worth no more than its parent, so the ranks along the path never fall.
                 ranks = [
                     int((seen_C > seen_C[node]).sum() + (seen_C[:node] == seen_C[node]).sum()) for node in found[:depth]
                 ]
                 for size in sizes:
-                    accepted[size, depth].append(sum(rank < size - 1 for rank in ranks))
+                    accepted[size, depth].append(sum(rank < size for rank in ranks))
             drafter.read(_passage(text_1T, output, place, place + 1))
         for key, found_P in accepted.items():
             lengths[key] += _rounds(found_P)
@@ -97,8 +97,8 @@ def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list
         below = [node for node, parent in enumerate(parents) if parent == above and tokens[node] == token]
         if not below:
             break
-        path.append(below[0])
-        above = below[0] + 1
+        above = below[0]
+        path.append(above)
     return path
 
 

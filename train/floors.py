@@ -81,6 +81,6 @@ def _mask_seconds(target: Target, text_1T: Tensor, nodes: int) -> float:
     for _ in range(REPEATS):
         start = now(target.device)
         tree = DraftTree(tokens_1N, parents_1N, sizes_1, shape.depth)
-        target.sight(tree.ancestors_BNN, tree.depths_BN, cache)
+        target.sight(tree.framed_BNX, tree.depths_BN, cache, length)
         taken.append(now(target.device) - start)
     return statistics.median(taken)

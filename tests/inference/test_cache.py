@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from headstart.inference.cache import BUCKET, STEP, TreeCache
+from headstart.inference.cache import BUCKET, STEP, StateShape, TreeCache
 
 NODES = 4
 PATHS = [(0, *rest) for rest in product(range(1, NODES), repeat=2) if rest[0] < rest[1]]
@@ -15,9 +15,14 @@ COMMITTED = (5, 9)
 """Tokens of each row before the tree."""
 
 
+def empty_cache(layers, rows, size=1, **options):
+    cpu = torch.device("cpu")
+    return TreeCache([StateShape(1, size, torch.float32, cpu)] * (2 * layers), rows, cpu, **options)
+
+
 def cache_with_trees(rows):
     """Entries say in which slot they were written; in the second row they are negative."""
-    cache = TreeCache(2, rows, torch.device("cpu"), [torch.empty(0, 1, 0, 1)] * 4)
+    cache = empty_cache(2, rows)
     cache.lengths_B = torch.tensor(COMMITTED[:rows])
     cache.place(NODES, max(COMMITTED))
     for states in (*cache.keys, *cache.values):
@@ -27,7 +32,7 @@ def cache_with_trees(rows):
 
 
 def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
-    cache = TreeCache(num_layers=2, batch_size=1, device=torch.device("cpu"))
+    cache = TreeCache([StateShape(3, 4, torch.float32, torch.device("cpu"))] * 4, 1, torch.device("cpu"))
     random = torch.Generator().manual_seed(0)
     written = []
     for length in (5, BUCKET - 6, 4, 1):
@@ -45,7 +50,7 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
 
 
 def test_the_cache_keeps_the_accepted_path_of_each_row():
-    cache = TreeCache(num_layers=1, batch_size=2, device=torch.device("cpu"))
+    cache = empty_cache(1, 2)
     states = torch.arange(10.0).reshape(2, 1, 5, 1)
     cache.place(5, 0)
     cache.layers[0].update(states, states)

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape, cpu_kernels
-from headstart.inference.cache import TreeCache
+from headstart.inference.cache import StateShape, TreeCache
 from headstart.inference.deciding import DRAWN_SHAPES, Decider
 from headstart.inference.rounds import TargetOutput
 from headstart.inference.sampling import RandomDraw, ReadyDraw
@@ -48,7 +48,7 @@ class Case:
         self.output = TargetOutput(
             torch.randn(rows, nodes, VOCAB, generator=random), torch.randn(rows, nodes, 3, generator=random)
         )
-        self.cache = TreeCache(1, rows, CPU)
+        self.cache = TreeCache([StateShape(1, 4, torch.float32, CPU)] * 2, rows, CPU)
         self.cache.place(nodes, 0)
         self.cache.write(0, *torch.randn(2, rows, 1, nodes, 4, generator=random))
 
