@@ -38,27 +38,6 @@ def free_memory(device: torch.device) -> float:
     return float(psutil.virtual_memory().available) if device.type == "cpu" else float("inf")
 
 
-def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device) -> None:
-    """Refuse what the device cannot hold, before anything is read.
-
-    Args:
-        needed: bytes, by what they are for.
-        rows: decoded at once.
-        tokens: that a row may come to hold.
-        device: of all of it.
-
-    Raises:
-        ValueError: naming each size in GiB, what is free, and what would make it smaller.
-    """
-    free, whole = free_memory(device), sum(needed.values())
-    if whole > free:
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
-        raise ValueError(
-            f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
-            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (slots)"
-        )
-
-
 @dataclass(frozen=True)
 class StateShape:
     """Keys, or values, of a layer: what is the same in every generation."""
@@ -95,6 +74,31 @@ class Pool:
     def give(self, blocks: list[Tensor]) -> None:
         """Keep the blocks of a cache that ended; the oldest leave."""
         self.blocks = [*self.blocks, blocks][-POOLED:]
+
+
+def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device, pool: Pool) -> None:
+    """Refuse what the device cannot hold, before anything is read.
+
+    Args:
+        needed: bytes, by what they are for.
+        rows: decoded at once.
+        tokens: that a row may come to hold.
+        device: of all of it.
+        pool: emptied where there is too little.
+
+    Raises:
+        ValueError: naming each size in GiB, what is free, and what would make it smaller.
+    """
+    free, whole = free_memory(device), sum(needed.values())
+    if whole > free and pool.blocks:
+        pool.blocks.clear()
+        free = free_memory(device)
+    if whole > free:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+        raise ValueError(
+            f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
+            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (slots)"
+        )
 
 
 def _scattered(path_BA: Tensor, lengths_B: Tensor) -> bool:

@@ -222,13 +222,18 @@ class PackedDecoder:
         wanted = {layer: features_BNF[..., i * width : (i + 1) * width] for i, layer in enumerate(layers) if layer >= 0}
         caches = list(zip(cache.keys, cache.values, strict=True))
         self.layers(state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], wanted)
-        rounds = self.dtype == torch.bfloat16
         if -1 in layers:
             place = layers.index(-1) * width
-            features_BNF[..., place : place + width] = norm(state_BND, self.norm_D, self.eps, rounds)
+            features_BNF[..., place : place + width] = self._normed(state_BND)
         kept_BKD = state_BND if kept_K is None else state_BND[:, kept_K]
-        logits_BKV = linear(self.lm_head, norm(kept_BKD.contiguous(), self.norm_D, self.eps, rounds), rounds)
-        return logits_BKV, features_BNF.to(self.dtype)
+        return self.logits(self._normed(kept_BKD.contiguous())), features_BNF.to(self.dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits [..., V], float32, of states [..., D] after the final norm."""
+        return linear(self.lm_head, states, self.dtype == torch.bfloat16)
+
+    def _normed(self, states_BND: Tensor) -> Tensor:
+        return norm(states_BND, self.norm_D, self.eps, self.dtype == torch.bfloat16)
 
 
 class PackedBlock(nn.Module):

@@ -497,7 +497,7 @@ class SpeculativeLM:
         self.target.refresh()
         together = min(len(prompts), slots or len(prompts))
         room = longest + new_tokens + self.drafter.max_nodes
-        check_room(self._needed(together, room), together, room, self.target.device)
+        check_room(self._needed(together, room), together, room, self.target.device, self.target.pool)
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
         listeners = self.round_listeners

@@ -135,10 +135,12 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
         return tree, torch.full_like(tree.tokens_BN, HEAD)
     found = torch.tensor([_row(trie, more) for trie in tries], device=device)
     tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
-    node_N, powers_D = counting(nodes, device), _powers(tree.max_depth + 1, device)
+    powers_D = _powers(tree.max_depth + 1, device)
     terms_BN = (tree.tokens_BN + 1) * powers_D[tree.depths_BN]
     ours_BN = (tree.ancestors_BNN * terms_BN[:, None]).sum(-1)
-    same_BSN = (paths_BS[:, :, None] == ours_BN[:, None]) & (node_N < tree.sizes_B[:, None])[:, None]
+    same_BSN = paths_BS[:, :, None] == ours_BN[:, None]
+    if tree.padding:
+        same_BSN = same_BSN & (counting(nodes, device) < tree.sizes_B[:, None])[:, None]
     there_BS, is_new_BS = same_BSN.any(-1), tokens_BS >= 0
     is_new_BS = is_new_BS & ~there_BS
     place_BS = torch.where(there_BS, same_BSN.byte().argmax(-1), tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1))

@@ -19,7 +19,7 @@ from .cache import TreeCache
 from .conversation import Conversation, shared_length
 from .deciding import Decider
 from .guessing import RootOnly
-from .rounds import Drafter, Passage, Start
+from .rounds import Drafter, Passage, Start, TargetOutput
 from .sampling import Draw, PlaceDraw, PlaceNoise, RandomDraw, Scorer
 from .stats import Stats
 from .target import Target
@@ -214,10 +214,20 @@ def _read(
         stop = min(start + PREFILL_TOKENS, stage.end)
         ends = {place: lengths[row] - 1 - start for place, row in enumerate(stage.rows)}
         ends = {place: end for place, end in ends.items() if 0 <= end < stop - start}
-        kept = sorted(set(ends.values()))
-        output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, layers, kept)
-        for place, end in ends.items():
-            found[place] = output.logits_BNV[place, kept.index(end)], output.features_BNF[place, end]
+        # Where rows end at different places, logits of all rows at all of these would be the square of what is wanted.
+        apart = len(set(ends.values())) > 1 and target.computes_logits
+        kept = [] if apart else sorted(set(ends.values()))
+        wanted = (*layers, -1) if apart else layers
+        output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        if apart:
+            width = target.info.hidden_size
+            states_BTD, features_BTF = output.features_BNF[..., -width:], output.features_BNF[..., :-width]
+            logits = target.logits(torch.stack([states_BTD[place, end] for place, end in ends.items()])).unbind()
+            output = TargetOutput(output.logits_BNV, features_BTF)
+        else:
+            logits = tuple(output.logits_BNV[place, kept.index(end)] for place, end in ends.items())
+        for (place, end), logits_V in zip(ends.items(), logits, strict=True):
+            found[place] = logits_V, output.features_BNF[place, end]
         next_BT = tokens_BT[:, start + 1 : stop + 1]
         known = next_BT.shape[1]
         if known:  # what follows a prompt's last token is not known yet

@@ -234,14 +234,36 @@ class Target:
 
     @cached_property
     def state_shapes(self) -> list[StateShape]:
-        """The keys of each layer, then the values, as they come out of a forward over one token."""
+        """The keys of each layer, then the values, as they come out of a forward."""
         if self.packed is not None:
             return self.packed.state_shapes()
-        with torch.inference_mode():
-            first = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            layers = self.model(input_ids=first, use_cache=True, logits_to_keep=1).past_key_values.layers
+        layers = self._first_forward.past_key_values.layers
         states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]
+
+    @cached_property
+    def computes_logits(self) -> bool:
+        """Whether `logits` is what the model computes."""
+        if self.packed is not None:
+            return True
+        output = self._first_forward
+        expected_11V, found_11V = output.logits.float(), self.logits(output.hidden_states[-1]).float()
+        close = torch.finfo(self.dtype).eps ** 0.5 * expected_11V.abs().max()
+        return bool((found_11V.to(expected_11V.device) - expected_11V).abs().max() <= close)
+
+    @cached_property
+    def _first_forward(self) -> Any:
+        """The model's own answer to one token."""
+        first_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            return self.model(input_ids=first_11, use_cache=True, output_hidden_states=True)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits [..., V] of states [..., D] after the final norm; see `computes_logits`."""
+        if self.packed is not None:
+            return self.packed.logits(states)
+        with torch.inference_mode():
+            return self.ends.logits(states.to(self.ends.lm_head.weight.device)).to(self.device)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]

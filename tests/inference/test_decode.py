@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import random
@@ -29,7 +30,7 @@ from transformers import (
 
 from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
-from headstart.inference.cache import BUCKET
+from headstart.inference.cache import BUCKET, POOLED
 from headstart.inference.stats import PARTS
 
 VOCAB = 31
@@ -294,6 +295,45 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
 
 
+def test_a_cache_serves_the_next_call_of_its_size(tiny_target, monkeypatch):
+    """Where it was, whatever is left in it, until memory is short."""
+    target = tiny_target(vocab_size=VOCAB)
+    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="branch:2x2", fallback=False)
+    expected = ours(lm, prompt(6)).sequences
+    for _ in range(3):
+        [blocks] = target.pool.blocks
+        places = [block.data_ptr() for block in blocks]
+        with torch.inference_mode():
+            for block in blocks:
+                block.fill_(torch.nan)
+        assert torch.equal(ours(lm, prompt(6)).sequences, expected)
+        assert [block.data_ptr() for block in target.pool.blocks[0]] == places
+    for rows in (2, 3, 4):
+        ours(lm, prompt(6).repeat(rows, 1))
+    assert len(target.pool.blocks) == POOLED
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0 if target.pool.blocks else 2**40))
+    assert torch.equal(ours(lm, prompt(6)).sequences, expected)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known):
+    """But where the model does something to its logits that we do not know."""
+    target = tiny_target(vocab_size=VOCAB)
+    if not known:
+        target.ends = dataclasses.replace(target.ends, logit_scale=2.0)
+    lm, lengths, read = SpeculativeLM(target), (3, 9, 5, 7), []
+    padded = torch.zeros(4, 9, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        padded[row, -length:] = prompt(length, row)[0]
+    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    assert target.computes_logits == known
+    hook = target.model.lm_head.register_forward_hook(lambda *call: read.append(call[-1].shape[:-1].numel()))
+    found = lm.generate(padded, **settings).sequences
+    hook.remove()
+    assert sum(read) == (4 if known else 16)
+    assert torch.equal(found, target.model.generate(padded, **settings))
+
+
 def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="unknown verifier 'exact'; choose from auto, point_mass"):
@@ -389,8 +429,9 @@ def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
         ours(SpeculativeLM(target, lm.drafter), input_ids, tree="chain:2")
 
 
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compile", [False, True])
-def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile):
+def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile, seconds):
     """Two of ours, of two drafters, and stock `generate` of padded prompts on the same model."""
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16)
     lms = [
@@ -402,7 +443,7 @@ def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile):
     calls = [functools.partial(lm.generate, padded, **settings) for lm in lms]
     calls.append(functools.partial(target.model.generate, padded, **settings))
     expected, wrong = target.model.generate(padded, **settings), []
-    until = time.monotonic() + 3
+    until = time.monotonic() + seconds
 
     def ask(call):
         while time.monotonic() < until and not wrong:

@@ -24,6 +24,7 @@ from headstart.heads.checkpoint import build_head
 from headstart.inference import SpeculativeLM, Target, cpu_kernels
 from headstart.inference.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.cpu_kernels import FORMATS, PackedLinear, linear, pack
+from headstart.inference.tree import framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
 SIZES = {
@@ -210,7 +211,7 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threa
         seen[node] |= seen[parent]
     layers, cache = (0, -1), target.new_cache(1)
     target.read_chunk(text, 60, cache, layers, [])
-    output = target.forward_nodes(tree, seen[None], seen.sum(-1)[None] - 1, 60, cache, layers)
+    output = target.forward_nodes(tree, framed(seen[None]), seen.sum(-1)[None] - 1, 60, cache, layers)
     for leaf in (4, 5, 7):
         path = seen[leaf].nonzero()[:, 0]
         alone = target.new_cache(1)
