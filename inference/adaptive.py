@@ -240,8 +240,9 @@ class AdaptiveDrafter(Drafter):
         heads_trees = self._heads_trees()
         for tree in heads_trees:  # they share one state
             tree.room = (max(each.room[0] for each in heads_trees), max(each.room[1] for each in heads_trees))
-        self.speeds: dict[int, Speeds] = {}
-        """By the number of rows."""
+        self.speeds: dict[tuple[bool, int], Speeds] = {}
+        """By whether texts are sampled, where other drafts are right, and by the rows decoded at once."""
+        self._samples = False
         self._began: float | None = None
 
     def __copy__(self) -> AdaptiveDrafter:
@@ -256,7 +257,7 @@ class AdaptiveDrafter(Drafter):
 
     def begin(self, start: Start) -> None:
         """A new stream."""
-        self._began = None
+        self._began, self._samples = None, start.draft_probs is not None
         self._chooses = self.origin == "picked" or start.draft_probs is None
         for tree in self.trees:
             tree.begin(start)
@@ -329,20 +330,21 @@ class AdaptiveDrafter(Drafter):
         return [tree for tree in self.trees if isinstance(tree, HeadDrafter)]
 
     def _speeds(self, roots_B: Tensor) -> Speeds:
-        """What is known at a number of rows; at a new one, as at the nearest that is known."""
+        """What is known at a number of rows, sampling or not; at a new one, as at the nearest that is known."""
         rows = len(roots_B)
-        if rows not in self.speeds and self.speeds:
-            nearest = min(self.speeds, key=lambda other: abs(math.log(other / rows)))
-            self.speeds[rows] = self.speeds[nearest].elsewhere()
-        elif rows not in self.speeds:
+        here = (self._samples, rows)
+        if here not in self.speeds and self.speeds:
+            nearest = min(self.speeds, key=lambda other: (other[0] != here[0], abs(math.log(other[1] / rows))))
+            self.speeds[here] = self.speeds[nearest].elsewhere()
+        elif here not in self.speeds:
             costs = self.costs or AssumedCosts.of(roots_B.device)
             candidates = [Candidate(costs.seconds(1, 0), 1.0)] if self.plain else []
             for tree in self.trees:
                 cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
                 candidates.append(Candidate(cost, default_length(_policy(tree))))
             plain = next((number for number, each in enumerate(candidates) if each.length == 1), None)
-            self.speeds[rows] = Speeds(candidates, plain, self.costs is not None)
-        return self.speeds[rows]
+            self.speeds[here] = Speeds(candidates, plain, self.costs is not None)
+        return self.speeds[here]
 
 
 def _policy(drafter: Drafter) -> TreePolicy:

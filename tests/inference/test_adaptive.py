@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
@@ -275,7 +276,17 @@ def test_of_several_trees_the_fastest_is_found(target, clock):
         assert torch.equal(written(lm, start=start).sequences, plainly(target, start=start))
     # A model that drafts for itself is always right, but its own forwards cost as much as the target's: a token takes 1
     # step without guesses, 1.1 in a chain of 1, 1.2 in one of 8, 2.1 in a branch.
-    assert drafter.speeds[1].leader == 0
+    assert drafter.speeds[False, 1].leader == 0
+
+
+def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
+    drafter = AdaptiveDrafter([draft_model(target, target, "chain:3")], clock=clock)
+    lm, row = SpeculativeLM(target, drafter), torch.tensor([[1, 2, 3]])
+    written(lm)
+    before = copy.deepcopy(drafter.speeds)
+    lm.generate(row, attention_mask=torch.ones_like(row), do_sample=True, max_new_tokens=30, pad_token_id=0)
+    assert drafter.speeds[False, 1].candidates == before[False, 1].candidates
+    assert drafter.speeds[True, 1].candidates != before[False, 1].candidates
 
 
 @pytest.mark.parametrize("tree", ["chain:1|chain:3", "auto"])
