@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -22,8 +23,29 @@ from .features import online_features
 if TYPE_CHECKING:
     from .run import Progress, Run
 
-PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "4090": 165}
-"""Dense bfloat16 arithmetic of a device, by a part of its name, as its maker states it."""
+PEAK_TFLOPS = {
+    r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,
+    r"NVIDIA A10": 125,
+    r"NVIDIA L4": 121,
+    r"NVIDIA L40S": 362,
+    r"NVIDIA H100 PCIe": 756,
+    r"NVIDIA H100 NVL": 835,
+    r"NVIDIA H100 \d+GB HBM3": 989,
+    r"NVIDIA GH200 \d+GB?( HBM3e)?": 989,
+    r"NVIDIA H200": 989,
+    r"NVIDIA H200 NVL": 835,
+    r"NVIDIA B200": 2250,
+    r"NVIDIA GB200": 2500,
+    r"NVIDIA B300( SXM6 AC)?": 2250,
+    r"NVIDIA GB300": 2500,
+    r"NVIDIA GeForce RTX 4090": 165,
+    r"NVIDIA GeForce RTX 5090": 209,
+    r"AMD Instinct MI300X( OAM)?": 1307,
+    r"AMD Instinct MI300A": 980,
+}
+"""Peak dense bfloat16 arithmetic in TFLOP/s, without sparsity, by a pattern of the device's whole name as torch gives
+it. One chip's name comes with several peaks (H100 SXM, PCIe, NVL), and a part of a name would also match what is
+slower (RTX 4090 Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device that is not listed has no peak."""
 
 
 class Tracker:
@@ -127,8 +149,7 @@ class Report:
         peak = None
         if torch.cuda.is_available():
             memory = torch.cuda.max_memory_allocated()
-            name = torch.cuda.get_device_name()
-            peak = next((most for part, most in PEAK_TFLOPS.items() if part in name.replace("-", " ").split()), None)
+            peak = peak_tflops(torch.cuda.get_device_name())
         return {
             "answer_tokens_per_second_per_device": rate / devices,
             "teraflops_per_device": tflops,
@@ -164,6 +185,11 @@ def count_flops(target: Target, head: DraftHead, examples: list[Example], cached
             head(features)
     target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)
     return (target_flops + 3 * of_head.get_total_flops()) / max(int(batch.loss_mask_BT.sum()), 1)
+
+
+def peak_tflops(name: str) -> float | None:
+    """Peak dense bfloat16 arithmetic of a device by its name, in TFLOP/s; None if it is not known."""
+    return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
 
 
 def due(step: int, every: int) -> bool:

@@ -18,7 +18,7 @@ from headstart.train import final_report, loop
 from headstart.train.console import Stopped
 from headstart.train.data import Example
 from headstart.train.loop import train
-from headstart.train.report import count_flops, flat
+from headstart.train.report import count_flops, flat, peak_tflops
 
 
 def log_of(folder):
@@ -39,6 +39,41 @@ def test_a_line_of_the_log_tells_what_was_learned_and_what_it_cost(short):
         assert 0 < costs["share_waiting_for_features"] < 1
         assert 0.05 < costs["peak_memory_gib"] < 64
     assert rows[-1]["costs"]["teraflops_per_device"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GH200 144G HBM3e", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090", 209),
+        ("AMD Instinct MI300X", 1307),
+        ("AMD Instinct MI300A", 980),
+        ("AMD Instinct MI250X", None),
+        ("", None),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_its_whole_name_or_unknown(name, peak):
+    assert peak_tflops(name) == peak
 
 
 @pytest.mark.parametrize(("cached", "adapted"), [(False, False), (True, False), (False, True)])
