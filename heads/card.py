@@ -95,6 +95,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm {me
     --speculative-num-draft-tokens {nodes}
 ```""",
 }
+MODEL = "MODEL"
+"""Stands in a server's command for a target that no server loads by the name that it has here."""
 SERVED_DEPTH = 3
 """Tokens of the chain that a server is told to draft: what both projects' pages begin with."""
 
@@ -135,8 +137,22 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     depth = min(SERVED_DEPTH, section["options"].get("depth") or section["options"].get("num_heads", SERVED_DEPTH))
     method = section["head"] if server == "vllm" else section["head"].upper()
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
-    command = _COMMANDS[server].format(target=target, method=method, repo=repo, depth=depth, nodes=depth + 1)
-    return f"reads this folder as it is{adapted}.{command}"
+    loadable = _loadable(target)
+    command = _COMMANDS[server].format(
+        target=target if loadable else MODEL, method=method, repo=repo, depth=depth, nodes=depth + 1
+    )
+    told = (
+        ""
+        if loadable
+        else f" It does not load `{target}`, a GGUF file: put the Hub id of the same model in place of {MODEL},\n"
+        "or its folder as transformers saves it. Where its weights differ from the file's, acceptance does too."
+    )
+    return f"reads this folder as it is{adapted}.{told}{command}"
+
+
+def _loadable(target: str) -> bool:
+    """Whether a server loads a target by its name: a Hub id or a folder, no GGUF file and no Python package's."""
+    return not target.startswith("package:") and not target.lower().endswith(".gguf")
 
 
 def _recipe(training: dict[str, Any]) -> str:

