@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.benchmark import quartiles
-from headstart.train.console import console
+from headstart.train.console import console, show_on_console
 from headstart.train.data import prompt_ids, read_prompts
 from headstart.train.provenance import provenance
 from headstart.train.selfmade import WAVES
@@ -91,4 +91,5 @@ def answer(side: Any, prompts: list[Tensor], batch: int, target: Target, setting
 
 
 if __name__ == "__main__":
+    show_on_console()
     main()

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.checkpoint import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.train.console import console
+from headstart.train.console import console, show_on_console
 from headstart.train.data import prompt_ids, read_prompts
 from headstart.train.provenance import provenance
 
@@ -93,4 +93,5 @@ def answered(side: Any, rows: list[torch.Tensor], settings: dict[str, Any], padd
 
 
 if __name__ == "__main__":
+    show_on_console()
     main()

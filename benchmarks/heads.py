@@ -28,7 +28,7 @@ from headstart.inference.machine import turns
 from headstart.scripts.command import options
 from headstart.train.benchmark import quartiles
 from headstart.train.config import TrainConfig
-from headstart.train.console import console
+from headstart.train.console import console, show_on_console
 from headstart.train.data import prompt_ids, read_conversations, read_prompts
 from headstart.train.evaluate import answer_settings, summary
 from headstart.train.loop import train
@@ -232,4 +232,5 @@ def spread(ours: list[float], theirs: list[float]) -> str:
 
 
 if __name__ == "__main__":
+    show_on_console()
     main()

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from headstart.inference import SpeculativeLM, Target
-from headstart.train.console import console
+from headstart.train.console import console, show_on_console
 from headstart.train.provenance import provenance
 
 LENGTHS = (1000, 2000, 4000, 8000)
@@ -82,4 +82,5 @@ def status(name: str) -> float:
 
 
 if __name__ == "__main__":
+    show_on_console()
     main()

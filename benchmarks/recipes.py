@@ -16,7 +16,7 @@ from pathlib import Path
 from headstart.heads.checkpoint import load_head
 from headstart.scripts.command import options
 from headstart.train.config import TrainConfig
-from headstart.train.console import console
+from headstart.train.console import console, show_on_console
 from headstart.train.loop import train
 
 CHANGES = {
@@ -85,4 +85,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_on_console()
     main()

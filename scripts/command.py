@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.train.console import Stopped
+from headstart.train.console import Stopped, show_on_console
 
 Options = TypeVar("Options")
 
@@ -90,6 +90,7 @@ def run(main: Callable[[list[str]], None], arguments: list[str]) -> None:
 
     The exit status is 2 after a user's mistake, 1 after a failing disk, and 0 after a wish to stop.
     """
+    show_on_console()
     try:
         main(arguments)
     except (ValueError, OSError) as error:

@@ -29,9 +29,12 @@ from headstart.inference.loop import Rules, speculate
 from headstart.inference.rounds import Passage, Round, Start
 from headstart.inference.sampling import RandomDraw, Scorer
 from headstart.inference.written import Written
+from headstart.train.console import show_on_console
 
 os.environ["HEADSTART_CACHE"] = tempfile.mkdtemp(prefix="headstart-tests-")  # processes that tests start have it too
 atexit.register(shutil.rmtree, os.environ["HEADSTART_CACHE"], ignore_errors=True)
+
+show_on_console()  # as commands do: tests read there what a user reads
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

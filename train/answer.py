@@ -13,7 +13,7 @@ from ..heads.base import dtype_name
 from ..inference import Stats
 from .benchmark import first_difference
 from .commands import GenerateConfig
-from .console import console
+from .console import console, log
 from .data import prompt_ids
 from .engine import Shared, load_engine
 
@@ -52,11 +52,11 @@ def answer(config: GenerateConfig, shared: Shared | None = None) -> dict[str, fl
 
     compared = config.compare and config.max_new_tokens > 0
     if compared:
-        console.print("warming up both sides")  # a first call is slow, whoever makes it
+        log.info("warming up both sides")  # a first call is slow, whoever makes it
         target.model.generate(input_ids, attention_mask=settings["attention_mask"], max_new_tokens=2, do_sample=False)
         lm.warmup()
         stock = rated("generate", "model.generate", lambda: target.model.generate(input_ids, **settings))
-        console.print(f"{rates['generate']:.1f} tokens/s")
+        log.info(f"{rates['generate']:.1f} tokens/s")
     stats = Stats()
 
     def speculate() -> torch.Tensor:
@@ -73,10 +73,10 @@ def answer(config: GenerateConfig, shared: Shared | None = None) -> dict[str, fl
         accepted = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
         line += f", {stats.rounds} rounds, acceptance length {stats.acceptance_length:.2f}"
         line += f", acceptance rate by depth {accepted}" if accepted else ""
-    console.print(line)
+    log.info(line)
     if compared and config.temperature == 0:
         parting = first_difference(target, stock, ours, input_ids.shape[1])
-        console.print(
+        log.info(
             "both wrote the same text"
             if parting is None
             else f"the texts differ from token {parting['token']} on, where the logits of the two tokens lie "

@@ -25,7 +25,7 @@ from ..heads.checkpoint import json_ready
 from ..inference import SpeculativeLM, Stats, Target
 from ..inference.machine import turns
 from .commands import BenchConfig
-from .console import ProgressBar, Stopped, StopRequest, console, number
+from .console import ProgressBar, Stopped, StopRequest, console, log, number
 from .data import check_lengths, prompt_ids, read_prompts
 from .engine import Shared, as_loaded, load_engine
 from .evaluate import answer_settings, summary
@@ -194,7 +194,7 @@ def _answer_all(
     """What is answered before the deadline, or before somebody stops it: at least one prompt."""
     answered: dict[str, list[Answered]] = {path: [] for path in encoded}
     total = sum(map(len, encoded.values()))
-    console.print("each side answers the first prompt once, to be warm")
+    log.info("each side answers the first prompt once, to be warm")
     with stop.at_once():
         for side in sides.values():
             side(next(iter(encoded.values()))[0])
@@ -273,12 +273,12 @@ def print_report(report: dict[str, Any]) -> None:
         )
     console.print(table)
     parts = ", ".join(f"{name} {value:.1f}" for name, value in report["total"]["milliseconds_per_round"].items())
-    console.print(f"a round in milliseconds: {parts}")
+    log.info(f"a round in milliseconds: {parts}")
     plain, rounds = report["total"]["plain_rounds"], report["total"]["rounds"]
-    console.print(f"{plain} of {rounds} rounds without drafts, where plain steps were measured or faster")
+    log.info(f"{plain} of {rounds} rounds without drafts, where plain steps were measured or faster")
     if "profile" in report:
         found = report["profile"]
-        console.print(
+        log.info(
             f"of {found['round']:.1f} ms, {found['milliseconds']['mask']:.1f} are the mask's (of the target's part); "
             f"the bare forward over {found['nodes']} nodes takes {found['floors']['forward']:.1f} "
             f"({found['of_the_round']['forward']:.0%}), reading its {found['bytes_read'] / 1e6:.0f} MB at "

@@ -35,7 +35,7 @@ from ..inference.grow import drafter_of
 from ..inference.planning import best_static_tree, expected_length, machine
 from ..inference.rounds import Drafter
 from .commands import TreeConfig
-from .console import console, counted
+from .console import console, counted, log
 from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
 from .engine import as_loaded
 from .evaluate import answer_settings, in_turns, summary, teacher_forced
@@ -117,7 +117,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     stats = _answered(target, head, [None, *tried.values()], prompts, config)
     found = {name: _rate(stats[policy]) / _rate(stats[None]) for name, policy in tried.items()}
     for name, policy in tried.items():
-        console.print(
+        log.info(
             f"{_told(policy)}: acceptance length {stats[policy].acceptance_length:.2f} (expected "
             f"{lengths[policy]:.2f}), {_rate(stats[policy]):.1f} tokens/s, {found[name]:.2f} of plain decoding "
             f"(expected {rates[policy] * costs.plain:.2f})"
@@ -133,7 +133,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         "trees": {name: {"nodes": policy.size, **summary(stats[policy])} for name, policy in tried.items()},
     }
     save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile is True))
-    console.print(f"the {best} tree is saved in {config.head}")
+    log.info(f"the {best} tree is saved in {config.head}")
     return tried[best]
 
 

@@ -19,7 +19,7 @@ from ..heads import DraftHead, Eagle3Head, EagleHead
 from ..heads.checkpoint import build_head, differences, load_head, word_of
 from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
 from .commands import VerifyConfig
-from .console import console
+from .console import console, log
 from .data import Example, prompt_ids
 from .evaluate import real_acceptance, teacher_forced
 from .probe import NOISE, OTHERS, apart, probe
@@ -55,7 +55,7 @@ def verify_head(config: VerifyConfig) -> None:
     head.target.check(target.info)
     target.check_layers(head.feature_layers)
     for difference in differences(facts.origin, target.origin):
-        console.print(f"- another target than it was trained against: {difference}")
+        log.info(f"- another target than it was trained against: {difference}")
 
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
     examples = answered(target, prompts, config.max_new_tokens)
@@ -68,13 +68,11 @@ def verify_head(config: VerifyConfig) -> None:
         trained = f"{before[depth]:.2f}" if depth < len(before) else "-"
         table.add_row(str(depth + 1), f"{own:.2f}", "-" if math.isnan(accepted) else f"{accepted:.2f}", trained)
     console.print(table)
-    console.print(
-        f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; right: the true tokens given"
-    )
+    log.info(f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; right: the true tokens given")
     if "probe" in facts.measured:
         others, noise = apart(probe(target, head), facts.measured["probe"])
         told = f"guesses along a fixed text: {others:.0%} others than when it was saved, {noise:.3f} apart in the mean"
-        console.print(f"{told}; the same head elsewhere: at most {OTHERS:.0%} and {NOISE}")
+        log.info(f"{told}; the same head elsewhere: at most {OTHERS:.0%} and {NOISE}")
         if others > OTHERS or noise > NOISE:
             raise ValueError(f"{config.head} is read otherwise than it was written, or its target is another: {told}")
     least = SHARE * before[0] if before else HEALTHY
@@ -83,7 +81,7 @@ def verify_head(config: VerifyConfig) -> None:
     )
     explained = best > 1.3 * sum(accuracy) + 0.1
     if explained:
-        console.print(
+        log.info(
             f"with {other} it would be right at {best:.2f} depths in the mean, and as it is at {sum(accuracy):.2f}"
         )
     if accuracy[0] < least or explained:
@@ -92,7 +90,7 @@ def verify_head(config: VerifyConfig) -> None:
             f"{config.head} is right about its first draft in {accuracy[0]:.0%} of the cases; a healthy head is in "
             f"{least:.0%} or more; {reason}"
         )
-    console.print(f"healthy: {accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be")
+    log.info(f"healthy: {accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be")
 
 
 def answered(target: Target, prompts: list[torch.Tensor], new_tokens: int) -> list[Example]:

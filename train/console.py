@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,45 @@ from rich.progress import Progress as Bars
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
+log = logging.getLogger("headstart.train")
+"""What the package reports. Commands show it on the console; any other program handles it as it does all its logging,
+and sees warnings only if it configures none."""
+
+
+def _first_process(record: logging.LogRecord) -> bool:
+    """Of the processes of a launch, the first one reports; warnings come from all of them."""
+    return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+
+
+log.addFilter(_first_process)
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints messages on the console, above progress bars; warnings are marked."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        try:
+            before = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            console.print(before + self.format(record), markup=False, emoji=False)
+        except Exception:  # logging never ends the work that it is about
+            self.handleError(record)
+
+
+def show_on_console() -> None:
+    """Show messages and progress on the console; what commands do, and a notebook may."""
+    package = logging.getLogger("headstart")
+    if not shown_on_console():
+        package.addHandler(ConsoleHandler())
+    package.setLevel(logging.INFO)
+    package.propagate = False  # else a program's own handlers would print them a second time
+
+
+def shown_on_console() -> bool:
+    """Whether `show_on_console` was called."""
+    return any(isinstance(handler, ConsoleHandler) for handler in logging.getLogger("headstart").handlers)
+
+
 LINE_SECONDS = 10.0
 """Between two lines about work that goes on, where the output is no terminal."""
 
@@ -31,13 +71,15 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 class ProgressBar:
-    """Work of known size: a bar in a terminal; elsewhere a line every `LINE_SECONDS`, from a thread of its own.
+    """Work of known size: a bar in a terminal; elsewhere a line in the log every `LINE_SECONDS`, from a thread.
 
-    Work inside other work adds a bar below it, and the lines are about the innermost.
+    A bar is drawn only by commands and after `show_on_console`. Work inside other work adds a bar below it, and the
+    lines are about the innermost.
     """
 
     _open: ClassVar[list[ProgressBar]] = []
     _bars: ClassVar[Bars]
+    _drawn: ClassVar[bool] = False
     _ended: ClassVar[threading.Event]
     _lines: ClassVar[threading.Thread]
 
@@ -57,7 +99,7 @@ class ProgressBar:
         """Take what is done by now, of `total`, and what else is to be said."""
         self.done = self.done if done is None else done
         self.note = self.note if note is None else note
-        if self.shown and console.is_terminal:
+        if self.shown and self._drawn:
             self._bars.update(self._task, completed=self.done, total=self.total, note=self.line())
 
     def line(self) -> str:
@@ -82,7 +124,8 @@ class ProgressBar:
             )
             ProgressBar._ended = threading.Event()
             ProgressBar._lines = threading.Thread(target=_tell, args=(self._ended,), daemon=True)
-            self._bars.start() if console.is_terminal else self._lines.start()
+            ProgressBar._drawn = console.is_terminal and shown_on_console()
+            self._bars.start() if self._drawn else self._lines.start()
         self._task = self._bars.add_task(self.what, total=self.total, completed=int(self.done), note="")
         self._open.append(self)
         return self
@@ -97,7 +140,7 @@ class ProgressBar:
             self._bars.remove_task(self._task)
             return
         self._ended.set()
-        self._bars.stop() if console.is_terminal else self._lines.join()
+        self._bars.stop() if self._drawn else self._lines.join()
 
 
 def counted(items: Sequence[Item], what: str) -> Iterator[Item]:
@@ -111,7 +154,7 @@ def counted(items: Sequence[Item], what: str) -> Iterator[Item]:
 def _tell(ended: threading.Event) -> None:
     while not ended.wait(LINE_SECONDS):
         for work in ProgressBar._open[-1:]:
-            console.print(f"{work.what}: {work.line()}")
+            log.info(f"{work.what}: {work.line()}")
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ from ..inference import load_tokenizer
 from ..inference.corpus import Datastore
 from ..inference.sources import tokenizer_origin
 from .commands import DatastoreConfig
-from .console import console
+from .console import log
 from .data import check_tokenizer, read_conversations, render
 
 
@@ -27,7 +27,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     store = Datastore.of(texts, tokenizer_origin(tokenizer)["tokenizer"])
     with new_folder(Path(config.output)) as partial:
         store.save(partial)
-    console.print(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")
+    log.info(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")
     return store
 
 

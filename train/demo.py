@@ -21,7 +21,7 @@ from .answer import answer
 from .benchmark import benchmark, print_report
 from .commands import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig
 from .config import DataConfig, EvalConfig, LoopConfig, TrainConfig
-from .console import StopRequest, console, duration
+from .console import StopRequest, console, duration, log
 from .data import count_answer_tokens, read_prompts, read_sources
 from .engine import Shared
 from .loop import seconds_per_step, train
@@ -105,7 +105,7 @@ def stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
 
     console.rule("1 of 4: one prompt, without and with the EAGLE-3 head of this repository")
     rates = budget.once("rates", lambda: first_screen(config, shared))
-    console.print(", ".join(f"{side}: {rate:.1f} tokens/s" for side, rate in rates.items()))
+    log.info(", ".join(f"{side}: {rate:.1f} tokens/s" for side, rate in rates.items()))
 
     console.rule(f"2 of 4: the model makes its own conversations ({duration(DATA * budget.left)})")
     conversations = make_conversations(
@@ -124,7 +124,7 @@ def stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
 
     console.rule(f"3 of 4: Medusa heads learn from them ({duration(TRAINING * budget.left)})")
     plan = budget.once("training", lambda: training_plan(config, folder, conversations, shared, TRAINING * budget.left))
-    console.print(f"as many steps as there is time for: {plan['steps']}")
+    log.info(f"as many steps as there is time for: {plan['steps']}")
     evaluation = (TRAINING * budget.left) * EVALUATION
     run = train(training(config, folder, conversations, plan), budget.until(TRAINING) - evaluation, shared)
 
@@ -144,14 +144,14 @@ def stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
                 output=str(path),
             )
             benchmark(options, budget.until(share), shared)
-        console.print(f"head: {head}; all figures: {path}")
-    console.print(f"all of it took {duration(budget.seconds - budget.left)}")
+        log.info(f"head: {head}; all figures: {path}")
+    log.info(f"all of it took {duration(budget.seconds - budget.left)}")
 
 
 def first_screen(config: DemoConfig, shared: Shared) -> dict[str, float]:
     """One prompt both ways, as long an answer as there is time for; tokens per second, by side."""
     model, ids_1T = shared.target.model, torch.zeros((1, 8), dtype=torch.int64, device=shared.target.device)
-    console.print("timing a few tokens")
+    log.info("timing a few tokens")
     for count in (2, 8):
         began = time.monotonic()
         model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=count, min_new_tokens=count)
@@ -179,7 +179,7 @@ def training_plan(
     config: DemoConfig, folder: Path, conversations: Path, shared: Shared, seconds: float
 ) -> dict[str, int]:
     """How many steps fit, and what is left for the evaluation, by what both take on this machine."""
-    console.print("timing a few steps")
+    log.info("timing a few steps")
     began = time.monotonic()
     made = len(read_prompts(str(conversations)))
     tokens = EVALUATION * seconds / seconds_per_token(shared)

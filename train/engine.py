@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..heads.base import dtype_name
 from ..inference import SpeculativeLM, Target, load_tokenizer
 from .commands import BenchConfig, GenerateConfig, TreeConfig
-from .console import console
+from .console import log
 from .data import check_tokenizer, warn_of_other_data
 
 Options = TypeVar("Options", BenchConfig, TreeConfig)
@@ -35,7 +35,7 @@ class Shared:
     def target(self) -> Target:
         """See `Target.from_pretrained`."""
         self.tokenizer  # noqa: B018  # its mistakes are told first
-        console.print(f"loading {self.name}")
+        log.info(f"loading {self.name}")
         return Target.from_pretrained(self.name, self.dtype)
 
     @cached_property

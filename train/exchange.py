@@ -24,7 +24,7 @@ from ..inference.dtypes import own_dtype
 from ..inference.sources import default_device
 from .checkup import PROMPTS
 from .commands import ExportConfig, ImportConfig, PushConfig
-from .console import console
+from .console import log
 from .data import prompt_ids
 from .evaluate import real_acceptance
 
@@ -57,16 +57,14 @@ def push_head(config: PushConfig) -> None:
         ready = Path(scratch) / "head"
         publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
         for path in sorted(path for path in ready.rglob("*") if path.is_file()):
-            console.print(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
+            log.info(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
         for server, reason in unread_by(head).items():
-            console.print(f"{server} does not read this head: {reason}")
+            log.info(f"{server} does not read this head: {reason}")
         if config.dry_run:
-            console.print((ready / "README.md").read_text(encoding="utf-8"), markup=False)
-            console.print("nothing was uploaded")
+            log.info((ready / "README.md").read_text(encoding="utf-8"))
+            log.info("nothing was uploaded")
             return
-        console.print(
-            push_folder(ready, config.repo, config.private or None, config.token, config.branch, config.create_pr)
-        )
+        log.info(push_folder(ready, config.repo, config.private or None, config.token, config.branch, config.create_pr))
 
 
 def import_foreign(config: ImportConfig) -> None:
@@ -85,12 +83,11 @@ def import_foreign(config: ImportConfig) -> None:
     source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
     save_head(imported.head, config.output, HeadFacts(training={"imported": source}))
     for remark in imported.remarks:
-        console.print(f"- {remark}")
+        log.info(f"- {remark}")
     name, size = type(imported.head).__name__, sum(weight.numel() for weight in imported.head.parameters())
-    console.print(
+    log.info(
         f"{config.output}: {name} of {size:,} parameters, read as {imported.form}. Whether it was read right shows "
-        f"`headstart verify {config.output} --target {config.target}`",
-        markup=False,
+        f"`headstart verify {config.output} --target {config.target}`"
     )
 
 
@@ -113,7 +110,7 @@ def export_foreign(config: ExportConfig) -> None:
         head.target.check(target.info)
         embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
     export_head(head, facts, config.to, config.output, embedding_VD, architectures)
-    console.print(f"{config.output}: written for {config.to}")
+    log.info(f"{config.output}: written for {config.to}")
 
 
 def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
@@ -135,7 +132,7 @@ def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> No
         origin = facts.origin | Target(target.model, str(final / "target")).origin
         head.target = dataclasses.replace(head.target, name=str(final / "target"))
         save_head(head, partial / "head", dataclasses.replace(facts, adapted=False, origin=origin))
-    console.print(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
+    log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
 
 
 def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
@@ -159,7 +156,7 @@ def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None
     quantize(head)
     after = accepted()
     save_head(head, config.output, facts)
-    console.print(
+    log.info(
         f"{config.output}: int8 weights; acceptance length on a chain of {head.max_depth}, {len(prompts)} built-in "
         f"prompts: {before:.3f} in {str(dtype).removeprefix('torch.')}, {after:.3f} in int8 ({after / before - 1:+.1%})"
     )
@@ -190,7 +187,7 @@ def export_model(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> Non
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     size = sum(weight.numel() for weight in model.parameters())
-    console.print(f"{config.output}: a model of {size:,} parameters, for transformers, vLLM and SGLang")
+    log.info(f"{config.output}: a model of {size:,} parameters, for transformers, vLLM and SGLang")
 
 
 def save_model(target: Target, folder: Path) -> None:

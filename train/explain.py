@@ -24,7 +24,7 @@ from ..inference.guessing import Guesser, HeadDrafter
 from ..inference.planning import best_draft_length, chain_length, operations_factor, time_factor
 from ..inference.rounds import Drafter
 from .commands import TreeConfig
-from .console import console, number
+from .console import console, log, number
 from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
 from .evaluate import answer_settings, in_turns
 from .expected import check_seconds
@@ -156,4 +156,4 @@ def _print(found: list[Explained], rates: list[float], draft_cost: float, best: 
         table.add_row(str(row.gamma), *map(number, figures))
     console.print(table)
     told = " ".join(f"{rate:.2f}" for rate in rates)
-    console.print(f"acceptance rate by depth {told}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")
+    log.info(f"acceptance rate by depth {told}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..heads import DraftHead, TargetFeatures
 from ..inference import Target
 from .config import TrainConfig
-from .console import ProgressBar, Stopped, StopRequest
+from .console import ProgressBar, Stopped, StopRequest, log
 from .data import Batch, Example, collate
 from .feature_cache import FeatureCache, bytes_per_token, corrupt_shards, key_of
 from .parallel import alone
@@ -146,7 +146,7 @@ def feature_source(
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config))
-    accelerator.print(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
+    log.info(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
     if options.mode == "cached":
         cached.write(accelerator, examples)
     return cached
@@ -171,7 +171,7 @@ def open_cache(
     with accelerator.main_process_first():
         if config.features.repair and accelerator.is_main_process:
             for path in corrupt_shards(folder):
-                accelerator.print(f"{path} is corrupt and was removed")
+                log.info(f"{path} is corrupt and was removed")
                 path.unlink()
         return FeatureCache(folder, manifest)
 

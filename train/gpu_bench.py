@@ -33,7 +33,7 @@ from ..inference.rounds import Drafter, Passage, Start, Verdict
 from ..inference.sampling import Draw, RandomDraw
 from ..inference.tree import DraftTree
 from ..inference.verify import greedy
-from .console import console
+from .console import log
 from .floors import memory_bandwidth, now, weight_bytes
 from .gpu_options import GpuBenchConfig
 from .provenance import provenance
@@ -81,7 +81,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         raise ValueError(f"unknown shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bandwidth = memory_bandwidth(device)
-    console.print(f"{provenance()['hardware']}: reads {bandwidth / 1e9:.0f} GB/s")
+    log.info(f"{provenance()['hardware']}: reads {bandwidth / 1e9:.0f} GB/s")
     report: dict[str, Any] = {
         "synthetic": "acceptance of random weights is drawn, not measured",
         "bandwidth": bandwidth,
@@ -95,7 +95,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         free = HEADROOM * free_memory(device)
         weights = 2 * parameters_of(shape)
         if weights > free:
-            console.print(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
+            log.info(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
             continue
         target, head = random_pair(shape, device)
         decide = Decider(synthetic)
@@ -104,14 +104,14 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         for batch in config.batches:
             for context in config.contexts:
                 if weights + target.cache_bytes(batch, context + max(config.nodes)) > free:
-                    console.print(f"{name}, batch {batch}, context {context}: does not fit, left out")
+                    log.info(f"{name}, batch {batch}, context {context}: does not fit, left out")
                     continue
                 for nodes in config.nodes:
                     if time.monotonic() > deadline:
-                        console.print(f"{config.minutes:g} minutes are over: the rest is left out")
+                        log.info(f"{config.minutes:g} minutes are over: the rest is left out")
                         return written(report, config)
                     rows.append(rounds_of(target, head, decide, batch, context, nodes, bandwidth, config.repeats))
-                    console.print(told(name, rows[-1]))
+                    log.info(told(name, rows[-1]))
                     written(report, config)
             rows += stock(target, batch, config.repeats, name)
         del target, head
@@ -230,7 +230,7 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
         seconds(tokens)  # warm, and compiled
         step = 1000 * (seconds(tokens) - seconds(2)) / (tokens - 2)
         found.append({"transformers": what, "batch": batch, "context": 512, "step": step})
-        console.print(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
+        log.info(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
     return found
 
 

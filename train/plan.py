@@ -24,7 +24,7 @@ from ..inference import Target
 from .batches import Share
 from .big_target import empty_model
 from .config import TrainConfig, dtype_of
-from .console import console
+from .console import console, log
 from .features import cache_bytes
 from .optim import matrices_of
 from .parallel import check_engine
@@ -208,7 +208,7 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
         ValueError: see `plan_run`.
     """
     plan = plan_run(config)
-    console.print(
+    log.info(
         f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}: {plan.head_parameters:,}; "
         f"{plan.engine}, {plan.processes} {'process' if plan.processes == 1 else 'processes'}, target "
         f"{config.target_placement} in {plan.target_dtype}, arithmetic in {plan.precision}"
@@ -219,10 +219,10 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     table.add_row("together", f"{plan.total / 2**30:.2f}", style="bold")
     console.print(table)
     if config.features.mode != "online":
-        console.print(f"states on disk: {plan.cache_bytes:,} bytes a token")
+        log.info(f"states on disk: {plan.cache_bytes:,} bytes a token")
     place = next(i for i, word in enumerate(arguments) if word.partition("=")[0] == "--plan")
     given = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
     word = str(config.plan).partition(":")[0]
     launch = f"accelerate launch --config_file configs/accelerate/{word}.yaml --num_processes {plan.processes}"
     begin = "headstart train" if plan.processes == 1 else f"{launch} scripts/train.py"
-    console.print(f"to begin: {begin} {given}", markup=False)
+    log.info(f"to begin: {begin} {given}")

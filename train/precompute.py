@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .config import TrainConfig
+from .console import log
 from .features import CachedFeatures, cache_bytes, kept_layers, open_cache
 from .parallel import start
 from .precision import as_begun, resolved
@@ -25,8 +26,8 @@ def precompute(config: TrainConfig) -> Path:
     each = cache_bytes(setup.target, setup.head, config)
     total = each * sum(len(example.tokens) for example in setup.training)
     layers = ", ".join(map(str, kept_layers(setup.head.feature_layers)))
-    accelerator.print(f"{each:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
+    log.info(f"{each:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
     cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)
     CachedFeatures(setup.target, setup.head, cache).write(accelerator, setup.training)
-    accelerator.print(f"{cache.folder} holds the states of {len(setup.training):,} sequences")
+    log.info(f"{cache.folder} holds the states of {len(setup.training):,} sequences")
     return cache.folder

@@ -26,7 +26,7 @@ from ..heads.base import dtype_name
 from ..inference import SpeculativeLM
 from ..inference.written import Written
 from .commands import SelfMadeConfig
-from .console import ProgressBar, Stopped, StopRequest, console
+from .console import ProgressBar, Stopped, StopRequest, log
 from .data import check_lengths, prompt_ids, read_prompts, render
 from .engine import Shared, load
 
@@ -86,7 +86,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     progress, seen = _claim(path, config)
     prompts = read_prompts(config.prompts) if config.prompts else None
     if _finished(progress, config, prompts):
-        console.print(f"{path} is finished: {progress.conversations} conversations")
+        log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
     lm, tokenizer = load(config.target, config.head, config.target_dtype, shared)
     became: Any = dtype_name(lm.target.dtype)
@@ -125,7 +125,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
             progress.ended = True
             _write_state(path, config, progress, seen)
             written += ", as many as there was time for"
-        console.print(written)
+        log.info(written)
     return path
 
 

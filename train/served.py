@@ -19,7 +19,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
 
 from .commands import SelfMadeConfig
-from .console import ProgressBar, Stopped, StopRequest, console
+from .console import ProgressBar, Stopped, StopRequest, log
 from .data import read_prompts
 from .selfmade import Messages, distinct_share
 
@@ -47,7 +47,7 @@ def ask_server(config: SelfMadeConfig) -> Path:
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
         work = _Work(config, rest, len(answered), file, stop, bar)
         asyncio.run(work.run())
-    console.print(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
+    log.info(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
     if stop.wanted and work.done < len(prompts):
         raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command goes on from there")
     return path
@@ -104,7 +104,7 @@ class _Work:
                 seed=config.seed + number,
             )
         except BadRequestError as error:
-            console.print(f"prompt {number} is left out, the server refuses it: {error.message}")
+            log.info(f"prompt {number} is left out, the server refuses it: {error.message}")
             return None
         except (APIError, json.JSONDecodeError) as error:
             raise ValueError(

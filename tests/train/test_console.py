@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headstart.train import console
-from headstart.train.console import ProgressBar, Stopped, StopRequest, counted
+from headstart.train.console import ProgressBar, Stopped, StopRequest, counted, show_on_console
 
 
 def test_a_line_now_and_then_with_count_rate_and_remaining_time(capsys, monkeypatch):
@@ -36,9 +37,29 @@ def test_in_a_terminal_there_is_a_bar(capsys, monkeypatch):
     assert "things" in said and "2/2" in said and "━" in said
 
 
-def test_processes_after_the_first_say_nothing(capsys, monkeypatch):
+def test_there_is_no_bar_in_a_program_that_did_not_ask_for_it(capsys, monkeypatch):
+    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+    monkeypatch.setattr(logging.getLogger("headstart"), "handlers", [])
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    with ProgressBar("things", 2) as bar:
+        bar.update(1)
+        time.sleep(0.05)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(console, "console", Console())
+    show_on_console()
+    show_on_console()
+    console.log.info("[brackets] stay :smile:")
+    console.log.warning("careful")
+    assert capsys.readouterr().out == "[brackets] stay :smile:\nwarning: careful\n"
+
+
+def test_processes_after_the_first_say_nothing_but_warnings(capsys, monkeypatch):
     monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
     monkeypatch.setenv("RANK", "1")
+    console.log.info("as all others do")
+    assert not capsys.readouterr().out
+    console.log.warning("here alone")
+    assert capsys.readouterr().out == "warning: here alone\n"
     with ProgressBar("things", 2) as bar:
         bar.update(1)
         time.sleep(0.05)
