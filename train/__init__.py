@@ -1,1 +1,62 @@
-"""What learns: conversations, features, the training loop, evaluation."""
+"""What learns: conversations, features, the training loop, evaluation.
+
+    from headstart.train import TrainConfig, train
+
+    data = DataConfig(sources=["conversations.jsonl"])
+    folder = train(TrainConfig(target="Qwen/Qwen3-8B", output="runs/x", data=data))
+
+Names are imported when they are first used: a command that shows its options does not wait for the training loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .callbacks import Callback
+    from .config import (
+        AdapterConfig,
+        DataConfig,
+        EvalConfig,
+        FeaturesConfig,
+        LoopConfig,
+        OptimConfig,
+        TrackingConfig,
+        TrainConfig,
+    )
+    from .console import Stopped, show_on_console
+    from .loop import train
+    from .run import Progress
+
+__all__ = [
+    "AdapterConfig",
+    "Callback",
+    "DataConfig",
+    "EvalConfig",
+    "FeaturesConfig",
+    "LoopConfig",
+    "OptimConfig",
+    "Progress",
+    "Stopped",
+    "TrackingConfig",
+    "TrainConfig",
+    "show_on_console",
+    "train",
+]
+
+_MODULES = {
+    "Callback": "callbacks",
+    "Stopped": "console",
+    "show_on_console": "console",
+    "train": "loop",
+    "Progress": "run",
+}
+"""Where a name is defined, if not in config.py."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'config')}", __name__), name)

@@ -119,7 +119,38 @@ class LoopConfig:
     """Stop after so many evaluations in a row in which real acceptance was below the best although the held-out loss
     sank; 0 never stops early."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """Where accelerate sends the numbers."""
+    """Where the numbers are sent to, by accelerate; `tracking` says under which names."""
+
+
+TRACKERS = {
+    "none": {"project", "entity", "group", "name", "tags"},
+    "wandb": {"project", "entity", "group", "name", "tags"},
+    "tensorboard": {"project"},
+    "trackio": {"project", "group", "name"},
+}
+"""Which options of `TrackingConfig` a tracker knows; none takes all of them, so that a config may switch it off."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Under which names `loop.tracker` shows a run, and what it is sent besides numbers."""
+
+    project: str | None = None
+    """Project; null for WANDB_PROJECT with wandb, else headstart."""
+    entity: str | None = None
+    """Account or team of wandb; null for WANDB_ENTITY, else the account's own default."""
+    group: str | None = None
+    """Group of runs that are shown together; null for WANDB_RUN_GROUP, else none."""
+    name: str | None = None
+    """Displayed name of the run; null for WANDB_NAME with wandb, else its id: the output folder's name and a digest of
+    its path."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run; those of WANDB_TAGS if there are none here."""
+    samples: int = 4
+    """Held-out prompts that are answered at each evaluation for a table of answers with accepted tokens marked; 0 for
+    none."""
+    upload: bool = True
+    """Whether wandb gets the best head as an artifact, when the run ends or is stopped."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +235,8 @@ class TrainConfig:
     """Duration, batches, precision, checkpoints."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Measuring while training."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Names for the tracker."""
 
     def __post_init__(self) -> None:
         """Refuse, before any long work, what cannot run.
@@ -249,6 +282,7 @@ class TrainConfig:
             "data.max_conversations": (1 if self.data.max_conversations is None else self.data.max_conversations, 1),
             "eval.conversations": (self.eval.conversations, 1),
             "eval.nodes": (self.eval.nodes, 2),
+            "tracking.samples": (self.tracking.samples, 0),
         }
         for name, (number, least) in minima.items():
             if number < least:
@@ -261,6 +295,15 @@ class TrainConfig:
             raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {self.optim.ema}")
         if not 0 <= self.optim.warmup <= 1:
             raise ValueError(f"optim.warmup is a share between 0 and 1, not {self.optim.warmup}")
+        if self.loop.tracker not in TRACKERS:
+            raise ValueError(f"unknown loop.tracker {self.loop.tracker!r}; choose from {', '.join(TRACKERS)}")
+        for name in ("project", "entity", "group", "name", "tags"):
+            if getattr(self.tracking, name) and name not in TRACKERS[self.loop.tracker]:
+                able = ", ".join(tracker for tracker, known in TRACKERS.items() if name in known and tracker != "none")
+                raise ValueError(
+                    f"tracking.{name} is {getattr(self.tracking, name)!r}, which {self.loop.tracker} does not know; "
+                    f"remove it, or choose loop.tracker {able}"
+                )
         if self.adapter.rank > 0 and (self.optim.name == "muon" or self.features.mode != "online"):
             raise ValueError(
                 "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..heads import DraftHead
-from ..inference import SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
+from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
 from ..inference.machine import turns
 from ..inference.planning import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
@@ -120,7 +120,14 @@ def teacher_forced(
 
 
 def real_acceptance(target: Target, head: DraftHead, tree: TreePolicy, prompts: list[Tensor], new_tokens: int) -> Stats:
-    """Answer prompts greedily with the head, all in one batch."""
+    """What rounds did while the head answered prompts greedily."""
+    return greedy_answers(target, head, tree, prompts, new_tokens).stats
+
+
+def greedy_answers(
+    target: Target, head: DraftHead, tree: TreePolicy, prompts: list[Tensor], new_tokens: int
+) -> GenerateOutput:
+    """Answer prompts greedily with the head, all in one batch, padded on the left."""
     # Not compiled: the head goes on learning.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)
@@ -128,7 +135,7 @@ def real_acceptance(target: Target, head: DraftHead, tree: TreePolicy, prompts: 
     mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
         lm.round_listeners.append(lambda out: bar.update(out.tokens))
-        return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False).stats
+        return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False)
 
 
 Key = TypeVar("Key")

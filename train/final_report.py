@@ -59,7 +59,7 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
     lines += ["![loss](plots/loss.png)", "", "![accuracy](plots/accuracy.png)", "", "![rate](plots/rate.png)", ""]
     if steps:
-        costs = {name: value for name, value in steps[-1]["costs"].items() if value is not None}
+        costs = {name: value for name, value in steps[-1]["costs"].items() if isinstance(value, float)}
         lines += ["| at the last step | |", "|---|---|"]
         lines += [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in costs.items()]
     return [*lines, "", "## Options", "", "```yaml", yaml.safe_dump(config, sort_keys=False).rstrip(), "```"]

@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoint import HeadFacts, build_head
 from .batches import Order, Share
+from .callbacks import Callback, Callbacks
 from .config import TrainConfig, dtype_of
-from .console import ProgressBar, Stopped, StopRequest
+from .console import ProgressBar, Stopped, StopRequest, log
 from .data import Batch, Example, collate_rows
 from .engine import Shared
-from .evaluate import Evaluation, evaluate
+from .evaluate import Evaluation, eval_prompts, evaluate
 from .features import FeatureSource, OnlineFeatures, feature_source
 from .optim import build_optimizer
 from .parallel import alone, autocast, engine_got, exchanged, gradient_scale, prepare, shard, start, whole_state
@@ -44,7 +45,9 @@ from .probe import probe
 from .provenance import provenance
 from .report import Report, count_flops, due
 from .run import Progress, Run
+from .samples import Sample, sample_answers, tokenizer_of
 from .setup import Setup, head_options, set_up
+from .tracking import check_tracker
 
 TIMED_STEPS = 3
 """By which the time of a step is told."""
@@ -52,7 +55,12 @@ SAMPLE = 4
 """Sequences on which a step's arithmetic is counted."""
 
 
-def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None = None) -> Path:
+def train(
+    config: TrainConfig,
+    deadline: float = math.inf,
+    shared: Shared | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Path:
     """Run or continue a training run; return its folder.
 
     Args:
@@ -60,10 +68,12 @@ def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None
         deadline: on `time.monotonic`'s clock; a run of one process begins no step after it and judges the head as it
             then is.
         shared: the target, if others use it too.
+        callbacks: are called between steps, on the main process.
 
     Raises:
-        ValueError: anything wrong with the options, the data, or the run that is to be continued.
+        ValueError: anything wrong with the options, the data, the tracker, or the run that is to be continued.
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
+        Exception: what a callback raised, once a checkpoint has been written.
     """
     config = as_begun(config)
     accelerator, share = start(config)
@@ -72,10 +82,32 @@ def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None
     run = Run(Path(config.output), accelerator)
     run.claim(config)
     if run.last.exists():
-        accelerator.print(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
+        log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         if not (run.folder / "report.md").exists():
             report_on(run)
         return run.folder
+    check_tracker(config)
+    called, failed = Callbacks(callbacks, accelerator.is_main_process), True
+    try:
+        run_steps(run, share, config, deadline, shared, called)
+        failed = False
+    except Stopped:
+        failed = False
+        called.check()
+        raise
+    finally:
+        run.tracker.close(run.best, failed)
+        if not failed:
+            accelerator.end_training()
+    called.check()
+    return run.folder
+
+
+def run_steps(
+    run: Run, share: Share, config: TrainConfig, deadline: float, shared: Shared | None, callbacks: Callbacks
+) -> None:
+    """Make the steps that a run has left, evaluations and checkpoints among them; see `train`."""
+    accelerator = run.accelerator
     setup = set_up(config, accelerator, shared)
     head, training = setup.head.to(accelerator.device), setup.training
     check_same_everywhere(accelerator, training)
@@ -89,17 +121,18 @@ def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None
         setup.target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
     )
     engine = build_engine(accelerator, share, run, setup, config, steps)
-    run.tracker.start(dataclasses.asdict(config), run.id)
+    run.tracker.start(config, run.id, run.newest_step)
     torch.manual_seed(config.loop.seed + share.process)  # what heads draw while training differs between processes
     progress = run.resume(engine_got(engine.module))
     if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
         steps = progress.step
-    accelerator.print(
+    log.info(
         f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover {setup.coverage:.2%} "
         f"of the answers; {len(training)} sequences to train on, {len(setup.held_out)} held out; {progress.engine}; "
         f"step {progress.step} of {steps}"
     )
     epochs = steps / len(order.epoch(0))
+    run.epochs_per_step = epochs / steps
     features = feature_source(accelerator, setup.target, head, setup.origin, training, config, epochs)
     report = Report(run, config.loop.log_every, steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
@@ -107,13 +140,14 @@ def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None
     def save() -> None:
         features.settle(accelerator)  # a run that goes on from here finds the states that it has trained on
         run.save(progress, config.loop.keep)
+        callbacks.call("on_save", progress, run.checkpoint(progress.step), stop)
 
     with StopRequest() as stop:
         with ProgressBar("training steps", steps, progress.step) as bar, suppress(Stopped):
             last_epoch = None
             for epoch, rows in order.from_step(progress.step):
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
-                    found = judge(engine, setup, config, progress, stop)
+                    found = judge(engine, setup, config, progress, stop, callbacks)
                     if stops_early(progress, found, config.loop.patience):
                         steps = progress.step
                 if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
@@ -125,6 +159,7 @@ def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None
                 if epoch != last_epoch:
                     features.settle(accelerator)
                 last_epoch = epoch
+                report.start_step()
                 group = [
                     # As long as the deepest draft, so that every depth gives every process a gradient.
                     collate_rows([[training[i] for i in row] for row in part], head.max_depth + 2)
@@ -136,23 +171,21 @@ def train(config: TrainConfig, deadline: float = math.inf, shared: Shared | None
                 if stopping:
                     break
                 lr = float(engine.schedule.get_last_lr()[0])
-                report.start_step()
                 with stop.at_once(alone(accelerator)), drawn_again_if_stopped():
                     outputs, norm = gradients(engine, group, features, tokens, report, progress.step >= joint_from)
                 update(engine)
                 progress.step += 1
                 progress.answer_tokens += tokens
-                report.end_step(outputs, norm, lr)
+                row = report.end_step(outputs, norm, lr)
+                callbacks.call("on_step", progress, row, stop)
                 bar.update(progress.step, report.note)
         save()
         if progress.step < steps:
-            accelerator.end_training()
             raise Stopped(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
-        judge(engine, setup, config, progress, stop, last=True)
+        judge(engine, setup, config, progress, stop, callbacks, last=True)
         with stop.at_once(alone(accelerator)):
             report_on(run)
-        accelerator.end_training()
-    return run.folder
+        callbacks.call("on_end", progress, run.folder)
 
 
 def report_on(run: Run) -> None:
@@ -160,7 +193,7 @@ def report_on(run: Run) -> None:
     if run.accelerator.is_main_process:
         from .final_report import write_report  # brings matplotlib along
 
-        run.accelerator.print(f"the report: {write_report(run.folder)}")
+        log.info(f"the report: {write_report(run.folder)}")
 
 
 def seconds_per_step(config: TrainConfig, shared: Shared | None = None) -> float:
@@ -254,14 +287,16 @@ def gradients(
     outputs: list[HeadOutput] = []
     for place, batch in enumerate(group, start=1):
         with exchanged(accelerator, module, last=place == len(group)):
-            with report.waiting():
-                given = (batch, adapt) if engine.adapted else (features(batch),)
+            report.part("target")
+            given = (batch, adapt) if engine.adapted else (features(batch),)
+            report.part("head")
             with autocast(accelerator, engine.precision):
                 output = module(*given)
             outputs.append(output)
             if place == len(group):  # before an engine may step by itself
                 check_loss(accelerator, outputs, group, step, engine.run)
             accelerator.backward(output.loss * scale)
+    report.part("optimizer")
     norm = float(accelerator.clip_grad_norm_(module.parameters(), engine.clip))
     check_norm(accelerator, norm, group, step, engine.run)
     return outputs, norm
@@ -289,7 +324,13 @@ def drawn_again_if_stopped() -> Iterator[None]:
 
 
 def judge(
-    engine: Engine, setup: Setup, config: TrainConfig, progress: Progress, stop: StopRequest, last: bool = False
+    engine: Engine,
+    setup: Setup,
+    config: TrainConfig,
+    progress: Progress,
+    stop: StopRequest,
+    callbacks: Callbacks,
+    last: bool = False,
 ) -> Evaluation:
     """Measure real acceptance; keep the head if it is the best so far, or the last.
 
@@ -301,6 +342,7 @@ def judge(
     copy = copy.to(engine.accelerator.device, dtype_of(config.loop.save_dtype))
     with stop.at_once(alone(engine.accelerator)):
         found = evaluate(setup.target, copy, setup.held_out, config.eval)
+        samples = answers_to_show(setup, copy, found, config)
     facts = HeadFacts(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
@@ -308,9 +350,19 @@ def judge(
         origin=setup.origin,
         adapted=engine.adapted is not None,
     )
-    engine.run.judged(progress, copy, found, facts, engine.adapted, last)
+    row = engine.run.judged(progress, copy, found, facts, engine.adapted, last, samples)
     progress.judged = progress.step
+    callbacks.call("on_evaluation", progress, row, stop)
     return found
+
+
+def answers_to_show(setup: Setup, head: DraftHead, found: Evaluation, config: TrainConfig) -> list[Sample]:
+    """Sample answers for the tracker, if there is one, with the tree of the longest acceptance."""
+    if config.loop.tracker == "none" or config.tracking.samples == 0:
+        return []
+    prompts = eval_prompts(setup.target, setup.held_out, config.eval)[: config.tracking.samples]
+    tokenizer = tokenizer_of(config.target, config.target_revision)
+    return sample_answers(setup.target, head, found.policies[found.best], prompts, config.eval.new_tokens, tokenizer)
 
 
 def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:

@@ -1,22 +1,19 @@
-"""What a run says of itself while it goes: on screen, in log.jsonl, and to a tracker."""
+"""What a run reports while it trains: losses, rates, time by part and costs, on screen, in log.jsonl, to a tracker."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import resource
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..heads import DraftHead, HeadOutput
 from ..inference import Target
-from .console import console, duration
+from .console import duration, log
 from .data import Example, collate
 from .features import online_features
 
@@ -48,32 +45,54 @@ it. One chip's name comes with several peaks (H100 SXM, PCIe, NVL), and a part o
 slower (RTX 4090 Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device that is not listed has no peak."""
 
 
-class Tracker:
-    """accelerate's tracker; one that cannot be reached is given up, and training goes on."""
+PARTS = ("data", "target", "head", "optimizer")
+"""Of a step: waiting for its batch and for other processes; the target's states, computed or read from a cache; the
+head's forward and backward with the exchange of gradients; clipping and the optimizer. With an adapter the target's
+forward is a part of the head's."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.reached = True
 
-    def start(self, options: dict[str, Any], run_id: str) -> None:
-        """Begin, or go on with, the run of this id."""
-        init = {"wandb": {"id": run_id, "resume": "allow"}, "trackio": {"name": run_id, "resume": "allow"}}
-        with self._forgiven():
-            self.accelerator.init_trackers("headstart", config=flat(options), init_kwargs=init)
+class StepClock:
+    """Times the parts of steps by the device's own clock where its work is asynchronous.
 
-    def log(self, row: dict[str, Any], step: int) -> None:
-        """Send numbers."""
-        if self.reached:
-            with self._forgiven():
-                self.accelerator.log(flat(row), step=step)
+    There the host only launches work, and its clock would tell how long launching takes. What a device waits for the
+    host counts as time of the part in which it waits.
+    """
 
-    @contextlib.contextmanager
-    def _forgiven(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # trackers raise errors of their own, by network, disk or account
-            self.reached = False
-            self.accelerator.print(f"the tracker cannot be reached and is left out, training goes on: {error}")
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: list[tuple[str, Any]] = []
+        self._done: list[tuple[str, Any, Any]] = []
+
+    def part(self, name: str) -> None:
+        """Say which part begins now."""
+        self._begun.append((name, self._moment()))
+
+    def end(self) -> None:
+        """Say that a step ended now."""
+        names, moments = zip(*self._begun, strict=True)
+        self._done += zip(names, moments, [*moments[1:], self._moment()], strict=True)
+        self._begun = []
+
+    def drop(self) -> None:
+        """Forget a step that did not end."""
+        self._begun = []
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by part, over all steps that ended since this was last asked."""
+        if self._done and self._device.type != "cpu":
+            self._done[-1][2].synchronize()  # sync: for the end of the newest step, once for several steps
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for name, begin, end in self._done:
+            seconds[name] += end - begin if self._device.type == "cpu" else begin.elapsed_time(end) / 1000
+        self._done = []
+        return seconds
+
+    def _moment(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
 
 
 class Report:
@@ -90,73 +109,86 @@ class Report:
             flops_per_token: arithmetic of a step, for each answer token.
         """
         self.run, self.every, self.steps, self.progress = run, every, steps, progress
+        self._clock = StepClock(run.accelerator.device)
         self.note = ""
         self._outputs: list[HeadOutput] = []
         self._step_started = time.perf_counter()
-        self._waited = 0.0
         self._since = dataclasses.replace(progress)
         self._flops_per_token = flops_per_token
 
     def start_step(self) -> None:
         """Only steps are timed: evaluations and checkpoints do not slow the reported rate down."""
         self._step_started = time.perf_counter()
+        self._clock.drop()
+        self._clock.part("data")
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what a step waits for: its features."""
-        start = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - start
+    def part(self, name: str) -> None:
+        """Say which of `PARTS` of a step begins now."""
+        self._clock.part(name)
 
-    def end_step(self, outputs: list[HeadOutput], norm: float, lr: float) -> None:
-        """Take a step's outputs; write a line if it is time."""
+    def end_step(self, outputs: list[HeadOutput], norm: float, lr: float) -> dict[str, Any] | None:
+        """Take a step's outputs; return the line that was logged, if it was time for one."""
         progress = self.progress
         progress.seconds += time.perf_counter() - self._step_started
+        self._clock.end()
         self._outputs.extend(outputs)
         if not due(progress.step, self.every):
-            return
+            return None
         losses_K, counts_K, hits_K = self._totals()
         seconds, steps = progress.seconds - self._since.seconds, progress.step - self._since.step
         accuracy_K = hits_K / counts_K
         rate = (progress.answer_tokens - self._since.answer_tokens) / seconds
-        row = {
+        parts = self._clock.totals()
+        row: dict[str, Any] = {
             "step": progress.step,
+            "epoch": self.run.epochs_per_step * progress.step,
+            "answer_tokens": progress.answer_tokens,
             "loss": (losses_K / counts_K).tolist(),
             "accuracy": accuracy_K.tolist(),
             "estimated_acceptance_length": 1 + float(accuracy_K.cumprod(0).sum()),
             "gradient_norm": norm,
             "lr": lr,
             "answer_tokens_per_second": rate,
-            "costs": self._costs(rate, seconds),
+            "step_seconds": {part: parts[part] / steps for part in PARTS},
+            "costs": self._costs(rate, parts),
         }
-        self._outputs, self._since, self._waited = [], dataclasses.replace(progress), 0.0
+        self._outputs, self._since = [], dataclasses.replace(progress)
         self.note = f"loss {row['loss'][0]:.3f}"
-        self.run.tracker.log(row, progress.step)
+        axes = {"epoch": row["epoch"], "answer_tokens": row["answer_tokens"]}
+        curves = {name: value for name, value in row.items() if name not in ("step", *axes)}
+        self.run.tracker.log({**axes, "train": curves}, progress.step)
         if self.run.accelerator.is_main_process:
             self.run.log(row)
-            console.print(
+            log.info(
                 f"step {progress.step}/{self.steps}  loss {_figures(row['loss'])}  "
                 f"accuracy {_figures(row['accuracy'])}  "
                 f"{row['answer_tokens_per_second']:.0f} answer tokens/s  "
                 f"{duration(seconds / steps * (self.steps - progress.step))} left"
             )
+        return row
 
-    def _costs(self, rate: float, seconds: float) -> dict[str, float | None]:
-        """Of each device: its rate, its arithmetic, its memory, and the share of time that features were waited for."""
+    def _costs(self, rate: float, parts: dict[str, float]) -> dict[str, float | list[float] | None]:
+        """Costs per device: rate, arithmetic, memory, and the shares of time in which the head waits."""
         devices = self.run.accelerator.num_processes
         tflops = rate / devices * self._flops_per_token / 1e12
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        peak = None
-        if torch.cuda.is_available():
-            memory = torch.cuda.max_memory_allocated()
-            peak = peak_tflops(torch.cuda.get_device_name())
+        peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        seconds = sum(parts.values())
+        memory = torch.tensor([self._peak_memory()], device=self.run.accelerator.device)
         return {
             "answer_tokens_per_second_per_device": rate / devices,
             "teraflops_per_device": tflops,
             "model_flop_utilisation": None if peak is None else tflops / peak,
-            "peak_memory_gib": memory / 2**30,
-            "share_waiting_for_features": self._waited / seconds,
+            "peak_memory_gib": self._peak_memory(),
+            "peak_memory_gib_by_process": self.run.accelerator.gather(memory).tolist(),
+            "share_waiting_for_features": parts["target"] / seconds,
+            "share_waiting_for_data": parts["data"] / seconds,
         }
+
+    def _peak_memory(self) -> float:
+        """GiB that this process held at most: of its GPU, else of the host."""
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated() / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
     def _totals(self) -> torch.Tensor:
         """Loss, count and hits per depth, summed over the reported steps and over processes."""
@@ -195,21 +227,6 @@ def peak_tflops(name: str) -> float | None:
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens now."""
     return every > 0 and step % every == 0
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested options or numbers as one level of dotted names; those that are not set are left out."""
-    if isinstance(value, dict):
-        children: Any = value.items()
-    elif isinstance(value, list) and any(isinstance(item, float) for item in value):
-        children = enumerate(value)
-    else:
-        plain = value if isinstance(value, (int, float, str, bool)) else str(value)
-        return {} if value is None else {name: plain}
-    rows: dict[str, Any] = {}
-    for key, child in children:
-        rows |= flat(child, f"{name}.{key}" if name else str(key))
-    return rows
 
 
 def _figures(values: list[float]) -> str:

@@ -24,9 +24,10 @@ from safetensors import SafetensorError
 from ..heads import DraftHead
 from ..heads.checkpoint import HeadFacts, finish_replacing, json_ready, save_head
 from .config import TrainConfig
-from .console import console
+from .console import log
 from .evaluate import Evaluation, summary
-from .report import Tracker, flat
+from .samples import Sample
+from .tracking import Tracker, flat
 
 CHECKPOINTS = "checkpoints"
 FREE_TO_CHANGE = (
@@ -39,8 +40,9 @@ FREE_TO_CHANGE = (
     "features.repair",
     "plan",
     "output",
+    "tracking",
 )
-"""Options that may differ when a run is continued: they do not change its weights."""
+"""Options, or groups of them, that may differ when a run is continued: they do not change its weights."""
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Run:
         self.folder = folder
         self.accelerator = accelerator
         self.tracker = Tracker(accelerator)
+        self.epochs_per_step = 0.0
         self.best, self.last = folder / "best", folder / "last"
         self.checkpoints = folder / CHECKPOINTS
 
@@ -103,8 +106,9 @@ class Run:
         asked = dataclasses.asdict(config)
         if before := earlier_options(self.folder):
             now = flat(json_ready(asked))
-            for name in sorted((before.keys() | now.keys()) - set(FREE_TO_CHANGE)):
-                if before.get(name) != now.get(name):
+            for name in sorted(before.keys() | now.keys()):
+                free = name in FREE_TO_CHANGE or name.split(".")[0] in FREE_TO_CHANGE
+                if before.get(name) != now.get(name) and not free:
                     raise ValueError(
                         f"{self.folder} holds a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; "
                         "continue it with its own options, or choose another output folder"
@@ -131,7 +135,7 @@ class Run:
         processes = self.accelerator.num_processes
         progress, whole = Progress(processes=processes, engine=engine), whole_checkpoints(self.folder)
         for partial in sorted(self.checkpoints.glob("*.partial")):
-            self.accelerator.print(f"{partial} is half-written and passed over")
+            log.info(f"{partial} is half-written and passed over")
         if whole:
             found = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
             same = (found.engine, found.processes) == (engine, processes)
@@ -142,7 +146,7 @@ class Run:
                     f"{processes} cannot go on from; launch it as before, or begin a new run with init_from {self.best}"
                 )
             if not same:
-                self.accelerator.print(
+                log.info(
                     f"{whole[-1]} was written by {found.engine} on {found.processes} processes: the data goes on at "
                     f"the same place, but sums in another order and draws of other processes make the weights of "
                     f"{engine} on {processes} differ in their last digits"
@@ -163,9 +167,18 @@ class Run:
         """The checkpoint that a run would go on from."""
         return next(reversed(whole_checkpoints(self.folder)), None)
 
+    @property
+    def newest_step(self) -> int:
+        """The step of that checkpoint; 0 if there is none."""
+        return 0 if self.newest is None else int(self.newest.name.removeprefix("step-"))
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.checkpoints / f"step-{step:08d}"
+
     def save(self, progress: Progress, keep: int) -> None:
         """Write a checkpoint whole or not at all, then remove those older than the newest `keep`."""
-        final = self.checkpoints / f"step-{progress.step:08d}"
+        final = self.checkpoint(progress.step)
         if final.exists():
             return
         partial = final.with_name(final.name + ".partial")
@@ -190,18 +203,35 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def judged(
-        self, progress: Progress, head: DraftHead, found: Evaluation, facts: HeadFacts, adapter: Any, last: bool
-    ) -> None:
-        """Log an evaluation; save the head, and its adapter if there is one, if it is the best so far, or the last."""
+        self,
+        progress: Progress,
+        head: DraftHead,
+        found: Evaluation,
+        facts: HeadFacts,
+        adapter: Any,
+        last: bool,
+        samples: list[Sample],
+    ) -> dict[str, Any]:
+        """Log an evaluation; save the head, and its adapter if there is one, if it is the best so far, or the last.
+
+        Returns:
+            The line that was logged.
+        """
         rows = {name: summary(stats) for name, stats in found.trees.items()}
         better = found.acceptance_length > progress.best_length or not self.best.exists()
         if better:
             progress.best_step, progress.best_length = progress.step, found.acceptance_length
-        self.tracker.log({"eval": rows}, progress.step)
+        row: dict[str, Any] = json_ready(
+            {"step": progress.step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
+        )
         if not self.accelerator.is_main_process:
-            return
-        self.log({"step": progress.step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree})
-        console.print(
+            return row
+        axes = {"epoch": self.epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
+        self.tracker.log({**axes, "eval": curves(found, progress)}, progress.step)
+        rates = {tree: figures["acceptance_rate_by_depth"] for tree, figures in row["eval"].items()}
+        self.tracker.show(rates, samples, progress.step)
+        self.log(row)
+        log.info(
             f"step {progress.step}  acceptance length: "
             + ", ".join(f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items())
             + f" on {len(found.trees['chain'].rows)} held-out prompts; best so far {progress.best_length:.3f}"
@@ -210,8 +240,20 @@ class Run:
             save_head(head, self.best, facts, adapter)
         if last:
             save_head(head, self.last, facts, adapter)
+        return row
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a line to log.jsonl."""
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_ready(row)) + "\n")
+
+
+def curves(found: Evaluation, progress: Progress) -> dict[str, Any]:
+    """An evaluation as a tracker's numbers: held-out loss and accuracy by depth, and acceptance of each tree."""
+    trees = {}
+    for tree, stats in found.trees.items():
+        figures = summary(stats)
+        low, high = figures.pop("interval")
+        trees[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
+    accuracy_K = [row[0] for row in found.accuracy_KI]
+    return {"loss": found.loss_K, "accuracy": accuracy_K, "best_acceptance_length": progress.best_length, **trees}

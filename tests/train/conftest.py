@@ -115,10 +115,11 @@ def stop_after() -> Callable[[pytest.MonkeyPatch, int], None]:
     def patch(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         original = loop.Report.end_step
 
-        def end_step(self: loop.Report, *arguments: Any) -> None:
-            original(self, *arguments)
+        def end_step(self: loop.Report, *arguments: Any) -> Any:
+            row = original(self, *arguments)
             if self.progress.step == step:
                 signal.raise_signal(signal.SIGTERM)
+            return row
 
         monkeypatch.setattr(loop.Report, "end_step", end_step)
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import build_head
 from headstart.inference import Stats
 from headstart.inference.stats import RoundRecord
-from headstart.train import final_report, loop
+from headstart.train import final_report, loop, report
 from headstart.train.console import Stopped
 from headstart.train.data import Example
 from headstart.train.loop import train
-from headstart.train.report import count_flops, flat, peak_tflops
+from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
 
 
 def log_of(folder):
@@ -36,9 +36,61 @@ def test_a_line_of_the_log_tells_what_was_learned_and_what_it_cost(short):
         assert row["estimated_acceptance_length"] == pytest.approx(1 + first + first * second)
         costs = row["costs"]
         assert costs["answer_tokens_per_second_per_device"] == row["answer_tokens_per_second"]  # one process
-        assert 0 < costs["share_waiting_for_features"] < 1
+        assert 0 < costs["share_waiting_for_features"] < 1 and 0 < costs["share_waiting_for_data"] < 1
+        assert list(row["step_seconds"]) == list(PARTS) and min(row["step_seconds"].values()) > 0
+        assert costs["peak_memory_gib_by_process"] == [pytest.approx(costs["peak_memory_gib"])]
         assert 0.05 < costs["peak_memory_gib"] < 64
     assert rows[-1]["costs"]["teraflops_per_device"] > 0
+    progress = json.loads((Path(short.output) / "checkpoints" / "step-00000012" / "progress.json").read_text())
+    assert rows[-1]["answer_tokens"] == progress["answer_tokens"]
+    parts = sum(sum(row["step_seconds"].values()) for row in rows)  # a line a step
+    assert parts == pytest.approx(progress["seconds"], rel=0.05)
+    assert [row["epoch"] for row in rows] == pytest.approx([row["step"] * rows[0]["epoch"] for row in rows])
+    assert rows[-1]["epoch"] > 2
+
+
+class Queue:
+    """A device that does its work later: `now` is the host's clock, `busy` the end of what was launched."""
+
+    now, busy = 0.0, 0.0
+
+    def launch(self, seconds):
+        self.now += 0.001
+        self.busy = max(self.busy, self.now) + seconds
+
+
+def test_parts_of_a_step_are_timed_by_the_device_where_its_work_is_asynchronous(monkeypatch):
+    queue = Queue()
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            assert device.type == "cuda" and enable_timing
+
+        def record(self):
+            self.at = max(queue.busy, queue.now)
+
+        def synchronize(self):
+            queue.now = max(queue.now, self.at)
+
+        def elapsed_time(self, later):
+            assert queue.now >= later.at  # it was waited for
+            return 1000 * (later.at - self.at)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(report.time, "perf_counter", lambda: queue.now)
+    clock = StepClock(torch.device("cuda"))
+    for _ in range(2):
+        clock.part("data")
+        queue.now = max(queue.busy, queue.now) + 0.5  # the device waits for the host
+        for part, seconds in (("target", 2.0), ("head", 3.0), ("target", 2.0), ("head", 3.0), ("optimizer", 1.0)):
+            clock.part(part)
+            queue.launch(seconds)
+        clock.end()
+    clock.part("data")
+    clock.drop()  # a step that was stopped
+    found = clock.totals()
+    assert found == pytest.approx({"data": 1.0, "target": 8.0, "head": 12.0, "optimizer": 2.0}, abs=0.02)
+    assert clock.totals() == dict.fromkeys(PARTS, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -109,40 +161,6 @@ def test_the_report_shows_every_evaluation_and_every_option(run_options, tmp_pat
         assert (folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     curves = final_report.by_depth([{"step": 1, "loss": [3.0, 4.0]}, {"step": 2, "loss": [2.0]}], "loss")
     assert curves == {"depth 0": [(1, 3.0), (2, 2.0)], "depth 1": [(1, 4.0)]}
-
-
-@pytest.mark.parametrize("where", ["init_trackers", "log"])
-def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(short, changed, monkeypatch, capsys, where):
-    plain = last(train(short))
-
-    def lost(*given, **more):
-        raise ConnectionError("no route to the tracker")
-
-    monkeypatch.setattr(Accelerator, where, lost)
-    tracked = changed(short, output=short.output + "-tracked", loop={"tracker": "tensorboard"})
-    kept = last(train(tracked))
-    assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
-    said = capsys.readouterr().out
-    assert said.count("the tracker cannot be reached and is left out, training goes on: no route to the tracker") == 1
-
-
-def test_a_run_keeps_its_name_for_the_tracker_when_it_goes_on(short, changed, monkeypatch, stop_after):
-    names = []
-    monkeypatch.setattr(
-        Accelerator, "init_trackers", lambda self, project, config, init_kwargs: names.append(init_kwargs["wandb"])
-    )
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Stopped):
-            train(short)
-    train(short)
-    train(changed(short, output=short.output + "-other"))
-    assert names[0] == names[1] != names[2]
-    assert names[0]["resume"] == "allow" and names[0]["id"].startswith("run-")
-
-
-def test_what_is_not_set_is_not_sent():
-    assert flat({"a": {"b": 1.5, "c": None}, "d": [0.5, None]}) == {"a.b": 1.5, "d.0": 0.5}
 
 
 # A running mean of the weights.

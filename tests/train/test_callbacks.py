@@ -1,0 +1,164 @@
+"""Training from Python: the entry, code of the caller's own between the steps, and who sees what is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import headstart.train
+from headstart.train import Callback, Progress, Stopped, TrainConfig, train
+from headstart.train.callbacks import Callbacks
+from headstart.train.console import StopRequest
+
+
+def last(folder):
+    return load_file(Path(folder) / "last" / "model.safetensors")
+
+
+@pytest.fixture
+def judged(short, changed):
+    """A run with an evaluation and checkpoints in its middle."""
+    return changed(short, loop={"eval_every": 8, "save_every": 5, "log_every": 3})
+
+
+class Recorder(Callback):
+    """Writes down every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_step(self, progress, row):
+        self.calls.append(("step", progress, row))
+
+    def on_evaluation(self, progress, row):
+        self.calls.append(("evaluation", progress, row))
+
+    def on_save(self, progress, checkpoint):
+        assert (checkpoint / "progress.json").exists()
+        self.calls.append(("save", progress, checkpoint))
+
+    def on_end(self, progress, folder):
+        assert (folder / "report.md").exists() and (folder / "last").is_dir()
+        self.calls.append(("end", progress, folder))
+
+
+def test_callbacks_are_called_in_order_with_what_is_logged(judged):
+    seen = Recorder()
+    assert isinstance(judged, TrainConfig)
+    folder = train(judged, callbacks=[Callback(), seen])
+    names = [(name, progress.step) for name, progress, _ in seen.calls]
+    steps = [("step", number) for number in range(1, 13)]
+    expected = [*steps[:5], ("save", 5), *steps[5:8], ("evaluation", 8), *steps[8:10], ("save", 10), *steps[10:]]
+    assert names == [*expected, ("save", 12), ("evaluation", 12), ("end", 12)]
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = [given for name, _, given in seen.calls if name in ("step", "evaluation") and given is not None]
+    assert rows == lines and [row["step"] for row in rows] == [3, 6, 8, 9, 12, 12]
+    assert all(isinstance(progress, Progress) for _, progress, _ in seen.calls)
+    assert seen.calls[0][1].answer_tokens < seen.calls[-1][1].answer_tokens
+    assert seen.calls[-1][2] == folder
+
+
+@pytest.mark.parametrize("method", ["on_step", "on_evaluation", "on_save", "on_end"])
+@pytest.mark.parametrize("error", [KeyError("a mistake"), Stopped("enough")])
+def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, method, error):
+    whole = last(train(dataclasses.replace(judged, output=judged.output + "-whole")))
+
+    class Broken(Callback):
+        steps = ()
+
+    def broken(self, progress, given):
+        self.steps = (*self.steps, progress.step)
+        raise error
+
+    setattr(Broken, method, broken)
+    callback, after = Broken(), Recorder()
+    with pytest.raises(type(error)) as caught:
+        train(judged, callbacks=[callback, after])
+    assert caught.value is error
+    assert len(callback.steps) == 1  # it is not called again
+    (stopped,) = callback.steps
+    newest = sorted((Path(judged.output) / "checkpoints").iterdir())[-1]
+    assert newest.name == f"step-{stopped:08d}"
+    assert all(progress.step <= stopped for _, progress, _ in after.calls)
+    if method != "on_end":
+        assert stopped < 12 and not (Path(judged.output) / "last").exists()
+    weights = last(train(judged))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in whole.items())
+
+
+def test_an_exception_after_the_last_step_is_raised_too(judged):
+    class Late(Callback):
+        def on_step(self, progress, row):
+            if progress.step == 12:
+                raise KeyError("late")
+
+    with pytest.raises(KeyError, match="late"):
+        train(judged, callbacks=[Late()])
+    assert (train(judged) / "last").is_dir()
+
+
+def test_callbacks_run_on_the_main_process_with_copies():
+    class Careless(Callback):
+        def on_step(self, progress, row):
+            progress.step += 1
+
+    progress = Progress(step=3)
+    Callbacks([Careless()], main_process=True).call("on_step", progress, None)
+    assert progress.step == 3
+    seen = Recorder()
+    Callbacks([seen], main_process=False).call("on_step", progress, None, StopRequest())
+    assert not seen.calls
+
+
+def test_names_of_the_package_are_those_that_it_lists():
+    for name in headstart.train.__all__:
+        assert getattr(headstart.train, name).__name__ == name
+    with pytest.raises(AttributeError, match="'trian'"):
+        headstart.train.trian  # noqa: B018
+
+
+# Who sees what is reported.
+
+
+def test_importing_headstart_prints_nothing_and_leaves_logging_alone():
+    code = (
+        "import logging, headstart, headstart.heads, headstart.inference\n"
+        "from headstart.train import TrainConfig, train\n"
+        "assert not logging.getLogger().handlers and not logging.getLogger('headstart').handlers\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_options_are_shown_without_waiting_for_the_training_loop():
+    code = (
+        "import sys, headstart.train.console, headstart.train.config\nassert 'headstart.train.loop' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_in_another_program_a_run_reports_by_logging_alone(short, monkeypatch, capsys):
+    class Kept(logging.Handler):
+        def __init__(self):
+            super().__init__()
+            self.records = []
+
+        def emit(self, record):
+            self.records.append(record)
+
+    kept, package = Kept(), logging.getLogger("headstart")
+    monkeypatch.setattr(package, "handlers", [kept])
+    train(short)
+    assert capsys.readouterr().out == ""
+    said = [record.getMessage() for record in kept.records]
+    assert sum(line.startswith("step 12/12  loss") for line in said) == 1
+    assert any(line.startswith("step 12  acceptance length: chain") for line in said)
+    assert {record.levelname for record in kept.records} == {"INFO"}

@@ -1,0 +1,385 @@
+"""What trackers get, read back from their files, and what happens when they fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import sys
+from pathlib import Path
+
+import accelerate.tracking
+import pytest
+import torch
+import wandb
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import LoggerType
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from headstart.inference.stats import RoundRecord
+from headstart.train import loop, tracking
+from headstart.train.config import TrackingConfig
+from headstart.train.console import Stopped
+from headstart.train.loop import train
+from headstart.train.samples import Sample, marked
+from headstart.train.tracking import flat, slashed
+
+
+def last(folder):
+    return load_file(Path(folder) / "last" / "model.safetensors")
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """wandb as a machine without network has it; its folder."""
+    for name in ("ENTITY", "PROJECT", "NAME", "RUN_GROUP", "TAGS", "RUN_ID", "API_KEY"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # it reads its environment once
+    yield tmp_path / "wandb"
+    wandb.teardown()
+
+
+@pytest.fixture
+def tracked(short, changed):
+    """Builds the options of a tracked run with evaluations: `tracked("wandb", project="x")`."""
+
+    def build(tracker, **names):
+        config = changed(short, loop={"tracker": tracker, "eval_every": 5})
+        return dataclasses.replace(config, tracking=TrackingConfig(**names))
+
+    return build
+
+
+def records(path):
+    """What a .wandb file holds: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes."""
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, place + 4)
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the end of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+class WandbRun:
+    """One start of a run, as its folder holds it."""
+
+    def __init__(self, folder):
+        (path,) = folder.glob("*.wandb")
+        found = list(records(path))
+        (self.run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")
+        updates = [record.config for record in found if record.WhichOneof("record_type") == "config"]
+        self.config = {item.key: json.loads(item.value_json) for update in updates for item in update.update}
+        self.rows = [
+            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for record in found
+            if record.WhichOneof("record_type") == "history"
+        ]
+        artifacts = [record.artifact for record in found if record.WhichOneof("record_type") == "artifact"]
+        artifacts += [record.request.log_artifact.artifact for record in found]
+        self.heads = [artifact for artifact in artifacts if artifact.type == "model"]
+        self.axes = {
+            record.metric.glob_name or record.metric.name: record.metric.step_metric
+            for record in found
+            if record.WhichOneof("record_type") == "metric"
+        }
+        (exit_,) = (record.exit for record in found if record.WhichOneof("record_type") == "exit")
+        self.exit_code = exit_.exit_code
+
+
+def runs(folder):
+    wandb.teardown()  # its service has written everything when it has ended
+    return [WandbRun(path) for path in sorted(folder.glob("offline-run-*"))]
+
+
+def test_wandb_gets_numbers_tables_plots_options_and_the_best_head(tracked, offline, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
+    monkeypatch.setenv("WANDB_ENTITY", "a-team")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "a-group")
+    monkeypatch.setenv("WANDB_NAME", "a-name")
+    monkeypatch.setenv("WANDB_TAGS", "one,two")
+    config = tracked("wandb", samples=2)
+    folder = train(config)
+    (found,) = runs(offline)
+    assert (found.run.project, found.run.entity, found.run.run_group) == ("of-the-environment", "a-team", "a-group")
+    assert found.run.display_name == "a-name" and list(found.run.tags) == ["one", "two"]
+    assert found.config["optim"]["lr"] == config.optim.lr and found.config["loop"]["precision"] == "float32"
+    assert found.axes["*"] == "step" and found.exit_code == 0
+
+    logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [row for row in found.rows if "train/loss/0" in row]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    for row, line in zip(steps, (line for line in logged if "loss" in line)):
+        assert [row["train/loss/0"], row["train/loss/1"]] == line["loss"]
+        for name in ("target", "head", "optimizer", "data"):
+            assert row[f"train/step_seconds/{name}"] == line["step_seconds"][name]
+        assert row["epoch"] == line["epoch"] and row["answer_tokens"] == line["answer_tokens"]
+        assert row["train/costs/peak_memory_gib_by_process/0"] > 0 and "train/lr" in row
+
+    evaluations = [row for row in found.rows if "eval/loss/0" in row]
+    assert [row["step"] for row in evaluations] == [5, 10, 12]
+    for row, line in zip(evaluations, (line for line in logged if "eval" in line)):
+        assert [row["eval/loss/0"], row["eval/loss/1"]] == line["held_out_loss"]
+        assert row["eval/chain/acceptance_length"] == line["eval"]["chain"]["acceptance_length"]
+        assert row["eval/chain/acceptance_rate_by_depth/0"] == line["eval"]["chain"]["acceptance_rate_by_depth"][0]
+        assert 0 <= row["eval/accuracy/0"] <= 1
+        assert row["epoch"] > 0 and row["answer_tokens"] > 0
+
+    files = next(offline.glob("offline-run-*")) / "files" / "media" / "table" / "eval"
+    samples, *_ = [json.loads(path.read_text()) for path in sorted(files.glob("samples*"))]
+    assert samples["columns"][:2] == ["step", "prompt"] and len(samples["data"]) == 2
+    assert any("⟦" in row[2] and row[3] > 1 for row in samples["data"])
+    pages = (next(offline.glob("offline-run-*")) / "files" / "media" / "html").rglob("*.html")
+    assert any("<mark>" in path.read_text() for path in pages)
+    plots = [json.loads(path.read_text()) for path in files.glob("acceptance_rate_by_depth*")]
+    assert len(plots) == 3 and {row[1] for row in plots[0]["data"]} == {"chain", "static", "dynamic"}
+    (artifact,) = found.heads
+    assert "best" in artifact.aliases
+    assert {"config.json", "model.safetensors", "README.md"} <= {entry.path for entry in artifact.manifest.contents}
+
+
+def test_options_come_before_the_environment_and_a_continued_run_keeps_its_id(
+    tracked, offline, monkeypatch, stop_after
+):
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
+    config = tracked("wandb", project="of-the-options", entity="e", group="g", name="n", tags=["t"], samples=0)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Stopped):
+            train(config)
+    train(dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, upload=False)))
+    first, second = runs(offline)
+    assert (first.run.project, first.run.entity, first.run.run_group) == ("of-the-options", "e", "g")
+    assert first.run.display_name == "n" and list(first.run.tags) == ["t"]
+    assert first.run.run_id == second.run.run_id and first.run.run_id.startswith("run-")
+    assert [row["step"] for row in first.rows + second.rows if "train/lr" in row] == list(range(1, 13))
+    assert not any("eval/samples" in row for row in first.rows + second.rows)
+    assert not first.heads  # there is no best head yet
+    assert not second.heads  # upload=False
+
+
+def events(folder, project="headstart"):
+    return EventAccumulator(str(folder / project)).Reload()
+
+
+def test_tensorboard_gets_numbers_a_plot_and_answers(tracked):
+    folder = train(tracked("tensorboard", project="a-project"))
+    found = events(folder, "a-project")
+    tags = found.Tags()
+    assert {"train/loss/0", "eval/loss/1", "eval/static/acceptance_length", "epoch"} <= set(tags["scalars"])
+    assert [event.step for event in found.Scalars("train/lr")] == list(range(1, 13))
+    assert tags["images"] == ["eval/acceptance_rate_by_depth"]
+    assert "eval/samples/text_summary" in tags["tensors"]
+
+
+def test_what_a_killed_run_told_tensorboard_twice_is_there_once(tracked, monkeypatch):
+    config = tracked("tensorboard")
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, save_every=4, eval_every=0))
+
+    with monkeypatch.context() as patch:
+        original, steps = loop.update, []
+
+        def update(engine):
+            original(engine)
+            steps.append(0)
+            if len(steps) == 7:
+                raise KeyboardInterrupt
+
+        patch.setattr(loop, "update", update)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    found = events(train(config))
+    assert [event.step for event in found.Scalars("train/lr")] == list(range(1, 13))
+
+
+def test_trackio_gets_numbers_names_and_options(tracked, monkeypatch, tmp_path):
+    """The package itself needs other versions than ours: a stand-in with its interface."""
+    package = tmp_path / "site" / "trackio"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "calls = []\n"
+        "class Run:\n"
+        "    def log(self, values, step=None): calls.append((step, values))\n"
+        "    def finish(self): calls.append('finished')\n"
+        "def init(project, name=None, group=None, resume='never'):\n"
+        "    calls.append((project, name, group, resume))\n"
+        "    return Run()\n"
+        "class config:\n"
+        "    update = staticmethod(lambda values, **_: calls.append(values))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for module in (tracking, accelerate.tracking):
+        monkeypatch.setattr(module, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    train(tracked("trackio", project="p", name="n", group="g"))
+    calls = sys.modules.pop("trackio").calls
+    assert calls[0] == ("p", "n", "g", "allow") and calls[1]["optim.lr"] == 3e-3
+    assert [step for step, values in calls[2:-1] if "train/lr" in values] == list(range(1, 13))
+    assert calls[-1] == "finished"
+
+
+# Trackers that fail.
+
+
+def lost(*given, **more):
+    raise ConnectionError("no route to the tracker")
+
+
+@pytest.mark.parametrize("where", ["init_trackers", "log"])
+def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(short, tracked, changed, monkeypatch, capsys, where):
+    plain = last(train(changed(short, loop={"eval_every": 5}, output=short.output + "-plain")))
+    monkeypatch.setattr(Accelerator, where, lost)
+    kept = last(train(tracked("tensorboard")))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
+    said = capsys.readouterr().out
+    assert said.count("the tracker tensorboard cannot be reached; training continues") == 1
+    assert said.count("the tracker tensorboard never got 15 rows; log.jsonl has them: no route to the tracker") == 1
+
+
+def test_a_trackers_run_is_the_same_run(short, tracked, changed, offline):
+    plain = last(train(changed(short, loop={"eval_every": 5}, output=short.output + "-plain")))
+    kept = last(train(tracked("wandb")))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
+
+
+def test_after_an_outage_a_tracker_gets_what_it_missed(tracked, monkeypatch, capsys):
+    original, calls = Accelerator.log, []
+
+    def log(self, *given, **more):
+        calls.append(0)
+        if 3 <= len(calls) <= 6:
+            lost()
+        original(self, *given, **more)
+
+    monkeypatch.setattr(Accelerator, "log", log)
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(tracking, "RETRY_SHARE", 1e9)
+    found = events(train(tracked("tensorboard")))
+    assert [event.step for event in found.Scalars("train/lr")] == list(range(1, 13))
+    said = capsys.readouterr().out
+    assert said.count("cannot be reached") == said.count("is reached again") == 1
+
+
+def test_attempts_take_a_small_share_of_the_time(tracked, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda *given, **more: calls.append(0) or lost())
+    train(tracked("tensorboard"))
+    assert len(calls) == 2  # at the start and at the end: a run of seconds is shorter than RETRY_SECONDS
+
+
+@pytest.mark.parametrize("part", ["_show_in_wandb", "_upload"])
+def test_a_plot_or_an_upload_that_fails_ends_nothing(tracked, offline, monkeypatch, capsys, part):
+    monkeypatch.setattr(tracking, part, lost)
+    train(tracked("wandb", samples=0))
+    (found,) = runs(offline)
+    assert found.exit_code == 0 and [row["step"] for row in found.rows if "train/lr" in row] == list(range(1, 13))
+    assert "did not take all that was sent; training continues: no route" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
+    def broken(*given):
+        raise ValueError("no number")
+
+    monkeypatch.setattr(loop, "check_norm", broken)
+    with pytest.raises(ValueError, match="no number"):
+        train(tracked("wandb"))
+    (found,) = runs(offline)
+    assert found.exit_code == 1
+    assert wandb.run is None
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (wandb.errors.AuthenticationError("API key must have 40+ characters, has 5."), True),
+        (wandb.errors.CommError("It appears that you do not have permission to access the requested resource"), True),
+        (wandb.errors.CommError("returned error 404: entity nobody not found during upsertBucket"), True),
+        (wandb.errors.CommError("Timed out while retrying: dial tcp: lookup api.wandb.ai: no such host"), False),
+    ],
+)
+def test_a_key_or_an_entity_that_is_refused_ends_the_run_before_its_first_step(
+    tracked, offline, monkeypatch, capsys, error, refused
+):
+    def init(*given, **more):
+        raise error
+
+    monkeypatch.setattr(wandb, "init", init)
+    config = tracked("wandb", entity="nobody")
+    if refused:
+        with pytest.raises(ValueError, match=r"loop\.tracker wandb refuses this run: .*tracking\.\*"):
+            train(config)
+        assert not (Path(config.output) / "log.jsonl").exists()
+    else:
+        assert (train(config) / "last").is_dir()
+        assert capsys.readouterr().out.count("cannot be reached") == 1
+
+
+def test_without_a_key_nothing_is_loaded(tracked, offline, monkeypatch):
+    def loaded(*given):
+        pytest.fail("the target was loaded")
+
+    monkeypatch.setattr(loop, "set_up", loaded)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("NETRC", str(offline / "none"))
+    with pytest.raises(ValueError, match=r"loop\.tracker wandb has no key .*WANDB_API_KEY.*WANDB_MODE=offline"):
+        train(tracked("wandb"))
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match=r"pip install 'headstart\[wandb\]'"):
+        train(tracked("wandb"))
+
+
+def test_options_that_a_tracker_does_not_know_are_refused(tracked):
+    with pytest.raises(
+        ValueError, match=r"unknown loop\.tracker 'wandbb'; choose from none, wandb, tensorboard, trackio"
+    ):
+        tracked("wandbb")
+    with pytest.raises(ValueError, match=r"tracking\.entity is 'me', which tensorboard does not know; .*wandb"):
+        tracked("tensorboard", entity="me")
+    with pytest.raises(ValueError, match=r"tracking\.samples must be at least 0, not -1"):
+        tracked("wandb", samples=-1)
+    tracked("none", entity="me")  # switched off
+
+
+def test_a_run_from_before_there_was_a_group_of_options_continues_with_any(short, changed, monkeypatch, stop_after):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Stopped):
+            train(short)
+    path = Path(short.output) / "config.yaml"
+    before = yaml.safe_load(path.read_text())
+    del before["tracking"]
+    path.write_text(yaml.safe_dump(before))
+    train(changed(short, loop={"tracker": "tensorboard"}, tracking=TrackingConfig(project="p")))
+
+
+# What is sent.
+
+
+def test_what_is_not_set_is_not_sent():
+    assert flat({"a": {"b": 1.5, "c": None}, "d": [0.5, None]}) == {"a.b": 1.5, "d.0": 0.5}
+    assert slashed({"eval": {"chain": [0.5, float("nan")]}}) == {"eval/chain/0": 0.5}
+
+
+def test_accepted_drafts_are_marked_and_nothing_else(tokenizer):
+    text = "<a> grün, ünd b"
+    tokens = tokenizer.encode(text, add_special_tokens=False)  # one a byte: a piece may end inside of a character
+    rounds = [RoundRecord(5, 6), RoundRecord(0, 1), RoundRecord(3, 4), RoundRecord(4, 3)]
+    pieces = marked([*tokens, 0, 0], rounds, tokenizer)
+    assert "".join(piece for piece, _ in pieces) == tokenizer.decode(tokens[:15])
+    assert pieces == [("<", False), ("a> gr", True), ("ü", False), ("n, ", True), ("ünd", True)]
+    sample = Sample("1 < 2", pieces, 2.0)
+    assert sample.marked() == "<⟦a> gr⟧ü⟦n, ⟧⟦ünd⟧"
+    assert sample.html("mark").startswith("<p>1 &lt; 2</p><p>&lt;<mark>a&gt; gr</mark>ü<mark>n, </mark>")
+    assert marked(tokens[:1], [], tokenizer) == [("<", False)]
