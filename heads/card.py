@@ -161,7 +161,9 @@ def _recipe(training: dict[str, Any]) -> str:
         return "Nothing was written down: the head was not trained by headstart."
     tokens, minutes = training.get("answer_tokens"), training.get("seconds", 0.0) / 60
     told = f"{training.get('step')} steps" + (f", {tokens:,} answer tokens" if tokens else "")
-    settings = yaml.safe_dump(training["config"], sort_keys=False)
+    # Who watched the run, and under which names, is not how it is made again.
+    options = {name: value for name, value in training["config"].items() if name != "tracking"}
+    settings = yaml.safe_dump(options, sort_keys=False)
     return (
         f"{told}, {minutes:.0f} minutes on {training.get('hardware')}. `headstart train --config recipe.yaml` with\n\n"
         f"```yaml\n{settings}```"

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import headstart.train
 from headstart.train import Callback, Progress, Stopped, TrainConfig, train
 from headstart.train.callbacks import Callbacks
 from headstart.train.console import StopRequest
+
+ROOT = Path(__file__).parents[2]
 
 
 def last(folder):
@@ -103,6 +107,43 @@ def test_an_exception_after_the_last_step_is_raised_too(judged):
     with pytest.raises(KeyError, match="late"):
         train(judged, callbacks=[Late()])
     assert (train(judged) / "last").is_dir()
+
+
+TWO = """
+import sys
+from headstart.scripts.command import options
+from headstart.train import Callback, TrainConfig, show_on_console, train
+
+class Broken(Callback):
+    def on_step(self, progress, row):
+        if progress.step == 4:
+            raise KeyError("in the main process alone")
+
+show_on_console()
+callbacks = [Broken()] if sys.argv.pop() == "broken" else []
+train(options(TrainConfig, "train", "", sys.argv[1:]), callbacks=callbacks)
+"""
+
+
+def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(judged, changed, tmp_path):
+    config = changed(judged, loop={"tracker": "tensorboard"})
+    script, given = tmp_path / "two.py", tmp_path / "two.yaml"
+    script.write_text(TWO)
+    given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0", str(script), "--config", str(given)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    told = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 250}
+    first = subprocess.run([*command, "broken"], **told)
+    assert first.returncode != 0 and "KeyError: 'in the main process alone'" in first.stderr
+    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step-00000004"]
+    second = subprocess.run([*command, "whole"], **told)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count("step 4 of 12") == 1  # one process reports
+    assert (Path(config.output) / "last").is_dir()
+    rows = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
+    memory = [row["costs"]["peak_memory_gib_by_process"] for row in rows if "costs" in row]
+    assert all(len(both) == 2 and both[0] != both[1] for both in memory)
 
 
 def test_callbacks_run_on_the_main_process_with_copies():

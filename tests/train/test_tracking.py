@@ -340,6 +340,21 @@ def test_without_a_key_nothing_is_loaded(tracked, offline, monkeypatch):
         train(tracked("wandb"))
 
 
+def test_a_server_of_wandb_that_is_down_ends_no_run(tracked, offline, monkeypatch, capsys):
+    for name, value in {
+        "MODE": "online",
+        "API_KEY": 40 * "0",
+        "BASE_URL": "http://127.0.0.1:9",
+        "INIT_TIMEOUT": "2",
+    }.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("NETRC", str(offline / "none"))
+    wandb.teardown()
+    assert (train(tracked("wandb")) / "last").is_dir()
+    said = capsys.readouterr().out
+    assert said.count("the tracker wandb cannot be reached") == 1 and "never got 15 rows" in said
+
+
 def test_options_that_a_tracker_does_not_know_are_refused(tracked):
     with pytest.raises(
         ValueError, match=r"unknown loop\.tracker 'wandbb'; choose from none, wandb, tensorboard, trackio"
