@@ -216,7 +216,7 @@ class DatastoreConfig(Command):
     target: str = ""
     """The model whose tokens are stored: a folder, a Hub id, a GGUF file, or package:NAME."""
     sources: list[str] = field(default_factory=list)
-    """Text files, JSONL files of conversations, or Hub data sets of conversations."""
+    """Text files, or conversations in any form that training reads."""
     output: str = ""
     """Folder to write."""
     limit: int | None = None

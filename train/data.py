@@ -1,4 +1,4 @@
-"""Conversations to token batches: reading, the chat template, the loss mask, the order.
+"""Conversations to token batches: the chat template, the loss mask, padding.
 
 A conversation is {"messages": [{"role": ..., "content": ...}, ...]}. The loss mask covers exactly what the assistant
 wrote: from the first token after the generation prompt to the end-of-turn token, both included, in every turn.
@@ -7,16 +7,15 @@ wrote: from the first token after the generation prompt to the end-of-turn token
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from datasets import load_dataset
-from datasets.exceptions import DatasetNotFoundError
 from jinja2 import TemplateError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -24,10 +23,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..heads.checkpoint import differences
 from ..inference import tokenizer_origin
+from .conversations import check_conversation as check_conversation
+from .conversations import open_file, open_source
 
 T = TypeVar("T")
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,10 @@ class Batch:
     """Of the sequences in each row."""
     conversations: tuple[int, ...] = ()
     """Which they are, by their place in the data."""
+    states_BTLD: Tensor | None = None
+    """The target's states as a cache stores them, if they were read ahead."""
+    scales_BTL: Tensor | None = None
+    """With states in int8: what their numbers are multiplied by."""
 
     def places(self) -> Iterator[tuple[int, slice]]:
         """The row and the place in it of every sequence."""
@@ -58,7 +61,7 @@ class Batch:
             for stop, length in zip(itertools.accumulate(lengths), lengths, strict=True):
                 yield row, slice(stop - length, stop)
 
-    @property
+    @cached_property
     def positions_BT(self) -> Tensor | None:
         """Each token's place in its own sequence; None where every row is one."""
         if all(len(row) <= 1 for row in self.lengths):
@@ -68,26 +71,28 @@ class Batch:
             positions_BT[row, place.start :] -= int(positions_BT[row, place.start])
         return positions_BT
 
+    def pin_memory(self) -> Batch:
+        """A copy from which a GPU reads while it computes; torch's DataLoader asks for it."""
+        tensors = ("tokens_BT", "loss_mask_BT", "states_BTLD", "scales_BTL")
+        found = {name: getattr(self, name) for name in tensors}
+        pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
+        if self.positions_BT is not None:
+            pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()  # where cached_property keeps it
+        return pinned
+
 
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """The conversations of a JSONL file or a Hub data set.
+    """The conversations of a source, as `messages`.
 
     Args:
-        source: a file, or NAME or NAME:SPLIT on the Hub (SPLIT is train if not given).
+        source: see `conversations`.
         limit: read only so many.
 
     Raises:
         ValueError: nothing at `source`, or something in it that is no conversation, with file and line number.
     """
-    if source.endswith((".jsonl", ".json")) or Path(source).exists():
-        return [check_conversation(row, where) for where, row in itertools.islice(_jsonl_rows(Path(source)), limit)]
-    name, _, split = source.partition(":")
-    try:
-        # Streamed, no more is downloaded than is read.
-        rows = load_dataset(name, split=split or "train", streaming=limit is not None)
-    except (DatasetNotFoundError, OSError, ValueError) as error:
-        raise ValueError(f"no conversations at {source!r}: neither a file nor a Hub data set: {error}") from error
-    return [check_conversation(dict(row), f"{source}, row {i}") for i, row in enumerate(itertools.islice(rows, limit))]
+    rows = itertools.islice(open_source(source, limit).read(), limit)
+    return [check_conversation(row, where) for where, row in rows]
 
 
 def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
@@ -103,23 +108,6 @@ def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dic
         rows += found
         numbers += [number] * len(found)
     return rows, numbers
-
-
-def check_conversation(row: Any, where: str) -> dict[str, Any]:
-    """Return `row` if it is a conversation.
-
-    Raises:
-        ValueError: naming `where` and what is wrong.
-    """
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: message {i} needs a 'role' and a 'content' text")
-        if message.get("role") not in ROLES:
-            raise ValueError(f"{where}: message {i} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
-    return dict(row)
 
 
 def encode(
@@ -146,15 +134,15 @@ def encode(
     Raises:
         ValueError: a template whose answers do not start where its generation prompt ends.
     """
-    messages = conversation["messages"]
+    messages, tools = conversation["messages"], conversation.get("tools")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         return []
     spans: list[tuple[int, int]] = []
     texts: list[str] = []
     for turn in turns:
-        prompt = render(tokenizer, messages[:turn], True, thinking)
-        text = render(tokenizer, messages[: turn + 1], False, thinking)
+        prompt = render(tokenizer, messages[:turn], True, thinking, tools)
+        text = render(tokenizer, messages[: turn + 1], False, thinking, tools)
         if not text.startswith(prompt):
             raise ValueError(
                 "the chat template does not continue its own generation prompt with the answer, so the assistant's "
@@ -175,17 +163,29 @@ def encode(
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     add_generation_prompt: bool = False,
     thinking: bool | None = None,
+    tools: list[Any] | None = None,
 ) -> str:
-    """Messages as the text that the model sees; `thinking` is the template's `enable_thinking`, None leaves it out."""
+    """Messages as the text that the model sees.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: see the module's docstring; transformers leaves out what is null, such as content beside tool calls.
+        add_generation_prompt: end where the assistant's answer begins.
+        thinking: the template's `enable_thinking`; None leaves it out.
+        tools: what the assistant may call, as JSON schemas.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
     asked: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **asked
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **asked
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses a conversation: {error}") from error
     assert isinstance(text, str)
     return text
@@ -237,8 +237,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise ValueError(f"the tokenizer of {name!r} gives no character offsets; a fast tokenizer is needed")
 
 
-def split_held_out(examples: list[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Shuffle once and set a share aside; at least one is on each side.
+def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
+    """Shuffle once and set a share aside, at most so many; at least one is on each side.
 
     Raises:
         ValueError: fewer than two examples.
@@ -246,11 +246,11 @@ def split_held_out(examples: list[T], share: float, seed: int) -> tuple[list[T],
     if len(examples) < 2:
         raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    held_out = min(max(1, round(share * len(examples))), len(examples) - 1)
+    held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
     return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
 
 
-def count_answer_tokens(examples: list[Example], vocab_size: int) -> Tensor:
+def count_answer_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
     """How often each token is an answer token: counts_V."""
     tokens = [
         token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own
@@ -258,7 +258,7 @@ def count_answer_tokens(examples: list[Example], vocab_size: int) -> Tensor:
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
 
-def collate(examples: list[Example]) -> Batch:
+def collate(examples: Sequence[Example]) -> Batch:
     """One sequence in each row; see `collate_rows`."""
     return collate_rows([[example] for example in examples])
 
@@ -286,18 +286,16 @@ def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[list[dict[str, str]]]:
-    """The prompts of a JSONL file, each as the messages before an answer.
+    """The prompts of a file, each as the messages before an answer.
 
-    A line is {"messages": [...]} (a last assistant message is left out), {"turns": [...]} as in Spec-Bench (the first
-    turn is the prompt), or {"prompt": ...}.
+    A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
+    (the first turn is the prompt), or {"prompt": ...}.
 
     Raises:
-        ValueError: no file, or a line that is none of these, with its number.
+        ValueError: no file, or a row that is none of these, with its number.
     """
     prompts: list[list[dict[str, str]]] = []
-    for where, row in _jsonl_rows(Path(path)):
-        if limit is not None and len(prompts) == limit:
-            break
+    for where, row in itertools.islice(open_file(str(path)).read(), limit):
         turns = row.get("turns") if isinstance(row, dict) else None
         text = turns[0] if isinstance(turns, list) and turns else row.get("prompt") if isinstance(row, dict) else None
         if isinstance(text, str):
@@ -306,22 +304,6 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[list[dict[s
         messages = check_conversation(row, where)["messages"]
         prompts.append(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
     return prompts
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every line's place and value."""
-    if not path.is_file():
-        raise ValueError(f"no file at {str(path)!r}")
-    with path.open("rb") as file:  # bytes: only a line feed ends a line, not U+2028 and the like
-        for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where}: not JSON: {error}") from error
-            yield where, row
 
 
 def _encode_text(
@@ -338,14 +320,14 @@ def _encode_text(
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens: list[int] = list(encoded["input_ids"])
-    offsets = encoded["offset_mapping"]
-    mask = [False] * len(tokens)
+    starts_T, stops_T = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    ends_turn_T = np.isin(tokens, list(eos))
+    mask_T = np.zeros(len(tokens), dtype=bool)
     for number, (first, last) in enumerate(spans):
-        inside = [i for i, (start, end) in enumerate(offsets) if first <= start < last and end > first]
-        ends = [i for i in inside if tokens[i] in eos]
-        if ends:
+        inside_T = (first <= starts_T) & (starts_T < last) & (stops_T > first)
+        ends = np.flatnonzero(inside_T & ends_turn_T)
+        if len(ends):
             is_cut = cut_off and number == len(spans) - 1
-            inside = [i for i in inside if i < ends[0] or (i == ends[0] and not is_cut)]
-        for i in inside:
-            mask[i] = True
-    return Example(tokens, mask)
+            inside_T[ends[0] + (0 if is_cut else 1) :] = False
+        mask_T |= inside_T
+    return Example(tokens, mask_T.tolist())

@@ -33,7 +33,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
 
 def _texts(source: str, limit: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Token ids of a file's text, or of each conversation as the target's chat template writes it."""
-    if Path(source).is_file() and not source.endswith((".jsonl", ".json")):
+    if Path(source).is_file() and not source.endswith((".jsonl", ".json", ".parquet")):
         yield tokenizer(Path(source).read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
         return
     check_tokenizer(tokenizer, source)

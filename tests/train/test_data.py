@@ -189,6 +189,19 @@ def test_a_conversation_that_the_template_refuses_is_a_users_error(template, tur
         encoded(turns, build_tokenizer(template, "<|im_end|>"))
 
 
+@pytest.mark.parametrize("template", ["{{ m['content'] }}", "{{ m['content'] | trim }}"])
+def test_null_content_is_never_the_word_none_and_tools_reach_the_template(template):
+    template = "{{ tools[0]['name'] }}{% for m in messages %}<{{ m['role'] }}>" + template
+    template += "{% for c in m['tool_calls'] or [] %}{{ c['name'] }}{% endfor %}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = build_tokenizer(template, "</s>")
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    row = {"messages": [{"role": "user", "content": "hi"}, called], "tools": [{"name": "tool"}]}
+    (example,) = encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), 100)
+    assert tokenizer.decode(example.tokens) == "tool<user>hi</s><assistant>add</s>"
+    assert answers_in(example, tokenizer) == ["add</s>"]
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused_by_name(tokenizer):
     check_tokenizer(tokenizer, "good")
     with pytest.raises(ValueError, match=r"'some/model' has no chat template"):

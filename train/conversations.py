@@ -1,0 +1,377 @@
+"""Sources of conversations and the formats that they come in.
+
+A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, or one that
+`Dataset.save_to_disk` wrote), or a Hub data set `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as
+possible: of a JSONL file only where its lines are, of the others what `datasets` maps into memory.
+
+Each row has one of the `FORMATS`; all rows of a source have the same one. What comes out is always `messages`:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+`content` may be null where there are `tool_calls`; parts of type text are joined. `tools` is handed to the template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FORMATS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt/completion": ("prompt", "completion"),
+}
+"""The columns of each format: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer. The first that
+a row has all columns of is its format."""
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by the word after `from`."""
+SCANNED = 2**26
+"""Bytes of a file that are searched for line feeds at once."""
+BATCH = 1000
+"""Rows that are taken out of Arrow at once."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source whose rows can be read, in any order and by any process."""
+
+    name: str
+    """As it was given."""
+    kind: Literal["lines", "texts", "columns"]
+    """Places of lines in the file `name`, JSON texts, or columns of Arrow."""
+    identity: str
+    """Another one as soon as the data change."""
+    load: Callable[[], Dataset]
+    """Gives all rows, memory-mapped unless they are small; a large file is searched for its lines then."""
+    limit: int | None = None
+    """Rows that are read at most, the first ones; None for all."""
+
+    @cached_property
+    def rows(self) -> Dataset:
+        """The rows in the form of `kind`."""
+        rows = self.load()
+        return rows if self.limit is None or self.limit >= len(rows) else rows.select(range(self.limit))
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        """The place of every row, for messages, and its value; the first one at once.
+
+        Raises:
+            ValueError: a row that is no JSON.
+        """
+        if self.kind == "lines":
+            with Path(self.name).open("rb") as file:  # bytes: only a line feed ends a line, not U+2028 and the like
+                full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
+                for number, text in itertools.islice(full, self.limit):
+                    yield _line(self.name, number, text)
+            return
+        for start in range(0, len(self.rows), BATCH):
+            batch = self.rows[start : start + BATCH]
+            yield from values(self.name, self.kind, batch, range(start, min(start + BATCH, len(self.rows))))
+
+
+def open_source(name: str, limit: int | None = None) -> Source:
+    """Open a source; at most its first `limit` rows.
+
+    Raises:
+        ValueError: nothing there, an unknown config or split, or columns that fit no format.
+    """
+    is_file = name.endswith((".jsonl", ".json", ".parquet")) or Path(name).is_file()
+    source = dataclasses.replace(open_file(name) if is_file else _data_set(name, limit), limit=limit)
+    if source.kind == "columns" and len(source.rows) > 0:
+        check_columns(source.rows.column_names, name)
+    return source
+
+
+def open_file(name: str) -> Source:
+    """A file as a source.
+
+    Raises:
+        ValueError: no file, or none that can be read.
+    """
+    if not Path(name).is_file():
+        raise ValueError(f"no file at {name!r}")
+    return _parquet(name) if name.endswith(".parquet") else _json(name)
+
+
+def check_columns(columns: list[str], where: str) -> str:
+    """The format that fits these columns.
+
+    Raises:
+        ValueError: naming the columns, and what each format lacks.
+    """
+    for word, needed in FORMATS.items():
+        if set(needed) <= set(columns):
+            return word
+    lacking = "; ".join(
+        f"{word} lacks {', '.join(repr(name) for name in needed if name not in columns)}"
+        for word, needed in FORMATS.items()
+    )
+    there = ", ".join(map(repr, columns)) or "no columns"
+    raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
+
+
+def format_of(row: Any, where: str) -> str:
+    """The format of a row; columns without a value do not count.
+
+    Raises:
+        ValueError: none fits.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    return check_columns([name for name, value in row.items() if value is not None], where)
+
+
+def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
+    """A row of any format with its messages in `messages`; its other columns stay.
+
+    Args:
+        row: a value out of a source.
+        where: its place, for messages.
+        expected: the format that the row must have; None for any.
+
+    Raises:
+        ValueError: naming `where` and what is wrong.
+    """
+    found = format_of(row, where)
+    if expected is not None and found != expected:
+        raise ValueError(
+            f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
+            "have one format: split it into several sources"
+        )
+    readers = {"messages": _openai, "conversations": _sharegpt, "prompt/completion": _pair}
+    messages = readers[found](row, where)
+    if not messages:
+        raise ValueError(f"{where}: no conversation: {FORMATS[found][0]!r} is empty")
+    tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
+    return {**row, "messages": messages, **tools}
+
+
+def values(name: str, kind: str, batch: dict[str, list[Any]], numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
+    """The place and the value of some rows of a source; see `Source`."""
+    if kind == "lines":
+        yield from _lines(name, batch)
+        return
+    for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        where, row = f"{name}, row {number}", dict(zip(batch, cells, strict=True))
+        yield where, json.loads(row["json"]) if kind == "texts" else without_nulls(row)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value out of Arrow without the keys that are null there because other rows have them; `content` stays."""
+    if isinstance(value, dict):
+        return {name: without_nulls(own) for name, own in value.items() if own is not None or name == "content"}
+    return [without_nulls(own) for own in value] if isinstance(value, list) else value
+
+
+def _json(name: str) -> Source:
+    """A JSONL file, or one JSON array."""
+    path = Path(name)
+    status = path.stat()
+    identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
+    with path.open("rb") as file:
+        first = next((text.lstrip() for text in file if text.strip()), b"")
+    if first.startswith(b"["):
+        return Source(name, "texts", identity, partial(_elements, path))
+    return Source(name, "lines", identity, partial(_places, path))
+
+
+def _elements(path: Path) -> Dataset:
+    """The elements of one JSON array, each as a text: their keys may differ."""
+    try:
+        elements = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: begins with '[' and is no JSON array: {error}") from error
+    return Dataset.from_dict({"json": [json.dumps(each) for each in elements]})
+
+
+def _places(path: Path) -> Dataset:
+    """Where the lines that are not empty start and stop, in bytes, and their numbers, counted from 1."""
+    if path.stat().st_size == 0:
+        return Dataset.from_dict({"start": [], "stop": [], "line": []})
+    text = np.memmap(path, dtype=np.uint8, mode="r")
+    ends = [np.flatnonzero(text[i : i + SCANNED] == ord("\n")) + i for i in range(0, len(text), SCANNED)]
+    stops = np.concatenate([*ends, np.array([len(text)])])
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), stops[:-1] + 1])
+    kept = stops > starts
+    doubtful = np.flatnonzero(kept)[np.isin(text[starts[kept]], np.frombuffer(b" \t\r\x0b\x0c", dtype=np.uint8))]
+    for i in doubtful.tolist():
+        kept[i] = bool(text[starts[i] : stops[i]].tobytes().strip())
+    return Dataset.from_dict({"start": starts[kept], "stop": stops[kept], "line": np.flatnonzero(kept) + 1})
+
+
+def _lines(name: str, batch: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
+    with Path(name).open("rb") as file:
+        for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
+            file.seek(start)
+            yield _line(name, line, file.read(stop - start))
+
+
+def _line(name: str, number: int, text: bytes) -> tuple[str, Any]:
+    where = f"{name}, line {number}"
+    try:
+        return where, json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+
+
+def _parquet(name: str) -> Source:
+    try:
+        rows = load_dataset("parquet", data_files=name, split="train")
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
+    return _of_arrow(name, rows)
+
+
+def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
+    return Source(name, "columns", _hash(*(identity or [rows._fingerprint])), lambda: rows)
+
+
+def _data_set(name: str, limit: int | None) -> Source:
+    """A folder, or a Hub data set, of which no more is downloaded than `limit` rows if there is a limit."""
+    place, revision, config, split = parsed_name(name)
+    if (Path(place) / "state.json").is_file() or (Path(place) / "dataset_dict.json").is_file():
+        rows = load_from_disk(place)
+        if isinstance(rows, DatasetDict):
+            if (split or "train") not in rows:
+                raise ValueError(f"{name}: no split {split or 'train'!r}; choose from {', '.join(rows)}")
+            rows = rows[split or "train"]
+        return _of_arrow(name, rows)
+    try:
+        if limit is None:
+            rows = load_dataset(place, config, split=split or "train", revision=revision)
+            return _of_arrow(name, rows)
+        builder = load_dataset_builder(place, config, revision=revision)
+        stream = load_dataset(place, config, split=split or "train", revision=revision, streaming=True)
+        rows = Dataset.from_list(list(itertools.islice(stream, limit)))
+        return _of_arrow(name, rows, str(builder.cache_dir), builder.hash, split, limit)
+    except (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError) as error:
+        raise ValueError(f"no conversations at {name!r}: neither a file nor a Hub data set: {error}") from error
+
+
+def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
+    """Name, revision, config and split of `NAME[@REVISION][:[CONFIG:]SPLIT]`; a split may be a slice, train[:100]."""
+    if Path(name).exists():
+        return name, None, None, None
+    place, _, rest = name.partition(":")
+    place, _, revision = place.partition("@")
+    found = re.fullmatch(r"([^:\[\]]+):(.+)", rest)
+    config, split = (found[1], found[2]) if found else (None, rest)
+    return place, revision or None, config, split or None
+
+
+def _openai(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    messages = row["messages"]
+    if not isinstance(messages, list):
+        raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
+    return [_message(message, i, where) for i, message in enumerate(messages)]
+
+
+def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        raise ValueError(f"{where}: no conversation; 'conversations' must be a list of {{'from': ..., 'value': ...}}")
+    messages = [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) else []
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            raise ValueError(f"{where}: message {i} needs a 'from' and a 'value' text")
+        if turn.get("from") not in SHAREGPT_ROLES:
+            raise ValueError(
+                f"{where}: message {i} is from {turn.get('from')!r}; choose from {', '.join(SHAREGPT_ROLES)}"
+            )
+        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+    return messages
+
+
+def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """A prompt and its completion, each a text or messages."""
+    messages: list[Any] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        part = row[name]
+        if not isinstance(part, (str, list)):
+            raise ValueError(f"{where}: {name!r} must be a text or a list of messages, not {part!r}")
+        messages += [{"role": role, "content": part}] if isinstance(part, str) else part
+    return [_message(message, i, where) for i, message in enumerate(messages)]
+
+
+def _message(message: Any, number: int, where: str) -> dict[str, Any]:
+    """A message with its content as one text, or null beside tool calls."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined(content, number, where)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'")
+    if message.get("role") not in ROLES:
+        raise ValueError(f"{where}: message {number} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
+    message = {**message, "content": content}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
+    return message
+
+
+def _joined(parts: list[Any], number: int, where: str) -> str:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(
+                f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
+    """A tool call with its arguments as an object, as chat templates expect them; OpenAI sends JSON in a text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call)
+    try:
+        arguments = json.loads(arguments or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _tools(tools: Any, where: str) -> list[Any]:
+    """The tools of a conversation, of which some data sets hold the JSON text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: 'tools' is a text and no JSON: {error}") from error
+    if not isinstance(tools, list):
+        raise ValueError(f"{where}: 'tools' must be a list of tools, or its JSON text, not {tools!r}")
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
