@@ -32,11 +32,14 @@ class DataConfig:
     """Where conversations come from and how they are cut."""
 
     sources: list[str] = field(default_factory=list)
-    """JSONL files or Hub data sets (NAME or NAME:SPLIT) of conversations with a `messages` list."""
+    """JSONL, JSON or Parquet files, folders, or Hub data sets (NAME[@REVISION][:[CONFIG:]SPLIT]) of conversations:
+    `messages`, ShareGPT's `conversations`, or `prompt` and `completion`."""
     max_length: int = 1024
     """Tokens after which a conversation is cut."""
     held_out: float = 0.02
     """Share of the conversations that is kept from training and measured on."""
+    held_out_limit: int | None = 1000
+    """Conversations that are held out at most; null for no limit."""
     max_conversations: int | None = None
     """Use only so many, the first ones; null for all."""
     thinking: bool | None = None
@@ -45,6 +48,12 @@ class DataConfig:
     """How often an epoch passes over each source: 2 twice, 0.5 over another half every time; null for once each."""
     pack: int | None = None
     """Tokens of a row in which several conversations stand, none of which sees another; null for one a row."""
+    cache: str | None = None
+    """Folder of the tokenized conversations; null for `data` in ~/.cache/headstart, or in $HEADSTART_CACHE."""
+    num_proc: int | None = None
+    """Processes that tokenize what the cache does not hold; null for the cores, or fewer for few conversations."""
+    workers: int | None = None
+    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator, 0 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,11 @@ class LoopConfig:
     """Rows per optimizer step, over all processes and forwards; a row is a conversation, unless data.pack."""
     micro_batch: int | None = None
     """Rows per forward on each process; null for its whole share of a step."""
+    batch_tokens: int | None = None
+    """Tokens per optimizer step, padding included, over all processes and forwards, in rows of similar length; null for
+    `batch_size` rows."""
+    micro_tokens: int | None = None
+    """With batch_tokens: tokens per forward on each process, about; null for its whole share of a step."""
     recompute: bool = False
     """Compute activations of the training-time test again in the backward pass instead of keeping them."""
     precision: Dtype = "auto"
@@ -264,6 +278,13 @@ class TrainConfig:
                 f"data.pack must hold the longest conversation, data.max_length {self.data.max_length}, not "
                 f"{self.data.pack}"
             )
+        if self.loop.batch_tokens is not None and (self.data.pack is not None or self.loop.micro_batch is not None):
+            raise ValueError(
+                "loop.batch_tokens counts tokens and takes neither loop.micro_batch, which counts rows (choose "
+                "loop.micro_tokens), nor data.pack, whose rows have a number of tokens already (choose loop.batch_size)"
+            )
+        if self.loop.batch_tokens is None and self.loop.micro_tokens is not None:
+            raise ValueError("loop.micro_tokens divides loop.batch_tokens, which is not given; choose loop.micro_batch")
         if not 0 < self.data.held_out < 1:
             raise ValueError(f"data.held_out is a share between 0 and 1, not {self.data.held_out}")
         minima = {
@@ -279,6 +300,14 @@ class TrainConfig:
             "eval.prompts": (self.eval.prompts, 1),
             "eval.new_tokens": (self.eval.new_tokens, 2),  # the first is the prefill's
             "loop.max_steps": (1 if self.loop.max_steps is None else self.loop.max_steps, 1),
+            "data.held_out_limit": (1 if self.data.held_out_limit is None else self.data.held_out_limit, 1),
+            "data.num_proc": (1 if self.data.num_proc is None else self.data.num_proc, 1),
+            "data.workers": (0 if self.data.workers is None else self.data.workers, 0),
+            "loop.batch_tokens": (
+                self.data.max_length if self.loop.batch_tokens is None else self.loop.batch_tokens,
+                self.data.max_length,
+            ),
+            "loop.micro_tokens": (1 if self.loop.micro_tokens is None else self.loop.micro_tokens, 1),
             "data.max_conversations": (1 if self.data.max_conversations is None else self.data.max_conversations, 1),
             "eval.conversations": (self.eval.conversations, 1),
             "eval.nodes": (self.eval.nodes, 2),

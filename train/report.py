@@ -6,6 +6,7 @@ import dataclasses
 import re
 import resource
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,7 +204,7 @@ class Report:
         return totals
 
 
-def count_flops(target: Target, head: DraftHead, examples: list[Example], cached: bool, adapted: bool) -> float:
+def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], cached: bool, adapted: bool) -> float:
     """Arithmetic of a training step, for each answer token, counted on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.

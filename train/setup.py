@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
@@ -16,17 +19,11 @@ from ..heads.checkpoint import build_head, copy_weights, head_config
 from ..inference import Target, load_tokenizer
 from .big_target import load_target
 from .config import TrainConfig
-from .data import (
-    Example,
-    check_tokenizer,
-    count_answer_tokens,
-    data_origin,
-    encode,
-    read_sources,
-    split_held_out,
-)
+from .data import Example, check_tokenizer, data_origin, encode, split_held_out
 from .engine import Shared
 from .evaluate import eval_prompts
+from .run import earlier_options
+from .sequences import Rendering, SequenceCache, Sequences, answer_counts, cached_sequences, open_sources
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,8 @@ class Setup:
     head: DraftHead
     origin: dict[str, Any]
     """What the head will remember of target and tokenizer."""
-    training: list[Example]
+    training: Sequence[Example]
+    """Read from the cache when they are asked for."""
     held_out: list[Example]
     sources: list[int]
     """For each sequence to train on, which of the sources it is from."""
@@ -53,7 +51,7 @@ def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None 
     """
     kind, options = head_options(config)
     head_config(kind, options)  # a mistake in the options or the data is told before a model is loaded
-    conversations, sources = read_sources(config.data.sources, config.data.max_conversations)
+    sources = open_sources(config.data.sources, config.data.max_conversations)
     target = shared.target if shared else load_target(config, accelerator)
     head = build_head(kind, options, target.info)
     head.recompute = config.loop.recompute
@@ -61,15 +59,16 @@ def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None 
     tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
     check_tokenizer(tokenizer, config.target)
     origin = {**target.origin, **data_origin(tokenizer, config.data.thinking)}
-    training, held_out = split_examples(conversations, config, target, tokenizer)
+    cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
+    training, held_out = split_cache(cache, config)
     eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
-    counts_V = count_answer_tokens(training, target.info.vocab_size)
+    counts_V = answer_counts(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.ends, counts_V)
     else:
         warm_start(head, config.init_from, origin)
     covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
-    own = [sources[example.conversation] for example in training]
+    own = cache.sources_of(training.conversations)
     return Setup(target, head, origin, training, held_out, own, float(covered))
 
 
@@ -78,28 +77,57 @@ def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
 
 
+def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> Rendering:
+    """How the config's conversations become tokens for this target."""
+    eos = {token for token in (*target.end_tokens, tokenizer.eos_token_id) if token is not None}
+    return Rendering(tokenizer, frozenset(eos), min(config.data.max_length, target.max_positions), config.data.thinking)
+
+
+def split_cache(cache: SequenceCache, config: TrainConfig) -> tuple[Sequences, list[Example]]:
+    """Sequences to train on, and those that are held out, all of a conversation on the same side.
+
+    Raises:
+        ValueError: fewer than two conversations.
+    """
+    data = config.data
+    groups = cache.conversation_groups()
+    parts = split_held_out(groups, data.held_out, config.loop.seed, data.held_out_limit)
+    training, held_out = (Sequences(cache, np.concatenate(part)) for part in parts)
+    return training, held_out[:]
+
+
+def split_as_begun(config: TrainConfig) -> TrainConfig:
+    """The config of a run that goes on: one that began before there was a limit has none."""
+    before = earlier_options(Path(config.output))
+    if not before or "data.held_out_limit" in before:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, held_out_limit=None))
+
+
 def split_examples(
     conversations: list[dict[str, Any]],
     config: TrainConfig,
     target: Target,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[Example], list[Example]]:
-    """Render and tokenize the conversations; some to train on, some held out.
+    """As `set_up`, of conversations in memory, and without a cache.
 
     Raises:
         ValueError: data that cannot be used; named.
     """
-    eos = target.end_tokens | {tokenizer.eos_token_id}
-    length = min(config.data.max_length, target.max_positions)
+    how = rendering(config, target, tokenizer)
     encoded = []
     for number, row in enumerate(conversations):
         try:
-            examples = encode(row, tokenizer, eos, length, config.data.thinking)
+            examples = encode(row, how.tokenizer, how.eos, how.max_length, how.thinking)
             encoded.append([dataclasses.replace(example, conversation=number) for example in examples])
         except ValueError as error:
             raise ValueError(f"conversation {number}: {error}") from error
     training, held_out = split_held_out(
-        [examples for examples in encoded if examples], config.data.held_out, config.loop.seed
+        [examples for examples in encoded if examples],
+        config.data.held_out,
+        config.loop.seed,
+        config.data.held_out_limit,
     )
     return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))
 
