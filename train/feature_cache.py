@@ -108,10 +108,18 @@ class FeatureCache:
         """A sequence's states_TLD, in bfloat16 or float32.
 
         Raises:
+            ValueError: see `stored`.
+        """
+        return decoded(*self.stored(key))
+
+    def stored(self, key: Key) -> tuple[Tensor, Tensor | None]:
+        """A sequence's states_TLD in the cache's format, and the scales_TL of int8.
+
+        Raises:
             ValueError: the bytes are not those that were written; the shard is named.
         """
         if key in self._new:
-            return decoded(*self._new[key])
+            return self._new[key]
         place = self._places[key]
         file, rows = self._open[place.shard], slice(place.start, place.stop)
         states = file.get_slice("states")[rows]
@@ -120,7 +128,7 @@ class FeatureCache:
             if _checksum(states, scales) != place.checksum:
                 raise ValueError(f"{place.shard} is corrupt; `--features.repair` has it made anew")
             self._checked.add(key)
-        return decoded(states, scales)
+        return states, scales
 
     def flush(self) -> None:
         """Write what is not yet on disk.

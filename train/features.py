@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +17,9 @@ from ..inference import Target
 from .config import TrainConfig
 from .console import ProgressBar, Stopped, StopRequest, log
 from .data import Batch, Example, collate
-from .feature_cache import FeatureCache, bytes_per_token, corrupt_shards, key_of
+from .feature_cache import FORMATS, FeatureCache, bytes_per_token, corrupt_shards, decoded, key_of
 from .parallel import alone
+from .sequences import lengths_of
 
 BATCH_TOKENS = 8192
 """Tokens of a batch, padding included, when states are computed before training."""
@@ -29,6 +30,9 @@ class FeatureSource(Protocol):
 
     def __call__(self, batch: Batch) -> TargetFeatures:
         """The features of a batch."""
+
+    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+        """A batch with what of its features can be read before its step, by a worker of the loader."""
 
     def settle(self, accelerator: Accelerator) -> None:
         """Called on every process, where a run may go on from: what was computed so far is on disk afterwards."""
@@ -46,7 +50,7 @@ def online_features(
         dtype: of the features, as the head's weights.
     """
     features_BTF, last_BTD = target.read(
-        batch.tokens_BT.to(target.device), head.feature_layers, _on(target, batch.positions_BT)
+        batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, _on(target, batch.positions_BT)
     )
     return together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
@@ -61,6 +65,10 @@ class OnlineFeatures:
     def __call__(self, batch: Batch) -> TargetFeatures:
         """See `online_features`."""
         return online_features(self.target, self.head, batch)
+
+    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+        """Nothing is kept."""
+        return batch
 
     def settle(self, accelerator: Accelerator) -> None:
         """Nothing is kept."""
@@ -82,33 +90,51 @@ class CachedFeatures:
         self.target, self.cache, self.layers = target, cache, kept_layers(head.feature_layers)
         self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
         self._last = self.layers.index(-1)
+        self._epoch: int | None = None
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
-        """The features of a batch."""
-        keys = self.fill(batch)
-        shape = (*batch.tokens_BT.shape, len(self.layers), self.target.info.hidden_size)
-        states_BTLD = torch.zeros(shape, dtype=dtype)
-        for key, (row, place) in zip(keys, batch.places(), strict=True):
-            states_BTLD[row, place] = self.cache.read(key).to(dtype)
-        states_BTLD = states_BTLD.to(self.target.device)
+        """The features of a batch; on the device they get their dtype, so that few bytes travel."""
+        if batch.states_BTLD is None:
+            batch = self._stored(batch, self.fill(batch))
+        states_BTLD = decoded(_on(self.target, batch.states_BTLD), _on(self.target, batch.scales_BTL)).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
         return together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
-    def write(self, accelerator: Accelerator, examples: list[Example]) -> None:
+    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+        """A batch with its states, if the cache holds all of them."""
+        if epoch != self._epoch:  # a worker has the cache as it was when it was forked
+            self.cache.refresh()
+            self._epoch = epoch
+        keys = keys_of(batch)
+        return self._stored(batch, keys) if all(key in self.cache for key in keys) else batch
+
+    def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
+        """A batch with its states out of the cache, in the format in which it holds them."""
+        shape = (*batch.tokens_BT.shape, len(self.layers))
+        states_BTLD = torch.zeros((*shape, self.target.info.hidden_size), dtype=FORMATS[self.cache.format])
+        scales_BTL = torch.zeros(shape) if self.cache.format == "int8" else None
+        for key, (row, place) in zip(keys, batch.places(), strict=True):
+            states_TLD, scales_TL = self.cache.stored(key)
+            states_BTLD[row, place] = states_TLD
+            if scales_BTL is not None and scales_TL is not None:
+                scales_BTL[row, place] = scales_TL
+        return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
+
+    def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
         """Compute all that is missing, every process its part of the batches; Ctrl-C and SIGTERM lose nothing.
 
         Raises:
             Stopped: once what was computed has been written.
         """
-        batches = list(by_length(examples, BATCH_TOKENS))
-        total = sum(len(example.tokens) for batch in batches for example in batch)
+        lengths = lengths_of(examples)
+        batches = by_length(lengths, BATCH_TOKENS)
         with StopRequest() as stop:
-            with ProgressBar("tokens", total) as bar, suppress(Stopped):
+            with ProgressBar("tokens", sum(lengths)) as bar, suppress(Stopped):
                 for number, batch in enumerate(batches):
                     if number % accelerator.num_processes == accelerator.process_index and not stop.wanted:
                         with stop.at_once(alone(accelerator)):
-                            self.fill(collate(batch))
-                    bar.update(bar.done + sum(len(example.tokens) for example in batch))
+                            self.fill(collate([examples[i] for i in batch]))
+                    bar.update(bar.done + sum(lengths[i] for i in batch))
             self.settle(accelerator)
             if stop.wanted:
                 raise Stopped("stopped; the same command goes on from there")
@@ -121,7 +147,7 @@ class CachedFeatures:
 
     def fill(self, batch: Batch) -> list[bytes]:
         """Compute a batch of which the cache misses something; the keys of its sequences."""
-        keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
+        keys = keys_of(batch)
         if any(key not in self.cache for key in keys):
             tokens_BT = batch.tokens_BT.to(self.target.device)
             states_BTF, _ = self.target.read(tokens_BT, self.layers, _on(self.target, batch.positions_BT))
@@ -136,13 +162,13 @@ def feature_source(
     target: Target,
     head: DraftHead,
     origin: dict[str, Any],
-    examples: list[Example],
+    examples: Sequence[Example],
     config: TrainConfig,
     epochs: float,
 ) -> FeatureSource:
     """What `features.mode` asks for; `auto` keeps states if they are read again and take no more than its limit."""
     options = config.features
-    gib = cache_bytes(target, head, config) * sum(len(example.tokens) for example in examples) / 2**30
+    gib = cache_bytes(target, head, config) * sum(lengths_of(examples)) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config))
@@ -186,21 +212,29 @@ def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tenso
     return TargetFeatures(
         features_BTF=features_BTF,
         last_BTD=last_BTD,
-        tokens_BT=batch.tokens_BT.to(target.device),
-        loss_mask_BT=batch.loss_mask_BT.to(target.device),
+        tokens_BT=batch.tokens_BT.to(target.device, non_blocking=True),
+        loss_mask_BT=batch.loss_mask_BT.to(target.device, non_blocking=True),
         ends=target.ends,
         positions_BT=_on(target, batch.positions_BT),
     )
 
 
-def by_length(examples: list[Example], tokens: int) -> Iterator[list[Example]]:
-    """Batches of similar lengths, the longest first, of at most so many tokens with their padding."""
-    rest = sorted(examples, key=lambda example: -len(example.tokens))
-    while rest:
-        size = max(1, tokens // len(rest[0].tokens))
-        yield rest[:size]
-        rest = rest[size:]
+def by_length(lengths: list[int], tokens: int) -> list[list[int]]:
+    """Sequences of similar lengths in batches, the longest first, of at most so many tokens with their padding."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    batches: list[list[int]] = []
+    first = 0
+    while first < len(order):
+        size = max(1, tokens // lengths[order[first]])
+        batches.append(order[first : first + size])
+        first += size
+    return batches
 
 
-def _on(target: Target, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(target.device)
+def keys_of(batch: Batch) -> list[bytes]:
+    """By what the cache finds the states of each sequence of a batch."""
+    return [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
+
+
+def _on(target: Target, tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.to(target.device, non_blocking=True)

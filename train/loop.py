@@ -10,7 +10,6 @@ have had without the interruption.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import statistics
@@ -22,19 +21,20 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import nn
+from accelerate.utils import DistributedType, set_seed
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoint import HeadFacts, build_head
-from .batches import Order, Share
+from .batches import Order, Share, Steps, loaded, worker_deaths_explained
 from .callbacks import Callback, Callbacks
 from .config import TrainConfig, dtype_of
 from .console import ProgressBar, Stopped, StopRequest, log
-from .data import Batch, Example, collate_rows
+from .data import Batch, Example
 from .engine import Shared
 from .evaluate import Evaluation, eval_prompts, evaluate
 from .features import FeatureSource, OnlineFeatures, feature_source
@@ -46,7 +46,8 @@ from .provenance import provenance
 from .report import Report, count_flops, due
 from .run import Progress, Run
 from .samples import Sample, sample_answers, tokenizer_of
-from .setup import Setup, head_options, set_up
+from .sequences import digest_of, lengths_of
+from .setup import Setup, head_options, set_up, split_as_begun
 from .tracking import check_tracker
 
 TIMED_STEPS = 3
@@ -75,7 +76,7 @@ def train(
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
         Exception: what a callback raised, once a checkpoint has been written.
     """
-    config = as_begun(config)
+    config = split_as_begun(as_begun(config))
     accelerator, share = start(config)
     config = resolved(config, accelerator)
     set_seed(config.loop.seed)
@@ -112,10 +113,7 @@ def run_steps(
     head, training = setup.head.to(accelerator.device), setup.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
-    lengths = [len(example.tokens) for example in training]
-    order = Order(
-        lengths, config.loop.batch_size, config.loop.seed, config.data.pack, setup.sources, config.data.weights
-    )
+    order = order_of(setup, config)
     steps = config.loop.max_steps or order.count(config.loop.epochs)
     flops = count_flops(
         setup.target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
@@ -131,21 +129,26 @@ def run_steps(
         f"of the answers; {len(training)} sequences to train on, {len(setup.held_out)} held out; {progress.engine}; "
         f"step {progress.step} of {steps}"
     )
-    epochs = steps / len(order.epoch(0))
+    epochs = steps / order.steps_in(0)
     run.epochs_per_step = epochs / steps
     features = feature_source(accelerator, setup.target, head, setup.origin, training, config, epochs)
     report = Report(run, config.loop.log_every, steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
+    # As long as the deepest draft, so that every depth gives every process a gradient.
+    reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
+    on_cuda = accelerator.device.type == "cuda"
+    workers = (2 if accelerator.device.type != "cpu" else 0) if config.data.workers is None else config.data.workers
 
     def save() -> None:
         features.settle(accelerator)  # a run that goes on from here finds the states that it has trained on
         run.save(progress, config.loop.keep)
         callbacks.call("on_save", progress, run.checkpoint(progress.step), stop)
 
-    with StopRequest() as stop:
+    with StopRequest() as stop, worker_deaths_explained():
         with ProgressBar("training steps", steps, progress.step) as bar, suppress(Stopped):
-            last_epoch = None
-            for epoch, rows in order.from_step(progress.step):
+            last_epoch, stopping = None, False
+            batches = iter(loaded(reader, order, progress.step, workers, pin=on_cuda))
+            while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
                     found = judge(engine, setup, config, progress, stop, callbacks)
                     if stops_early(progress, found, config.loop.patience):
@@ -156,26 +159,22 @@ def run_steps(
                     steps = progress.step
                 if progress.step == steps:
                     break
-                if epoch != last_epoch:
-                    features.settle(accelerator)
-                last_epoch = epoch
-                report.start_step()
-                group = [
-                    # As long as the deepest draft, so that every depth gives every process a gradient.
-                    collate_rows([[training[i] for i in row] for row in part], head.max_depth + 2)
-                    for part in share.of_step(rows)
-                ]
-                own = [sum(int(batch.loss_mask_BT.sum()) for batch in group), int(stop.wanted)]
-                # sync: once a step, for the mean over all ranks, and so that all of them stop at the same step
-                tokens, stopping = accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum").tolist()
-                if stopping:
+                if stopping or (alone(accelerator) and stop.wanted):
                     break
+                report.start_step()
+                data = next(batches)
+                if data.epoch != last_epoch:
+                    features.settle(accelerator)
+                last_epoch = data.epoch
                 lr = float(engine.schedule.get_last_lr()[0])
+                adapt = progress.step >= joint_from
                 with stop.at_once(alone(accelerator)), drawn_again_if_stopped():
-                    outputs, norm = gradients(engine, group, features, tokens, report, progress.step >= joint_from)
+                    outputs, norm, stopping = gradients(
+                        engine, data.batches, features, data.answer_tokens, report, adapt, stop.wanted
+                    )
                 update(engine)
                 progress.step += 1
-                progress.answer_tokens += tokens
+                progress.answer_tokens += data.answer_tokens
                 row = report.end_step(outputs, norm, lr)
                 callbacks.call("on_step", progress, row, stop)
                 bar.update(progress.step, report.note)
@@ -208,14 +207,20 @@ def seconds_per_step(config: TrainConfig, shared: Shared | None = None) -> float
     run, training = Run(Path(config.output), accelerator), setup.training
     engine = build_engine(accelerator, share, run, setup, config, steps=1)
     report, features = Report(run, 0, 1, Progress(), 0.0), OnlineFeatures(setup.target, setup.head)
-    order = Order([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)
+    order, reader = order_of(setup, config), Steps(training, share, setup.head.max_depth + 2)
     taken = []
-    for _, rows in itertools.islice(order.from_step(0), 1 + TIMED_STEPS):
+    for rows in itertools.islice(order.from_step(0), 1 + TIMED_STEPS):
         began = time.monotonic()
-        group = [collate_rows([[training[i] for i in row] for row in rows], setup.head.max_depth + 2)]
-        gradients(engine, group, features, 1, report, adapt=False)
+        gradients(engine, reader[rows].batches, features, 1, report, adapt=False)
         taken.append(time.monotonic() - began)
     return statistics.mean(taken[1:])
+
+
+def order_of(setup: Setup, config: TrainConfig) -> Order:
+    """The order of the data that the options ask for."""
+    data, loop = config.data, config.loop
+    lengths = lengths_of(setup.training)
+    return Order(lengths, loop.batch_size, loop.seed, data.pack, setup.sources, data.weights, loop.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -275,16 +280,27 @@ def build_engine(
 
 
 def gradients(
-    engine: Engine, group: list[Batch], features: FeatureSource, answer_tokens: int, report: Report, adapt: bool
-) -> tuple[list[HeadOutput], float]:
-    """Forwards and backwards of a step; the outputs and the gradient norm. Weights do not change.
+    engine: Engine,
+    group: list[Batch],
+    features: FeatureSource,
+    answer_tokens: int,
+    report: Report,
+    adapt: bool,
+    stop: bool = False,
+) -> tuple[list[HeadOutput], float, bool]:
+    """Forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
+
+    Returns:
+        the outputs, the gradient norm, and whether any process was asked to stop.
 
     Raises:
         ValueError: a loss or a gradient that is no number.
     """
     accelerator, module, step = engine.accelerator, engine.module, report.progress.step + 1
     scale = gradient_scale(accelerator, engine.share) / max(answer_tokens, 1)  # the loss is a mean over these tokens
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     outputs: list[HeadOutput] = []
+    loss, stopping = 0.0, False
     for place, batch in enumerate(group, start=1):
         with exchanged(accelerator, module, last=place == len(group)):
             report.part("target")
@@ -293,13 +309,19 @@ def gradients(
             with autocast(accelerator, engine.precision):
                 output = module(*given)
             outputs.append(output)
-            if place == len(group):  # before an engine may step by itself
-                check_loss(accelerator, outputs, group, step, engine.run)
+            if deepspeed and place == len(group):  # it takes its step in the backward
+                loss, _, stopping = agreed(accelerator, outputs, stop)
+                check_loss(loss, group, step, engine.run)
             accelerator.backward(output.loss * scale)
     report.part("optimizer")
-    norm = float(accelerator.clip_grad_norm_(module.parameters(), engine.clip))
+    found = accelerator.clip_grad_norm_(module.parameters(), engine.clip)
+    if deepspeed:
+        norm = float(found)
+    else:
+        loss, norm, stopping = agreed(accelerator, outputs, stop, found)
+        check_loss(loss, group, step, engine.run)
     check_norm(accelerator, norm, group, step, engine.run)
-    return outputs, norm
+    return outputs, norm, stopping
 
 
 def update(engine: Engine) -> None:
@@ -373,15 +395,29 @@ def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
     return 0 < patience <= progress.falling
 
 
-def check_loss(accelerator: Accelerator, outputs: list[HeadOutput], group: list[Batch], step: int, run: Run) -> None:
+def agreed(
+    accelerator: Accelerator, outputs: list[HeadOutput], stop: bool, norm: Tensor | None = None
+) -> tuple[float, float, bool]:
+    """The loss of all processes together, the gradient norm, and whether any process was asked to stop."""
+    loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+    # Filled on the device: a tensor that is copied there would be waited for.
+    everyone = accelerator.reduce(torch.stack([loss, torch.full_like(loss, float(stop))]), "sum")
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    norm = torch.zeros_like(loss) if norm is None else norm.to(loss)
+    # sync: once a step, so that no step spoils the weights and all processes stop at the same one
+    total, own, stopping = torch.cat([everyone[:1], norm[None], everyone[1:]]).tolist()
+    return total, own, stopping > 0
+
+
+def check_loss(loss: float, group: list[Batch], step: int, run: Run) -> None:
     """Stop before a step that would spoil the weights.
 
     Raises:
         ValueError: naming the step, this process's conversations, and where the run can be continued from.
     """
-    loss = accelerator.reduce(torch.stack([output.loss.detach() for output in outputs]).sum(), "sum")
-    if not torch.isfinite(loss):
-        raise ValueError(f"step {step}: the loss is {float(loss)}; {_where_it_stands(group, run)}")
+    if not math.isfinite(loss):
+        raise ValueError(f"step {step}: the loss is {loss}; {_where_it_stands(group, run)}")
 
 
 def check_norm(accelerator: Accelerator, norm: float, group: list[Batch], step: int, run: Run) -> None:
@@ -403,16 +439,13 @@ def _where_it_stands(group: list[Batch], run: Run) -> str:
     )
 
 
-def check_same_everywhere(accelerator: Accelerator, examples: list[Example]) -> None:
+def check_same_everywhere(accelerator: Accelerator, examples: Sequence[Example]) -> None:
     """Refuse processes that read different data: their shares would not make up steps.
 
     Raises:
         ValueError: naming a process whose data differs from the first one's.
     """
-    digest = hashlib.blake2b(digest_size=7)
-    for example in examples:
-        digest.update(torch.tensor([*example.tokens, -1, *example.loss_mask]).numpy().tobytes())
-    own = torch.tensor([len(examples), int.from_bytes(digest.digest(), "big")], device=accelerator.device)
+    own = torch.tensor([len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device)
     everyone = accelerator.gather(own).view(-1, 2).tolist()
     for process, (count, found) in enumerate(everyone):
         if [count, found] != everyone[0]:

@@ -67,9 +67,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
         project_dir=config.output,
         kwargs_handlers=[group] if several else [],
     )
-    share = Share.of(
-        config.loop.batch_size, config.loop.micro_batch, accelerator.process_index, accelerator.num_processes
-    )
+    share = Share.of_loop(config.loop, accelerator.process_index, accelerator.num_processes)
     check_engine(engine_asked(accelerator), config)
     if deepspeed:
         unset_hf_deepspeed_config()  # else transformers would shard the target as it loads
@@ -219,9 +217,10 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
     for section in ("optimizer", "scheduler", "bf16", "fp16", "amp"):
         if options.get(section, {}).get("enabled", section in options):
             raise ValueError(f"the DeepSpeed file has a section {section!r}, which the config decides; remove it")
-    micro_batch = config.loop.batch_size // (share.processes * share.forwards)
+    parts = share.processes * share.forwards
+    micro_batch = max(1, config.loop.batch_size // parts)  # with loop.batch_tokens it is not asked for
     decided = {
-        "train_batch_size": config.loop.batch_size,
+        "train_batch_size": micro_batch * parts,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": share.forwards,
         "gradient_clipping": config.optim.clip,

@@ -85,9 +85,10 @@ def plan_run(config: TrainConfig) -> Plan:
         )
     engine, processes = ENGINES[word], int(number or 1)
     check_engine(engine, config)
-    share = Share.of(config.loop.batch_size, config.loop.micro_batch, 0, processes)
-    rows = config.loop.batch_size // (processes * share.forwards)
+    share = Share.of_loop(config.loop, 0, processes)
     length = config.data.pack or config.data.max_length
+    step_rows = config.loop.batch_size if config.loop.batch_tokens is None else config.loop.batch_tokens // length
+    rows = max(1, step_rows // (processes * share.forwards))
     here = torch.device("cpu") if processes == 1 and not torch.accelerator.is_available() else torch.device("cuda")
     config = with_formats(config, *formats(config, here))
     dtype = dtype_of(config.target_dtype)

@@ -9,7 +9,8 @@ from .console import log
 from .features import CachedFeatures, cache_bytes, kept_layers, open_cache
 from .parallel import start
 from .precision import as_begun, resolved
-from .setup import set_up
+from .sequences import lengths_of
+from .setup import set_up, split_as_begun
 
 
 def precompute(config: TrainConfig) -> Path:
@@ -19,12 +20,12 @@ def precompute(config: TrainConfig) -> Path:
         ValueError: anything wrong with the options, the data, or the cache that is there.
         Stopped: Ctrl-C or SIGTERM, once what was computed has been written.
     """
-    config = as_begun(config)
+    config = split_as_begun(as_begun(config))
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
     setup = set_up(config, accelerator)
     each = cache_bytes(setup.target, setup.head, config)
-    total = each * sum(len(example.tokens) for example in setup.training)
+    total = each * sum(lengths_of(setup.training))
     layers = ", ".join(map(str, kept_layers(setup.head.feature_layers)))
     log.info(f"{each:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
     cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)

@@ -239,6 +239,41 @@ def test_stopped_and_started_again_a_run_ends_with_the_same_weights(short, stop_
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
 
 
+@pytest.mark.parametrize("mode", ["online", "cached", "auto"])
+@pytest.mark.parametrize("word", ["float32", "int8"])
+def test_reading_ahead_changes_no_weight(short, changed, mode, word):
+    short = dataclasses.replace(short, features=FeaturesConfig(mode=mode, format=word))
+    one, other = (
+        last(train(changed(short, output=f"{short.output}-{workers}", data={"workers": workers}))) for workers in (0, 2)
+    )
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
+@pytest.mark.parametrize("word", list(FORMATS))
+def test_states_are_read_ahead_in_the_format_in_which_they_are_stored(cached, examples, reads, word):
+    source, batch = cached(format=word), collate(examples)
+    assert source.read_ahead(batch, 0) is batch  # nothing is there yet
+    expected = source(batch)
+    source.settle(Accelerator())
+    other = cached(format=word)
+    ahead = other.read_ahead(batch, 0)
+    assert ahead.states_BTLD.dtype == FORMATS[word] and (ahead.scales_BTL is None) == (word != "int8")
+    reads.clear()
+    found = other(ahead)
+    assert torch.equal(found.features_BTF, expected.features_BTF) and torch.equal(found.last_BTD, expected.last_BTD)
+    assert not reads
+
+
+def test_a_worker_takes_in_what_was_written_once_an_epoch(cached, examples):
+    writer, reader = cached(), cached()
+    batch = collate(examples)
+    assert reader.read_ahead(batch, 0).states_BTLD is None
+    writer.fill(batch)
+    writer.settle(Accelerator())
+    assert reader.read_ahead(batch, 0).states_BTLD is None
+    assert reader.read_ahead(batch, 1).states_BTLD is not None
+
+
 def test_states_lost_between_two_starts_are_computed_again(short, stop_after, monkeypatch):
     short = dataclasses.replace(short, features=FeaturesConfig(mode="cached", format="float32"))
     with monkeypatch.context() as patch:

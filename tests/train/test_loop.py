@@ -362,6 +362,21 @@ def test_a_stopped_run_sees_the_same_batches_in_the_same_order(
     assert [tokens.tolist() for tokens in seen] == whole
 
 
+def test_a_run_that_began_before_there_were_these_options_goes_on(options, undisturbed, monkeypatch, stop_after):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 16)
+        with pytest.raises(Stopped):
+            train(options)
+    path = Path(options.output) / "config.yaml"
+    before = yaml.safe_load(path.read_text())
+    for name in ("held_out_limit", "cache", "num_proc", "workers"):
+        del before["data"][name]
+    for name in ("batch_tokens", "micro_tokens"):
+        del before["loop"][name]
+    path.write_text(yaml.safe_dump(before))
+    assert same_outcome(train(options), undisturbed)
+
+
 def test_a_half_written_checkpoint_is_passed_over(options, undisturbed, monkeypatch, stop_after):
     folder = Path(options.output)
     with monkeypatch.context() as patch:
@@ -547,6 +562,74 @@ def test_when_the_time_is_over_a_run_ends_with_the_head_that_it_has(options, mon
     assert [row["step"] for row in rows] == [1, 1] and "eval" in rows[1]
     monkeypatch.setattr(loop, "set_up", lambda *_: pytest.fail("began again"))
     assert train(short) == folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_token_budget_are_the_same_steps_in_any_number_of_forwards(options, tmp_path, changed, workers):
+    found = []
+    for number, micro_tokens in enumerate((None, 60)):
+        cut = {"batch_tokens": 300, "micro_tokens": micro_tokens, "max_steps": 8, "eval_every": 0}
+        data = {"max_length": 200, "workers": workers if number else 0}
+        folder = train(changed(options, output=str(tmp_path / str(number)), loop=cut, data=data))
+        found.append([row for row in log_of(folder) if "loss" in row])
+    assert len(found[0]) == 8
+    for one, other in zip(*found, strict=True):
+        for name in ("loss", "gradient_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loop_options", "data", "words"),
+    [
+        ({"batch_tokens": 2000, "micro_batch": 2}, {}, "takes neither loop.micro_batch"),
+        ({"batch_tokens": 2000}, {"pack": 1024}, "nor data.pack"),
+        ({"batch_tokens": 100}, {}, "loop.batch_tokens must be at least 1024, not 100"),
+        ({"micro_tokens": 100}, {}, "loop.micro_tokens divides loop.batch_tokens, which is not given"),
+        ({}, {"workers": -1}, "data.workers must be at least 0"),
+        ({}, {"num_proc": 0}, "data.num_proc must be at least 1"),
+        ({}, {"held_out_limit": 0}, "data.held_out_limit must be at least 1, not 0"),
+    ],
+)
+def test_options_of_batches_that_contradict_each_other_are_refused(options, changed, loop_options, data, words):
+    with pytest.raises(ValueError, match=words):
+        changed(options, loop=loop_options, data=data)
+
+
+def test_a_second_start_tokenizes_nothing_and_sigterm_to_the_group_stops_a_run_with_workers(
+    options, undisturbed, tmp_path, changed, wait_for, steps_logged
+):
+    folder = Path(options.output)
+    read_ahead = changed(options, data={"workers": 2})
+    arguments = command(read_ahead, tmp_path)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for(process, lambda: steps_logged(folder) >= 9, "step 9")
+        os.killpg(process.pid, signal.SIGTERM)  # the workers, too
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "stopped at step" in said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.train.sequences.encode", lambda *_: pytest.fail("tokenized again"))
+        train(changed(options, data={"workers": 1}))
+    assert same_outcome(folder, undisturbed)
+
+
+def test_a_step_waits_for_the_device_once(options, changed, monkeypatch):
+    """Whatever the loop itself asks of tensors; losses and optimizers are counted where they are written."""
+    waits = []
+    for name in ("__bool__", "__float__", "__int__", "item", "tolist"):
+        original = getattr(torch.Tensor, name)
+
+        def asked(self, original=original, name=name):
+            if Path(sys._getframe(1).f_code.co_filename).name in ("loop.py", "features.py", "parallel.py"):
+                waits.append((current[-1], name))
+            return original(self)
+
+        monkeypatch.setattr(torch.Tensor, name, asked)
+    current, stepping = [None], loop.Report.start_step
+    monkeypatch.setattr(loop.Report, "start_step", lambda self: current.append(self.progress.step) or stepping(self))
+    ended = loop.Report.end_step
+    monkeypatch.setattr(loop.Report, "end_step", lambda self, *given: current.append(None) or ended(self, *given))
+    train(changed(options, loop={"max_steps": 4, "eval_every": 0, "save_every": 0, "micro_batch": 2}))
+    assert [wait for wait in waits if wait[0] is not None] == [(step, "tolist") for step in range(4)]
 
 
 def test_the_time_of_a_step_is_told_and_nothing_is_written(options):

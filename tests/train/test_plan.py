@@ -66,6 +66,20 @@ def test_a_70b_target_trains_on_eight_devices_of_80_gb_only_if_it_is_cut(config)
     assert cut.memory["target"] == pytest.approx(ends + (2 * COUNTS["70b"] - ends) * (1 / 8 + 1 / 80), rel=1e-3)
 
 
+def test_a_step_of_tokens_needs_what_as_many_rows_need(config):
+    recipe = config("8b", plan="ddp:8")
+    length = recipe.data.max_length
+    sides = (
+        {"batch_size": 32, "micro_batch": 2},
+        {"micro_batch": None, "batch_tokens": 32 * length, "micro_tokens": 2 * length},
+    )
+    rows, tokens = (
+        plan.plan_run(dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **side))).memory
+        for side in sides
+    )
+    assert rows == tokens
+
+
 def test_every_engine_cuts_what_it_is_for(config):
     found = {word: plan.plan_run(config("8b", plan=f"{word}:8")).memory for word in plan.ENGINES if word != "one"}
     for name, cutters in {"optimizer": 1, "gradients": 2, "head": 3}.items():
