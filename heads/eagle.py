@@ -189,10 +189,9 @@ class EagleHead(DraftHead):
         true_RD = features.last_BTD.flatten(0, 1)
         loss, losses = output.loss, []
         for k, hidden_ND in enumerate(hiddens):
-            chosen = anchors.valid_NK[:, k].nonzero()[:, 0]
-            true_ND = true_RD[anchors.index_N[chosen] + 1 + k]
-            apart_ND = F.smooth_l1_loss(wide(hidden_ND[chosen]), wide(true_ND), reduction="none")
-            losses.append(share * apart_ND.mean(-1).sum())
+            true_ND = true_RD[anchors.rows_NK[:, k]]
+            apart_ND = F.smooth_l1_loss(wide(hidden_ND), wide(true_ND), reduction="none")
+            losses.append(share * (apart_ND.mean(-1) * anchors.valid_NK[:, k]).sum())
             loss = loss + self.config.decay**k * losses[-1]
         return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 

@@ -18,18 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .attention import masked_attention
 from .base import RowCache, TargetInfo, wide
+from .step_attention import PackedTexts, attend_step
 
 STEP = 64
 """Slots of a cache by which what is looked at grows where a forward's shape may change from round to round."""
-SCORES = 2**22
-"""Attention scores of a training step that exist at any time, at most; longer sequences are read chunk by chunk."""
 
 
 def rounded(slots: int, step: int) -> int:
@@ -185,7 +183,7 @@ class TrainingTimeTest:
             num_layers: of the head.
             sequences_BT: of packed rows: which sequence each token is of; it sees no other.
         """
-        self.sequences_BT = sequences_BT
+        self.texts = PackedTexts(sequences_BT)
         self._steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
 
     def at(self, step: int) -> Memory:
@@ -199,43 +197,11 @@ class _Step:
     step: int
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
-        """See `Memory.attend`; chunk by chunk of positions where whole scores would be large."""
-        steps, sequences_BT = self.test._steps[layer], self.test.sequences_BT
+        """See `Memory.attend`."""
+        steps = self.test._steps[layer]
         steps[self.step] = key_BGTE, value_BGTE
-        if self.step == 0 and sequences_BT is None:
-            return F.scaled_dot_product_attention(query_BHTE, key_BGTE, value_BGTE, is_causal=True, enable_gqa=True)
         keys, values = zip(*(steps[i] for i in range(self.step + 1)), strict=True)
-        batch, heads, time, _ = query_BHTE.shape
-        size = max(1, SCORES // (batch * heads * time))
-        if size >= time:
-            return _attend_drafts(query_BHTE, keys, values, sequences_BT, 0)
-        parts = [
-            # What is recomputed in the backward pass is not kept until then: memory grows with T, not with T squared.
-            checkpoint(_attend_drafts, query, keys, values, sequences_BT, start, use_reentrant=False)
-            for query, start in zip(query_BHTE.split(size, 2), range(0, time, size), strict=True)
-        ]
-        return torch.cat(parts, dim=2)
-
-
-def _attend_drafts(
-    query_BHCE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None, start: int
-) -> Tensor:
-    """What positions `start` to start + C find: in step 0 up to themselves, and in each later step at themselves."""
-    batch, heads, chunk, size = query_BHCE.shape
-    groups, stop = keys[0].shape[1], start + chunk
-    repeat = heads // groups
-    # A group's queries side by side, [B, G, repeat * C, E]: one product with the group's keys.
-    query = (query_BHCE * size**-0.5).reshape(batch, groups, repeat * chunk, size)
-    hidden = torch.ones(chunk, stop, dtype=torch.bool, device=query.device).triu(start + 1)[None]
-    if sequences_BT is not None:
-        hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, :stop])
-    first = (query @ keys[0][:, :, :stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
-    own = [(query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True) for key in keys[1:]]
-    weights = torch.cat([first, *own], dim=-1).softmax(-1).to(values[0].dtype)
-    found = weights[..., :stop] @ values[0][:, :, :stop]
-    for place, value in enumerate(values[1:], start=stop):
-        found = found + weights[..., place, None] * value[:, :, start:stop].repeat(1, 1, repeat, 1)
-    return found.reshape(batch, heads, chunk, size)
+        return attend_step(query_BHTE, keys, values, self.test.texts)
 
 
 def counting(size: int, device: torch.device, first: int = 0) -> Tensor:

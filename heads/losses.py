@@ -19,6 +19,7 @@ Letters in tensor names: N anchors, K depths, R target positions, D hidden size,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .base import HeadOutput, TargetFeatures, wide
+from .chunks import VOCABULARY_ON_CPU, chunk_elements
 from .vocabulary import draft_ids
 
-CHUNK_ELEMENTS = 2**24
-"""Size of the largest [positions, vocabulary] tensor that exists at any time."""
+FEWEST = 64
+"""Positions of a chunk at least, however large the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Anchors:
 
     An anchor is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at depth
     k (from 0) is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
+
+    Anchors are sorted, and all positions of an answer that judge a deeper draft judge the first draft of another anchor
+    as well. So draft k of anchor n, where valid, is judged at the same position as draft 0 of anchor n + k, and the
+    target's distributions at `rows_NK[:, 0]` are all that is needed, without looking anything up.
     """
 
     index_N: Tensor
@@ -137,48 +143,64 @@ def draft_loss(
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
     hits_KI = torch.zeros(depths, ranks, dtype=torch.int64, device=device)
     wanted = [name for name, weight in objective.loss.items() if weight > 0 and name in LOSSES]
-    needs_target, needs_mass = wanted not in ([], ["ce"]), not NEED_MASS.isdisjoint(wanted)
+    needs_target = wanted not in ([], ["ce"])
     tokens_R = features.tokens_BT.flatten()
     largest = max(ends.lm_head.weight.shape[0], *(len(weight) for weight in weights))
-    size = max(64, CHUNK_ELEMENTS // largest)
+    size = positions_at_once(device, largest)
+    count = len(anchors.index_N)
 
     def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         if shared[k]:
             return wide(ends.scaled(F.linear(hidden_ND, weight_VD, ends.lm_head.bias)))
         return wide(F.linear(hidden_ND, weight_VD))
 
-    def of_chunk(
-        rows_NK: Tensor, valid_NK: Tensor, hidden: Sequence[Tensor], heads: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        """The weighted loss of each depth, one after the other."""
-        labels_NK = draft_ids(tokens_R[rows_NK + 1], vocabulary_V)
-        judge = _Judge(features, rows_NK[valid_NK], vocabulary_V, needs_mass) if needs_target else None
-        of_depths = (logits(k, *pair) for k, pair in enumerate(zip(hidden, heads, strict=True)))
-        weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype)
+    def of_chunk(start: int, hidden: Sequence[Tensor], heads: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The weighted loss of each depth, one after the other.
+
+        Anchors that have no draft at a depth are computed all the same, with a weight of 0: they are few, at the ends
+        of answers, and to pick out the others an accelerator's host would have to wait.
+        """
+        stop = min(start + size, count)
+        valid_NK = anchors.valid_NK[start:stop]
+        labels_NK = draft_ids(tokens_R[anchors.rows_NK[start:stop] + 1], vocabulary_V)
+        judge = None
+        if needs_target:
+            places_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
+            judge = _Judge(features, anchors.rows_NK[places_U, 0], vocabulary_V, wanted)
+        of_depths = (logits(k, hidden[k][start:stop], heads[k]) for k in range(depths))
+        weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
-            chosen = valid_NK[:, k].nonzero()[:, 0]
-            logits_NV = logits(k, hidden[k][chosen], heads[k])
-            labels_N = labels_NK[chosen, k]
-            best = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
-            hits_KI[k, : best.shape[-1]] += (best == labels_N[:, None]).sum(0)
-            target = judge.of(rows_NK[chosen, k]) if judge else None
+            logits_NV = logits(k, hidden[k][start:stop], heads[k])
+            labels_N, valid_N = labels_NK[:, k], valid_NK[:, k]
+            best_NI = _best(logits_NV.detach(), ranks)
+            hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
+            target = judge.of(k, stop - start) if judge else None
             log_q_NV = logits_NV.log_softmax(-1)
-            loss_N = log_q_NV.new_zeros(len(chosen))
+            loss_N = log_q_NV.new_zeros(stop - start)
             for name in wanted:
                 loss_N = loss_N + objective.loss[name] * LOSSES[name](log_q_NV, labels_N, target)
-            losses_K[k] += loss_N.detach().sum()
-            yield (loss_N * weights_NK[chosen, k]).sum()
+            losses_K[k] += (loss_N.detach() * valid_N).sum()
+            yield (loss_N * weights_NK[:, k]).sum()
 
     def run(leaves: Sequence[Tensor]) -> Iterator[Tensor]:
         hidden, heads = leaves[:depths], [leaves[depths + i] for i in which]
-        for start in range(0, len(anchors.index_N), size):
-            part = slice(start, start + size)
-            yield from of_chunk(
-                anchors.rows_NK[part], anchors.valid_NK[part], [states[part] for states in hidden], heads
-            )
+        for start in range(0, count, size):
+            yield from of_chunk(start, hidden, heads)
 
     loss = _Summed.apply(run, torch.is_grad_enabled(), *hiddens, *weights)
     return HeadOutput(loss, losses_K, anchors.valid_NK.sum(0), hits_KI)
+
+
+def positions_at_once(device: torch.device, vocab_size: int) -> int:
+    """Positions of a chunk of the loss, for the larger of the target's and the draft's vocabulary."""
+    return max(FEWEST, chunk_elements(device, VOCABULARY_ON_CPU) // vocab_size)
+
+
+def _best(logits_NV: Tensor, ranks: int) -> Tensor:
+    """The ids of the `ranks` best tokens, best_NI; an argmax takes a fraction of `topk`'s time."""
+    if ranks == 1:
+        return logits_NV.argmax(-1, keepdim=True)
+    return logits_NV.topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
 
 
 @dataclass(frozen=True)
@@ -187,6 +209,10 @@ class TargetProbs:
 
     renormalised_NV: Tensor
     """Sums to one."""
+    log_NV: Tensor | None
+    """Its logarithm, where a loss asks for it."""
+    plogp_N: Tensor | None
+    """sum p log p of it, where a loss asks."""
     mass_N1: Tensor | float
     """What the target gives to the draft vocabulary; 1 where no loss asks."""
     covered_N: Tensor
@@ -197,25 +223,36 @@ class _Judge:
     """The target's distributions at the positions of one chunk, computed once for all depths."""
 
     @torch.no_grad()
-    def __init__(self, features: TargetFeatures, rows: Tensor, vocabulary_V: Tensor | None, needs_mass: bool) -> None:
-        self.rows_U = rows.unique()
+    def __init__(
+        self, features: TargetFeatures, rows_U: Tensor, vocabulary_V: Tensor | None, wanted: Sequence[str]
+    ) -> None:
         lm_head = features.ends.lm_head
-        states_UD = features.last_BTD.flatten(0, 1)[self.rows_U]
+        states_UD = features.last_BTD.flatten(0, 1)[rows_U]
         logits_UV = features.ends.logits(states_UD.to(lm_head.weight.dtype))
-        chosen_UV = logits_UV if vocabulary_V is None else logits_UV[:, vocabulary_V]
-        self.covered_U = chosen_UV.amax(-1) >= logits_UV.amax(-1)
-        chosen_UV = wide(chosen_UV)
-        self.probs_UV = chosen_UV.softmax(-1)
-        self.mass_U1 = None
-        if needs_mass and vocabulary_V is not None:
-            own_U1 = chosen_UV.logsumexp(-1, keepdim=True)
-            self.mass_U1 = (own_U1 - wide(logits_UV).logsumexp(-1, keepdim=True)).exp()
+        chosen_UV = logits_UV if vocabulary_V is None else logits_UV.index_select(1, vocabulary_V)
+        covered_U = chosen_UV.amax(-1) >= logits_UV.amax(-1)
+        mass_U1: Tensor | float = 1.0
+        if vocabulary_V is not None and not NEED_MASS.isdisjoint(wanted):
+            own_U1 = wide(chosen_UV).logsumexp(-1, keepdim=True)
+            mass_U1 = (own_U1 - wide(logits_UV).logsumexp(-1, keepdim=True)).exp()
+        del logits_UV
+        log_UV = wide(chosen_UV).log_softmax(-1)
+        probs_UV = log_UV.exp()
+        log_UV = log_UV.clamp_(min=math.log(torch.finfo(log_UV.dtype).tiny))  # 0 log 0 is 0
+        plogp_U = None if NEED_ENTROPY.isdisjoint(wanted) else torch.linalg.vecdot(probs_UV, log_UV)
+        self.all = TargetProbs(probs_UV, log_UV if "reverse_kl" in wanted else None, plogp_U, mass_U1, covered_U)
 
-    def of(self, rows_N: Tensor) -> TargetProbs:
-        """At some of these positions, each named by its row."""
-        places_N = torch.searchsorted(self.rows_U, rows_N)
-        mass_N1 = 1.0 if self.mass_U1 is None else self.mass_U1[places_N]
-        return TargetProbs(self.probs_UV[places_N], mass_N1, self.covered_U[places_N])
+    def of(self, first: int, count: int) -> TargetProbs:
+        """At `count` of these positions from the `first` on; nothing is copied."""
+        here = slice(first, first + count)
+        every = self.all
+        return TargetProbs(
+            every.renormalised_NV[here],
+            None if every.log_NV is None else every.log_NV[here],
+            None if every.plogp_N is None else every.plogp_N[here],
+            every.mass_N1 if isinstance(every.mass_N1, float) else every.mass_N1[here],
+            every.covered_N[here],
+        )
 
 
 def _ce(log_q_NV: Tensor, labels_N: Tensor, target: Any) -> Tensor:
@@ -223,17 +260,16 @@ def _ce(log_q_NV: Tensor, labels_N: Tensor, target: Any) -> Tensor:
 
 
 def _soft_ce(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return -(target.renormalised_NV * log_q_NV).sum(-1) * target.covered_N
+    return -torch.linalg.vecdot(target.renormalised_NV, log_q_NV) * target.covered_N
 
 
 def _kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    p_NV = target.renormalised_NV
-    return (torch.special.xlogy(p_NV, p_NV) - p_NV * log_q_NV).sum(-1) * target.covered_N
+    return (target.plogp_N - torch.linalg.vecdot(target.renormalised_NV, log_q_NV)) * target.covered_N
 
 
 def _reverse_kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    log_p_NV = target.renormalised_NV.clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
-    return (log_q_NV.exp() * (log_q_NV - log_p_NV)).sum(-1) * target.covered_N
+    assert target.log_NV is not None
+    return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NV) * target.covered_N
 
 
 def _overlap(log_q_NV: Tensor, target: TargetProbs) -> Tensor:
@@ -267,6 +303,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
 """Words and their losses: (log_q_NV, labels_N, target) -> loss_N."""
 NEED_MASS = {"tv", "lk_alpha", "lk_lambda"}
 """Those that take the target's probabilities as they are."""
+NEED_ENTROPY = {"kl", "lk_lambda"}
+"""Those that subtract the target's entropy, which does not depend on the draft."""
 
 
 def _depth_weights(

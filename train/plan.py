@@ -17,9 +17,9 @@ from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..heads import TargetEnds, TargetFeatures, TargetInfo, layers
+from ..heads import TargetEnds, TargetFeatures, TargetInfo
 from ..heads.checkpoint import build_head
-from ..heads.losses import CHUNK_ELEMENTS
+from ..heads.losses import positions_at_once
 from ..inference import Target
 from .batches import Share
 from .big_target import empty_model
@@ -34,10 +34,10 @@ from .setup import head_options
 SCALE = 16
 """The head on which activations are counted is so many times narrower."""
 SAMPLE = 32
-"""Tokens of the shortest one of its three rows."""
+"""Tokens of the shorter one of its two rows."""
 CHUNK_COPIES = 5
-"""Tensors of a chunk's size that are alive at once, of attention scores or of draft logits: such as themselves, their
-softmax, its gradient, and what they are compared with."""
+"""Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the target's
+probabilities and a product of two of them."""
 FLOAT = 4
 """Bytes of a float32: weights, gradients and optimizer states of a head."""
 
@@ -120,34 +120,29 @@ def plan_run(config: TrainConfig) -> Plan:
         "gradients": cut(size, 2),
         "optimizer": cut(states, 1) + (FLOAT * size if config.optim.ema else 0),
         "activations": activations(config, info, rows, length) + in_16_bits,
-        "loss": loss_chunk(tokens, info.vocab_size, head.draft_vocab_size, dtype.itemsize),
+        "loss": loss_chunk(tokens, info.vocab_size, head.draft_vocab_size, dtype.itemsize, here),
     }
     formats_of = (config.target_dtype, config.loop.precision)
     return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(target, head, config))
 
 
-def loss_chunk(tokens: int, vocab_size: int, draft_vocab_size: int, itemsize: int) -> int:
+def loss_chunk(tokens: int, vocab_size: int, draft_vocab_size: int, itemsize: int, device: torch.device) -> int:
     """Bytes of the loss's chunk: the target's logits in its dtype, and the draft's with their copies in float32."""
-    positions = min(tokens, max(64, CHUNK_ELEMENTS // vocab_size))
+    positions = min(tokens, positions_at_once(device, max(vocab_size, draft_vocab_size)))
     return positions * (vocab_size * itemsize + CHUNK_COPIES * FLOAT * draft_vocab_size)
 
 
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
     """Bytes that the head keeps for its backward.
 
-    On short rows of a narrow head they are c + a x tokens + b x tokens squared: c, weights in 16 bits, is counted by
-    the caller; a grows with the width; b, the scores of the training-time test's attention, is there while these are
-    small enough not to be made in chunks.
+    On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the caller; a grows
+    with the width. No attention keeps scores.
     """
-    chunked = info.num_attention_heads * rows * length**2 > layers.SCORES
-    short, middle, long = (kept(config, info, i * SAMPLE, chunked=chunked) for i in (1, 2, 4))
-    square = (long - 3 * middle + 2 * short) / (6 * SAMPLE**2)
-    linear = (middle - short) / SAMPLE - 3 * SAMPLE * square
-    scores = CHUNK_COPIES * FLOAT * layers.SCORES if chunked else square * rows * length**2
-    return round(linear * SCALE * rows * length + scores)
+    short, long = (kept(config, info, i * SAMPLE) for i in (1, 2))
+    return round((long - short) / SAMPLE * SCALE * rows * length)
 
 
-def kept(config: TrainConfig, info: TargetInfo, time: int, chunked: bool, scale: int = SCALE) -> int:
+def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
     """Bytes that a head a `scale`-th as wide keeps of one row of `time` tokens."""
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
@@ -178,13 +173,8 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, chunked: bool, scale:
         return one
 
     hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
-    limit = layers.SCORES
-    layers.SCORES = 1 if chunked else limit
-    try:
-        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
-            output = head(features)
-    finally:
-        layers.SCORES = limit
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
+        output = head(features)
     assert output.loss.requires_grad  # what it keeps is counted while it is there
     sizes = {one.storage.data_ptr(): one.storage.nbytes() for one in saved}
     return sum(size for place, size in sizes.items() if place not in own)

@@ -217,13 +217,13 @@ def test_chunks_add_up(elements: int, weights: str, monkeypatch: pytest.MonkeyPa
     """Cuts fall into the middle of answers, whose deeper drafts are judged by positions of the next chunk."""
     problem = build(answers(80), drafted=9)
     assert len(problem.anchors.index_N) > 2 * 70
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", elements)
     assert_same(problem, {"kl": 1.0, "ce": 0.5}, weights)
 
 
 @pytest.mark.parametrize("count", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS])
 def test_no_anchor_is_lost_between_chunks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     mask_BT = torch.ones(1, count + 2, dtype=torch.bool)
     assert_same(build(mask_BT, depths=2), {"soft_ce": 1.0})
 
@@ -506,7 +506,7 @@ def test_nothing_as_wide_as_the_vocabulary_is_larger_than_a_chunk(
     name: str, weights: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All together, too: twice the anchors need no more memory."""
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     rows, elements = watch(3 * ROWS, name, weights, dtype)
     assert ROWS <= rows <= ROWS + 2  # the target is read at the chunk's positions and up to the deepest draft's
     assert watch(6 * ROWS, name, weights, dtype) == (rows, elements)
@@ -514,7 +514,7 @@ def test_nothing_as_wide_as_the_vocabulary_is_larger_than_a_chunk(
 
 def test_a_chunk_is_as_large_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The larger of both vocabularies counts."""
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 100 * 301)
+    monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 100 * 301)
     rows, _ = watch(400, "kl", "decay", torch.float32)
     assert 100 <= rows <= 102
 

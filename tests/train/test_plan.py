@@ -115,7 +115,7 @@ def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
     head = build_head(*head_options(recipe), info)
     in_16_bits = 2 * sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
     estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits
-    real = plan.kept(recipe, info, 200, chunked=False, scale=1)
+    real = plan.kept(recipe, info, 200, scale=1)
     assert estimate == pytest.approx(real, rel=0.1)
 
 
