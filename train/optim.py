@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -13,8 +13,49 @@ from transformers import get_scheduler
 from .config import OptimConfig
 
 
+class Float32Muon(Muon):
+    """Torch's Muon with its iteration in float32.
+
+    Torch iterates in bfloat16. A processor without products in that format emulates them, at a hundredth of the speed.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step; see torch's own for the arithmetic."""
+        assert closure is None
+        for group in self.param_groups:
+            matrices: list[Tensor] = []
+            gradients: list[Tensor] = []
+            means: list[Tensor] = []
+            self._init_group(group, matrices, gradients, means)
+            for matrix, gradient, mean in zip(matrices, gradients, means, strict=True):
+                mean.lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+                update = orthogonal(update.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+                rate = 0.2 * max(matrix.shape) ** 0.5  # match_rms_adamw
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update.to(matrix.dtype), alpha=-group["lr"] * rate)
+
+
+def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """A matrix with its singular values near 1, by Newton and Schulz's iteration in the matrix's own format."""
+    first, second, third = coefficients
+    wide = matrix.T if len(matrix) > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=second, alpha=third), wide, beta=first)
+    return wide.T if len(matrix) > matrix.shape[1] else wide
+
+
+def muon_of(matrices: list[nn.Parameter]) -> type[Muon]:
+    """Torch's own, or the one in float32 on a CPU that emulates bfloat16."""
+    emulated = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Float32Muon if emulated and all(matrix.device.type == "cpu" for matrix in matrices) else Muon
+
+
 class MuonAdamW(Optimizer):
-    """Muon (torch's own) for the matrices inside a head, AdamW for all else, as one optimizer.
+    """Muon (torch's own, see `muon_of`) for the matrices inside a head, AdamW for all else, as one optimizer.
 
     Muon's steps are scaled to AdamW's size (`match_rms_adamw`, arXiv:2502.16982), so both take one learning rate.
     """
@@ -22,7 +63,7 @@ class MuonAdamW(Optimizer):
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], config: OptimConfig) -> None:
         self.parts: dict[str, Optimizer] = {}
         if matrices:
-            self.parts["muon"] = Muon(
+            self.parts["muon"] = muon_of(matrices)(
                 matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
             )
         if others:

@@ -14,7 +14,7 @@ from headstart.heads.checkpoint import build_head
 from headstart.train.config import OptimConfig
 from headstart.train.console import Stopped
 from headstart.train.loop import train
-from headstart.train.optim import MuonAdamW, build_optimizer
+from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer, muon_of
 
 MUON = OptimConfig(name="muon", lr=0.01, weight_decay=0.1, warmup=0.5)
 OPTIONS = {"eagle3": {"feature_layers": [0, 1, 2], "hidden_size": 16, "num_attention_heads": 4, "head_dim": 4}}
@@ -164,3 +164,30 @@ def test_a_schedule_rises_over_the_warm_up_and_then_falls_as_its_word_says(tiny_
         rates.step()
         found.append(rates.get_last_lr()[0])
     assert found == pytest.approx(expected, abs=2e-4)  # transformers ends a polynomial above 0
+
+
+def test_muon_in_float32_steps_as_torchs_own(monkeypatch):
+    """But for bfloat16's rounding; torch's own in float32 is the same."""
+    settings = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    sides = []
+    for kind in (torch.optim.Muon, torch.optim.Muon, Float32Muon):
+        if len(sides) == 1:
+            monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 9), (9, 6), (1, 4))]
+        optimizer = kind(weights, **settings)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        sides.append((weights, optimizer.state_dict()["state"]))
+    rounded, exact, ours = sides
+    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours[0], rounded[0], rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(("supported", "wanted"), [(True, torch.optim.Muon), (False, Float32Muon)])
+def test_muon_iterates_in_float32_where_bfloat16_is_emulated(supported, wanted, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    assert muon_of([torch.nn.Parameter(torch.zeros(2, 2))]) is wanted
+    assert muon_of([torch.nn.Parameter(torch.zeros(2, 2, device="meta"))]) is torch.optim.Muon

