@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +103,8 @@ def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
         query_BHTE, keys, values = query_BHTE.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
     if len(keys) == 1 and texts.sequences_BT is None:
         return F.scaled_dot_product_attention(query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True)
+    if _get_current_dispatch_mode() is not None:  # who counts arithmetic sees no fused kernel
+        return by_chunks(query_BHTE, keys, values, texts.sequences_BT)
     if device.type == "cpu":
         found: Tensor = _OnCpu.apply(texts.places, query_BHTE, *keys, *values)
         return found

@@ -1,7 +1,10 @@
-"""Measure rounds on a GPU: `python scripts/bench_gpu.py --output benchmarks/gpu`; no network, under ten minutes.
+"""Measure rounds and a training step on a GPU, in under ten minutes, without a network.
+
+    python scripts/bench_gpu.py --output benchmarks/gpu
 
 Models of the shapes of Llama-3.1-8B, Qwen3-8B and Llama-3.3-70B with random weights, as many as fit, and EAGLE-3 heads
-for them: what a round costs by batch, context and tree, against transformers' own steps. Their acceptance is synthetic.
+for them: what a round costs by batch, context and tree, against transformers' own steps, and a training step of the
+first of them. Their acceptance is synthetic.
 """
 
 from __future__ import annotations

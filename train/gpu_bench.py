@@ -36,6 +36,7 @@ from ..inference.verify import greedy
 from .console import log
 from .floors import memory_bandwidth, now, weight_bytes
 from .gpu_options import GpuBenchConfig
+from .gpu_training import head_options, told_training, training_of
 from .provenance import provenance
 
 LLAMA_3: dict[str, Any] = {
@@ -66,6 +67,8 @@ DEPTH, WIDTH = 7, 10
 """Of the trees, as in EAGLE-2."""
 RATE = 0.93
 """Synthetic acceptance rate at every depth: 1 + sum of RATE^d over 7 depths is 6.3, near the published 6.13."""
+TRAINING_STEPS = 5
+"""Training steps that are timed."""
 HEADROOM = 0.85
 """Share of the device's memory that weights and caches may take."""
 
@@ -86,8 +89,11 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         "synthetic": "acceptance of random weights is drawn, not measured",
         "bandwidth": bandwidth,
         **provenance(),
+        "training": {},
         "shapes": {},
     }
+    if len(config.training) not in (0, 2) or min([1, *config.training]) < 1:
+        raise ValueError(f"training needs a number of rows and of tokens, or nothing, not {config.training}")
     deadline = time.monotonic() + 60 * config.minutes
     for name in config.shapes:
         report["shapes"][name] = rows = []
@@ -98,6 +104,11 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
             log.info(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
             continue
         target, head = random_pair(shape, device)
+        if config.training and not report["training"]:
+            rows_of, length = config.training
+            report["training"][name] = training_of(target, head_options(target), rows_of, length, TRAINING_STEPS)
+            console.print(told_training(name, report["training"][name]))
+            written(report, config)
         decide = Decider(synthetic)
         target.compile()
         decide.compile(device)
@@ -260,6 +271,7 @@ def written(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, Any]:
     lines = [
         f"Hardware: {report['hardware']}. Acceptance is synthetic (random weights): a rate of {RATE} at each depth."
     ]
+    lines += [f"\n{told_training(name, row)}" for name, row in report["training"].items()]
     for name, rows in report["shapes"].items():
         lines += ["", f"### {name}", "", "| batch | context | nodes | round, ms | draft | target | rest | bandwidth | "]
         lines[-1] += "synthetic tokens/s |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -30,7 +31,9 @@ def tiny():
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHAPES", {"tiny": tiny})
-    return GpuBenchConfig(str(tmp_path), ["tiny"], batches=[1, 2], contexts=[40], nodes=[1, 4, 12], repeats=2)
+    return GpuBenchConfig(
+        str(tmp_path), ["tiny"], batches=[1, 2], contexts=[40], nodes=[1, 4, 12], repeats=2, training=[2, 24]
+    )
 
 
 def test_every_size_is_measured_and_what_is_synthetic_is_called_so(config, tmp_path):
@@ -44,6 +47,10 @@ def test_every_size_is_measured_and_what_is_synthetic_is_called_so(config, tmp_p
         assert 1 <= row["synthetic_tokens"] <= min(row["nodes"], 8)
     assert {row["transformers"] for row in saved["shapes"]["tiny"] if "step" in row} >= {"eager"}
     assert "synthetic" in (tmp_path / "rounds.md").read_text()
+    step = saved["training"]["tiny"]
+    assert (step["rows"], step["length"]) == (2, 24) and step["tokens_per_second"] > 0 and step["teraflops"] > 0
+    assert set(step["milliseconds"]) == {"batch", "target", "head", "loss", "backward", "optimizer"}
+    assert "tiny, training, 2 rows of 24" in (tmp_path / "rounds.md").read_text()
 
 
 def test_what_does_not_fit_or_is_late_is_left_out(config, monkeypatch, capsys):
@@ -51,6 +58,8 @@ def test_what_does_not_fit_or_is_late_is_left_out(config, monkeypatch, capsys):
     assert bench_gpu(config)["shapes"]["tiny"] == []
     assert "left out" in capsys.readouterr().out
     monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"training needs a number of rows and of tokens, or nothing, not \[3\]"):
+        bench_gpu(dataclasses.replace(config, shapes=["qwen3-8b"], training=[3]))
     with pytest.raises(ValueError, match="unknown shape 'huge'; choose from llama"):
         bench_gpu(GpuBenchConfig("o", ["huge"]))
 
