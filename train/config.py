@@ -69,6 +69,12 @@ class FeaturesConfig:
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = 20.0
     """GiB on disk that auto takes at most."""
+    from_server: str | None = None
+    """Folder of states that a vLLM server made, in the files of the package speculators (hs_NUMBER.safetensors, of all
+    sequences to train on); the cache takes them, and the target computes none. Needs mode cached."""
+    server_layers: list[int] = field(default_factory=list)
+    """What these files hold of a token, in their order and in speculators' count: k is the input of block k, and the
+    number of blocks what leaves the last one, such as [2, 16, 29, 32] for 32 blocks."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
 
@@ -230,6 +236,12 @@ class TrainConfig:
     target_placement: Literal["whole", "shard", "spread"] = "whole"
     """whole on every process; shard: each of its blocks cut over the processes; spread: for one process, its blocks on
     one device after the other."""
+    target_attention: str | None = None
+    """The target's attention by transformers' word (attn_implementation): sdpa, flash_attention_2, flex_attention ...;
+    null leaves it to transformers."""
+    target_quantization: dict[str, Any] | None = None
+    """The target's weights packed as they are loaded: transformers' quantization_config as a mapping, such as
+    {load_in_4bit: true} or {quant_method: torchao, quant_type: ...}; null leaves them as they are."""
     init_from: str | None = None
     """A head's checkpoint whose weights training starts from, at step 0; null for a new head."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -333,6 +345,15 @@ class TrainConfig:
                     f"tracking.{name} is {getattr(self.tracking, name)!r}, which {self.loop.tracker} does not know; "
                     f"remove it, or choose loop.tracker {able}"
                 )
+        if (self.features.from_server is None) != (not self.features.server_layers):
+            raise ValueError(
+                "features.from_server and features.server_layers belong together, not "
+                f"{self.features.from_server!r} and {self.features.server_layers}"
+            )
+        if self.features.from_server is not None and self.features.mode != "cached":
+            raise ValueError(f"features.from_server needs features.mode cached, not {self.features.mode}")
+        if self.target_quantization is not None and not self.target_quantization:
+            raise ValueError("target_quantization needs a mapping such as {load_in_4bit: true}, or null, not {}")
         if self.adapter.rank > 0 and (self.optim.name == "muon" or self.features.mode != "online"):
             raise ValueError(
                 "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "

@@ -20,6 +20,7 @@ from .data import Batch, Example, collate
 from .feature_cache import FORMATS, FeatureCache, bytes_per_token, corrupt_shards, decoded, key_of
 from .parallel import alone
 from .sequences import lengths_of
+from .server_features import take_server_states
 
 BATCH_TOKENS = 8192
 """Tokens of a batch, padding included, when states are computed before training."""
@@ -173,6 +174,12 @@ def feature_source(
         return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config))
     log.info(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
+    if options.from_server is not None and accelerator.is_main_process:
+        folder, layers = Path(options.from_server), options.server_layers
+        added = take_server_states(cached.cache, target, cached.layers, examples, folder, layers)
+        log.info(f"{added} sequences' states from {folder}")
+    if options.from_server is not None:
+        cached.settle(accelerator)
     if options.mode == "cached":
         cached.write(accelerator, examples)
     return cached

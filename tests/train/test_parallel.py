@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import yaml
 from accelerate import Accelerator
 
 from headstart.heads.checkpoint import load_head
+from headstart.inference import Target
 from headstart.train.batches import Share
 from headstart.train.big_target import load_target
 from headstart.train.config import AdapterConfig, OptimConfig
@@ -274,3 +276,56 @@ def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
     adapted = dataclasses.replace(options, target_placement="spread", adapter=AdapterConfig(rank=4))
     with pytest.raises(ValueError, match="an adapter needs target_placement 'whole', not 'spread'"):
         train(dataclasses.replace(adapted, head={"type": "medusa", "num_heads": 2}))
+
+
+CUT = """
+import sys, torch
+from torch import distributed
+from transformers import AutoModelForCausalLM
+from headstart.inference import Target
+from headstart.train.big_target import cut_blocks
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval().requires_grad_(False)
+tokens_BT = torch.randint(250, (2, 9))
+before = Target(model).read(tokens_BT, (0, -1))
+whole = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+cut_blocks(model)
+target = Target(model)
+assert all(map(torch.equal, before, target.read(tokens_BT, (0, -1))))
+states = [block._get_fsdp_state() for block in target.ends.blocks]
+print("roots", sum(state._is_root for state in states))
+print("ahead", [[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
+print("whole", whole == {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)})
+print("cut", all(type(weight).__name__ == "DTensor" for block in target.ends.blocks for weight in block.parameters()))
+"""
+
+
+def test_a_block_is_gathered_while_the_one_before_it_runs(options):
+    """Of blocks that were each a root of their own, every one would wait for all that was launched before."""
+    done = subprocess.run([sys.executable, "-c", CUT, options.target], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    count = len(json.loads(said["ahead"]))
+    assert said["roots"] == "0" and said["whole"] == said["cut"] == "True"
+    assert json.loads(said["ahead"]) == [[i + 1] for i in range(count - 1)] + [[]] and count > 1
+
+
+@pytest.mark.parametrize("placement", ["whole", "spread"])
+def test_the_targets_attention_and_packing_are_transformers_own_options(options, placement, monkeypatch):
+    config = dataclasses.replace(options, target_placement=placement, target_attention="eager")
+    assert load_target(config, Accelerator()).model.config._attn_implementation == "eager"
+    assert load_target(options, Accelerator()).model.config._attn_implementation == "sdpa"
+    given = []
+    monkeypatch.setattr(Target, "load", lambda *arguments: given.append(arguments[-1]))
+    load_target(dataclasses.replace(config, target_quantization={"load_in_4bit": True}), Accelerator())
+    assert given == [{"attn_implementation": "eager", "quantization_config": {"load_in_4bit": True}}]
+
+
+def test_packed_weights_are_not_cut(options):
+    with pytest.raises(ValueError, match="target_quantization needs a mapping such as"):
+        dataclasses.replace(options, target_quantization={})
+    accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    config = dataclasses.replace(options, target_placement="shard", target_quantization={"load_in_8bit": True})
+    with pytest.raises(ValueError, match="target_quantization needs target_placement 'whole' or 'spread', not 'shard'"):
+        load_target(config, accelerator)
