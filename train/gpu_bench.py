@@ -107,7 +107,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         if config.training and not report["training"]:
             rows_of, length = config.training
             report["training"][name] = training_of(target, head_options(target), rows_of, length, TRAINING_STEPS)
-            console.print(told_training(name, report["training"][name]))
+            log.info(told_training(name, report["training"][name]))
             written(report, config)
         decide = Decider(synthetic)
         target.compile()
