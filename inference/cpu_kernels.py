@@ -335,6 +335,9 @@ def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None
     if type(module) is nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
         return PackedLinear(module)
     twin = copy.copy(module)
+    # transformers hooks a model when its hidden states are first asked for: each of the two must get hooks of its own.
+    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
+    twin.__dict__.update(hooks)
     twin.__dict__["_modules"] = {name: packed_copy(child, block) for name, child in module.named_children()}
     return twin
 

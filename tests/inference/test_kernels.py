@@ -198,6 +198,20 @@ def test_other_models_are_not_mistaken_and_get_their_linear_layers(name):
     assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
 
 
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_who_asks_the_model_for_its_states_does_not_change_ours(asked):
+    """transformers hooks a model at the first such call, and the copy in the kernels at its own."""
+    target, text = target_of(next(iter(OTHERS.values()))), torch.arange(1, 9)[None]
+    model = target.model
+    if asked == "before":
+        model(text, output_hidden_states=True)
+    target.compile()
+    expected = model(text, output_hidden_states=True).hidden_states[-1]
+    for _ in range(2):
+        found = target.read_chunk(text, 8, target.new_cache(1), (-1,), []).features_BNF
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "both kinds"])
 def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threads):
