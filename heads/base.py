@@ -141,7 +141,7 @@ class TargetFeatures:
 class HeadOutput(NamedTuple):
     """The loss of one batch and the counts from which every reported mean is made.
 
-    A tuple, in which engines that shard a head (ZeRO-3, FSDP2) find the tensors that its backward starts from. All are
+    A tuple, in which engines that shard a head (FSDP2) find the tensors that its backward starts from. All are
     sums over positions, so that batches, accumulation steps and ranks add up before anything is divided.
     """
 

@@ -55,6 +55,11 @@ def loading_options(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def cut_over_processes(target: Target) -> bool:
+    """Whether each forward is one of all processes together: its blocks are gathered from them."""
+    return any(isinstance(module, FSDPModule) for module in target.model.modules())
+
+
 def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) -> Target:
     """Only the first process reads the weights; the others get their parts from it."""
     weights: dict[str, Any] = {}

@@ -120,7 +120,7 @@ class LoopConfig:
     """With batch_tokens: tokens per forward on each process, about; null for its whole share of a step."""
     recompute: bool = False
     """Compute activations of the training-time test again in the backward pass instead of keeping them."""
-    precision: Dtype = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the head's arithmetic; its weights and the optimizer stay float32. auto takes bfloat16 where that is faster
     than float32."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -138,6 +138,8 @@ class LoopConfig:
     patience: int = 0
     """Stop after so many evaluations in a row in which real acceptance was below the best although the held-out loss
     sank; 0 never stops early."""
+    timeout: float = 30.0
+    """Minutes that a process waits for the others: at least as long as the slowest checkpoint or evaluation takes."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Where the numbers are sent to, by accelerate; `tracking` says under which names."""
 
@@ -249,8 +251,8 @@ class TrainConfig:
     target_revision: str | None = None
     """Revision of the target's Hub id."""
     plan: str | None = None
-    """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, zero3:8, fsdp2:8 (with
-    the number of processes)."""
+    """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, fsdp2:8 (with the number
+    of processes)."""
     data: DataConfig = field(default_factory=DataConfig)
     """Conversations."""
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
@@ -329,6 +331,7 @@ class TrainConfig:
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, not {number}")
         above_0 = {"loop.epochs": self.loop.epochs, "optim.lr": self.optim.lr, "optim.clip": self.optim.clip}
+        above_0["loop.timeout"] = self.loop.timeout
         for name, rate in above_0.items():
             if rate <= 0:
                 raise ValueError(f"{name} must be above 0, not {rate}")
@@ -358,6 +361,11 @@ class TrainConfig:
             raise ValueError(
                 "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "
                 f"{self.features.mode} and {self.optim.name}"
+            )
+        if self.loop.precision not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                f"loop.precision {self.loop.precision!r} is none to train in; choose from auto, float32, bfloat16 "
+                "(gradients underflow in float16; target_dtype may be float16)"
             )
         if self.loop.precision == "float32" and self.target_dtype not in ("auto", "float32"):
             raise ValueError(

@@ -1,23 +1,31 @@
-"""How good a head is: teacher-forced accuracy by rank, and real acceptance through the decoder itself."""
+"""How good a head is: teacher-forced accuracy by rank, and real acceptance through the decoder itself.
+
+Several processes share out the conversations and the prompts, and each gets all results, in the order of one process.
+A target that is cut over the processes gathers its blocks in every forward, which all of them must take part in: there
+each process evaluates everything.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
 from ..inference.machine import turns
 from ..inference.planning import best_static_tree, default_dynamic_tree
+from .big_target import cut_over_processes
 from .config import EvalConfig
-from .console import ProgressBar
+from .console import ProgressBar, StopRequest
 from .data import Example, collate
 from .features import online_features
+from .parallel import shared_out
 
 RANKS = 10
 """How many of a head's best tokens are counted; a node of a calibrated tree has at most so many children."""
@@ -63,22 +71,51 @@ class Evaluation:
         }
 
 
-def evaluate(target: Target, head: DraftHead, held_out: list[Example], config: EvalConfig) -> Evaluation:
+def evaluate(
+    target: Target,
+    head: DraftHead,
+    held_out: list[Example],
+    config: EvalConfig,
+    accelerator: Accelerator | None = None,
+    stop: StopRequest | None = None,
+) -> Evaluation:
     """Measure a head on conversations that it was not trained on.
 
     The head is copied to the target's dtype first: that is how it will be used.
+
+    Args:
+        target: the frozen model.
+        head: the same on every process.
+        held_out: the same on every process.
+        config: how much is measured.
+        accelerator: of the processes that share out the work; None for this one alone.
+        stop: Ctrl-C and SIGTERM, which end the evaluation.
+
+    Raises:
+        Stopped: on every process, if one of them was stopped.
     """
     served = copy.deepcopy(head).to(target.dtype).eval()
-    loss_K, accuracy_KI = teacher_forced(target, served, held_out[: config.conversations])
+
+    def shared(items: Sequence[Any], work: Callable[[Sequence[Any], Callable[[], None]], list[Any]]) -> list[Any]:
+        if accelerator is None or stop is None:
+            return work(items, _nothing)
+        return shared_out(accelerator, items, work, stop, together=cut_over_processes(target))
+
+    def answered(policy: TreePolicy) -> Stats:
+        def work(part: Sequence[Tensor], between: Callable[[], None]) -> list[Stats]:
+            return [real_acceptance(target, served, policy, list(part), config.new_tokens, between)] if part else []
+
+        return Stats.merged(shared(prompts, work))
+
+    batches, prompts = in_batches(held_out[: config.conversations]), eval_prompts(target, held_out, config)
+    sums = shared(batches, lambda part, between: sums_of(target, served, part, between))
+    loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
         "static": best_static_tree(accuracy_KI, config.nodes),
         "dynamic": default_dynamic_tree(head.max_depth, config.nodes),
     }
-    prompts = eval_prompts(target, held_out, config)
-    trees = {
-        name: real_acceptance(target, served, policy, prompts, config.new_tokens) for name, policy in policies.items()
-    }
+    trees = {name: answered(policy) for name, policy in policies.items()}
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 
@@ -98,34 +135,73 @@ def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) ->
     return fitting[: config.prompts]
 
 
-@torch.no_grad()
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Of a batch: losses_K, counts_K and hits_KI, on the CPU."""
+
+
+def _nothing() -> None:
+    """Between two forwards of a process by itself."""
+
+
+def in_batches(examples: list[Example], batch_size: int = 8) -> list[list[Example]]:
+    """The conversations of every teacher-forced forward."""
+    return [examples[start : start + batch_size] for start in range(0, len(examples), batch_size)]
+
+
 def teacher_forced(
     target: Target, head: DraftHead, examples: list[Example], batch_size: int = 8
 ) -> tuple[list[float], list[list[float]]]:
     """Loss per depth, and accuracy per depth and rank, over conversations."""
-    ranks = min(RANKS, head.draft_vocab_size)
-    losses, counts = torch.zeros(2, head.max_depth)
-    hits = torch.zeros(head.max_depth, ranks)
-    with ProgressBar("accuracy, by conversations", len(examples)) as bar:
-        for start in range(0, len(examples), batch_size):
-            batch = collate(examples[start : start + batch_size])
-            output = head(online_features(target, head, batch, target.dtype), ranks=ranks)
-            depths = len(output.counts_K)
-            losses[:depths] += output.losses_K.cpu()
-            counts[:depths] += output.counts_K.cpu()
-            hits[:depths] += output.hits_KI.cpu()
-            bar.update(min(start + batch_size, len(examples)))
+    return means(sums_of(target, head, in_batches(examples, batch_size)), head.max_depth)
+
+
+@torch.no_grad()
+def sums_of(
+    target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = _nothing
+) -> list[Sums]:
+    """What a head got right in each of some batches; `between` is called before each."""
+    ranks, sums = min(RANKS, head.draft_vocab_size), []
+    with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
+        for examples in batches:
+            between()
+            output = head(online_features(target, head, collate(examples), target.dtype), ranks=ranks)
+            sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
+            bar.update(bar.done + len(examples))
+    return sums
+
+
+def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[float]]]:
+    """Loss per depth, and accuracy per depth and rank, of batches; those of short conversations have fewer depths."""
+    losses, counts = torch.zeros(2, max_depth)
+    hits = torch.zeros(max_depth, sums[0][2].shape[1])
+    for losses_K, counts_K, hits_KI in sums:
+        depths = len(counts_K)
+        losses[:depths] += losses_K
+        counts[:depths] += counts_K
+        hits[:depths] += hits_KI
     counts = counts.clamp(min=1)
     return (losses / counts).tolist(), (hits / counts[:, None]).tolist()
 
 
-def real_acceptance(target: Target, head: DraftHead, tree: TreePolicy, prompts: list[Tensor], new_tokens: int) -> Stats:
-    """What rounds did while the head answered prompts greedily."""
-    return greedy_answers(target, head, tree, prompts, new_tokens).stats
+def real_acceptance(
+    target: Target,
+    head: DraftHead,
+    tree: TreePolicy,
+    prompts: list[Tensor],
+    new_tokens: int,
+    between: Callable[[], None] = _nothing,
+) -> Stats:
+    """What rounds did while the head answered prompts greedily; `between` is called after each round."""
+    return greedy_answers(target, head, tree, prompts, new_tokens, between).stats
 
 
 def greedy_answers(
-    target: Target, head: DraftHead, tree: TreePolicy, prompts: list[Tensor], new_tokens: int
+    target: Target,
+    head: DraftHead,
+    tree: TreePolicy,
+    prompts: list[Tensor],
+    new_tokens: int,
+    between: Callable[[], None] = _nothing,
 ) -> GenerateOutput:
     """Answer prompts greedily with the head, all in one batch, padded on the left."""
     # Not compiled: the head goes on learning.
@@ -134,7 +210,7 @@ def greedy_answers(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        lm.round_listeners.append(lambda out: bar.update(out.tokens))
+        lm.round_listeners += [lambda out: bar.update(out.tokens), lambda _: between()]
         return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False)
 
 

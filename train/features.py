@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..heads import DraftHead, TargetFeatures
 from ..inference import Target
+from .big_target import cut_over_processes
 from .config import TrainConfig
 from .console import ProgressBar, Stopped, StopRequest, log
 from .data import Batch, Example, collate
 from .feature_cache import FORMATS, FeatureCache, bytes_per_token, corrupt_shards, decoded, key_of
-from .parallel import alone
+from .parallel import alone, any_process
 from .sequences import lengths_of
 from .server_features import take_server_states
 
@@ -87,8 +88,19 @@ class CachedFeatures:
     computed: so a run that was interrupted trains on the same numbers.
     """
 
-    def __init__(self, target: Target, head: DraftHead, cache: FeatureCache) -> None:
+    def __init__(
+        self, target: Target, head: DraftHead, cache: FeatureCache, accelerator: Accelerator | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            target: the frozen model.
+            head: says which layers it wants.
+            cache: of this model and these layers.
+            accelerator: of the processes that a target is cut over, each of whose forwards all of them take part in.
+        """
         self.target, self.cache, self.layers = target, cache, kept_layers(head.feature_layers)
+        self._together = accelerator if cut_over_processes(target) else None
         self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
         self._last = self.layers.index(-1)
         self._epoch: int | None = None
@@ -131,13 +143,16 @@ class CachedFeatures:
         batches = by_length(lengths, BATCH_TOKENS)
         with StopRequest() as stop:
             with ProgressBar("tokens", sum(lengths)) as bar, suppress(Stopped):
-                for number, batch in enumerate(batches):
-                    if number % accelerator.num_processes == accelerator.process_index and not stop.wanted:
-                        with stop.at_once(alone(accelerator)):
-                            self.fill(collate([examples[i] for i in batch]))
-                    bar.update(bar.done + sum(lengths[i] for i in batch))
+                for start in range(0, len(batches), accelerator.num_processes):
+                    group = batches[start : start + accelerator.num_processes]
+                    if any_process(accelerator, stop.wanted):
+                        break
+                    own = group[accelerator.process_index :][:1]  # the last group may have none for this process
+                    with stop.at_once(alone(accelerator)):
+                        self.fill(collate([examples[i] for batch in own for i in batch]))
+                    bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
             self.settle(accelerator)
-            if stop.wanted:
+            if any_process(accelerator, stop.wanted):
                 raise Stopped("stopped; the same command goes on from there")
 
     def settle(self, accelerator: Accelerator) -> None:
@@ -147,9 +162,14 @@ class CachedFeatures:
         self.cache.refresh()
 
     def fill(self, batch: Batch) -> list[bytes]:
-        """Compute a batch of which the cache misses something; the keys of its sequences."""
+        """Compute a batch of which the cache misses something; the keys of its sequences.
+
+        With a target that is cut over processes, all of them call this at the same time, and run the target if the
+        batch of any misses something.
+        """
         keys = keys_of(batch)
-        if any(key not in self.cache for key in keys):
+        missing = any(key not in self.cache for key in keys)
+        if missing if self._together is None else any_process(self._together, missing):
             tokens_BT = batch.tokens_BT.to(self.target.device)
             states_BTF, _ = self.target.read(tokens_BT, self.layers, _on(self.target, batch.positions_BT))
             states_BTLD = states_BTF.unflatten(-1, (len(self.layers), -1))
@@ -172,7 +192,7 @@ def feature_source(
     gib = cache_bytes(target, head, config) * sum(lengths_of(examples)) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
-    cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config))
+    cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config), accelerator)
     log.info(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
     if options.from_server is not None and accelerator.is_main_process:
         folder, layers = Path(options.from_server), options.server_layers

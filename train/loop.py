@@ -39,7 +39,18 @@ from .engine import Shared
 from .evaluate import Evaluation, eval_prompts, evaluate
 from .features import FeatureSource, OnlineFeatures, feature_source
 from .optim import build_optimizer
-from .parallel import alone, autocast, engine_got, exchanged, gradient_scale, prepare, shard, start, whole_state
+from .parallel import (
+    alone,
+    autocast,
+    engine_got,
+    exchanged,
+    from_main,
+    gradient_scale,
+    prepare,
+    shard,
+    start,
+    whole_state,
+)
 from .precision import as_begun, resolved
 from .probe import probe
 from .provenance import provenance
@@ -66,8 +77,8 @@ def train(
 
     Args:
         config: of the run.
-        deadline: on `time.monotonic`'s clock; a run of one process begins no step after it and judges the head as it
-            then is.
+        deadline: on the main process's `time.monotonic`; a run begins no step after it and judges the head as it then
+            is.
         shared: the target, if others use it too.
         callbacks: are called between steps, on the main process.
 
@@ -82,7 +93,7 @@ def train(
     set_seed(config.loop.seed)
     run = Run(Path(config.output), accelerator)
     run.claim(config)
-    if run.last.exists():
+    if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         if not (run.folder / "report.md").exists():
             report_on(run)
@@ -151,11 +162,11 @@ def run_steps(
             while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
                     found = judge(engine, setup, config, progress, stop, callbacks)
-                    if stops_early(progress, found, config.loop.patience):
+                    if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
                 if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
                     save()
-                if progress.step > 0 and time.monotonic() > deadline:
+                if progress.step > 0 and deadline < math.inf and from_main(accelerator, time.monotonic() > deadline):
                     steps = progress.step
                 if progress.step == steps:
                     break
@@ -258,7 +269,7 @@ def build_engine(
     trained = trained.to(accelerator.device)
     shard(accelerator, trained)
     optimizer, schedule = build_optimizer(trained, config.optim, steps, slower)
-    module, optimizer = prepare(accelerator, trained, optimizer)
+    module, optimizer = prepare(accelerator, trained, optimizer, config.loop.precision)
     accelerator.register_for_checkpointing(schedule)
     averaged = None
     if config.optim.ema > 0:
@@ -362,8 +373,9 @@ def judge(
     copy = build_head(*head_options(config), setup.target.info)
     copy.load_state_dict(whole_state(engine.averaged.module if engine.averaged else engine.head))
     copy = copy.to(engine.accelerator.device, dtype_of(config.loop.save_dtype))
+    found = evaluate(setup.target, copy, setup.held_out, config.eval, engine.accelerator, stop)
+    found = from_main(engine.accelerator, found)  # what is best, and when to stop, is decided by it
     with stop.at_once(alone(engine.accelerator)):
-        found = evaluate(setup.target, copy, setup.held_out, config.eval)
         samples = answers_to_show(setup, copy, found, config)
     facts = HeadFacts(
         tree=found.tree,
@@ -426,8 +438,7 @@ def check_norm(accelerator: Accelerator, norm: float, group: list[Batch], step: 
     Raises:
         ValueError: see `check_loss`.
     """
-    # In float16 the gradient scaler meets infinite gradients by itself, with a smaller scale.
-    if not math.isfinite(norm) and accelerator.mixed_precision != "fp16":
+    if not math.isfinite(norm):
         raise ValueError(f"step {step}: the gradient norm is {norm}; {_where_it_stands(group, run)}")
 
 

@@ -62,7 +62,7 @@ class Plan:
         return sum(self.memory.values())
 
 
-ENGINES = {"one": "one process", "ddp": "DDP", **{f"zero{i}": f"ZeRO-{i}" for i in (1, 2, 3)}, "fsdp2": "FSDP2"}
+ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
 """Launch files of configs/accelerate, and the engines that they give."""
 
 
@@ -80,7 +80,7 @@ def plan_run(config: TrainConfig) -> Plan:
         or (word == "one") != (number in ("", "1"))
     ):
         raise ValueError(
-            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, zero3, fsdp2 with their number of "
+            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their number of "
             "processes, such as zero2:8"
         )
     engine, processes = ENGINES[word], int(number or 1)

@@ -29,6 +29,6 @@ def precompute(config: TrainConfig) -> Path:
     layers = ", ".join(map(str, kept_layers(setup.head.feature_layers)))
     log.info(f"{each:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
     cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)
-    CachedFeatures(setup.target, setup.head, cache).write(accelerator, setup.training)
+    CachedFeatures(setup.target, setup.head, cache, accelerator).write(accelerator, setup.training)
     log.info(f"{cache.folder} holds the states of {len(setup.training):,} sequences")
     return cache.folder

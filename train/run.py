@@ -26,6 +26,7 @@ from ..heads.checkpoint import HeadFacts, finish_replacing, json_ready, save_hea
 from .config import TrainConfig
 from .console import log
 from .evaluate import Evaluation, summary
+from .parallel import from_main
 from .samples import Sample
 from .tracking import Tracker, flat
 
@@ -37,6 +38,7 @@ FREE_TO_CHANGE = (
     "loop.keep",
     "loop.tracker",
     "loop.save_dtype",
+    "loop.timeout",
     "features.repair",
     "data.cache",
     "data.num_proc",
@@ -136,7 +138,8 @@ class Run:
             ValueError: it was written by an engine, or a number of processes, that this run cannot take over.
         """
         processes = self.accelerator.num_processes
-        progress, whole = Progress(processes=processes, engine=engine), whole_checkpoints(self.folder)
+        progress = Progress(processes=processes, engine=engine)
+        whole = from_main(self.accelerator, whole_checkpoints(self.folder))
         for partial in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{partial} is half-written and passed over")
         if whole:
@@ -182,7 +185,7 @@ class Run:
     def save(self, progress: Progress, keep: int) -> None:
         """Write a checkpoint whole or not at all, then remove those older than the newest `keep`."""
         final = self.checkpoint(progress.step)
-        if final.exists():
+        if from_main(self.accelerator, final.exists()):
             return
         partial = final.with_name(final.name + ".partial")
         if self.accelerator.is_main_process:
@@ -221,7 +224,8 @@ class Run:
             The line that was logged.
         """
         rows = {name: summary(stats) for name, stats in found.trees.items()}
-        better = found.acceptance_length > progress.best_length or not self.best.exists()
+        # The others might look when the main process has saved it already.
+        better = from_main(self.accelerator, found.acceptance_length > progress.best_length or not self.best.exists())
         if better:
             progress.best_step, progress.best_length = progress.step, found.acceptance_length
         row: dict[str, Any] = json_ready(

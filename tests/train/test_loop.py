@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from headstart.heads.checkpoint import build_head, json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.scripts.command import options as options_of
-from headstart.train import features, loop
+from headstart.train import evaluate, features, loop
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.console import Stopped, StopRequest
 from headstart.train.data import collate, count_answer_tokens, read_conversations
@@ -545,9 +545,9 @@ def test_draws_of_a_step_that_is_cut_off_are_drawn_again():
 
 def test_a_run_whose_last_evaluation_or_report_was_cut_off_makes_it_again(options, monkeypatch, changed):
     short = changed(options, loop={"max_steps": 2, "eval_every": 0, "save_every": 0})
-    for name in ("evaluate", "report_on"):
+    for owner, name in ((evaluate, "sums_of"), (loop, "report_on")):
         with monkeypatch.context() as patch:
-            patch.setattr(loop, name, lambda *_: signal.raise_signal(signal.SIGTERM))
+            patch.setattr(owner, name, lambda *_: signal.raise_signal(signal.SIGTERM))
             with pytest.raises(Stopped):
                 train(short)
         folder = Path(short.output)

@@ -1,6 +1,7 @@
-"""Two processes over gloo, started as users start them: every engine, the same losses, and which engine it was.
+"""Several processes over gloo: every engine, the same losses as one process, and which engine it was.
 
-A launch file of configs/accelerate runs unchanged but for the number of processes.
+A launch file of configs/accelerate runs unchanged but for the number of processes. A launch takes seconds before its
+first step, so one makes several runs (`launched.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +26,12 @@ from accelerate import Accelerator
 
 from headstart.heads.checkpoint import load_head
 from headstart.inference import Target
+from headstart.train import features, precision
 from headstart.train.batches import Share
 from headstart.train.big_target import load_target
-from headstart.train.config import AdapterConfig, OptimConfig
+from headstart.train.config import AdapterConfig, FeaturesConfig, OptimConfig
 from headstart.train.data import Example
+from headstart.train.feature_cache import FeatureCache
 from headstart.train.loop import check_same_everywhere, train
 from headstart.train.parallel import check_engine, configure_deepspeed
 
@@ -34,16 +39,21 @@ ROOT = Path(__file__).parents[2]
 STEPS = 30
 SAME = 1e-4
 """Largest relative difference of two losses."""
+ROUNDED = 0.03
+"""The same in bfloat16, whose numbers are 0.4 % apart."""
 
 
 @pytest.fixture(scope="module")
 def options(run_options, tmp_path_factory):
-    """A head that reads its own weights outside of its modules and feeds on its own outputs; rows of any length."""
+    """A head that reads its own weights outside of its modules and feeds on its own outputs; rows of any length.
+
+    Its vocabulary is truncated, so it has buffers beside its weights.
+    """
     config = run_options(tmp_path_factory.mktemp("parallel") / "one process", STEPS)
     return dataclasses.replace(
         config,
-        head={"type": "eagle3", "depth": 3, "feature_layers": [0, -1]},
-        loop=dataclasses.replace(config.loop, batch_size=8, eval_every=0, save_every=15),
+        head={"type": "eagle3", "depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 8},
+        loop=dataclasses.replace(config.loop, batch_size=8, eval_every=0, save_every=15, timeout=1.0),
         optim=OptimConfig(lr=3e-3),
     )
 
@@ -54,19 +64,51 @@ def alone(options):
     return train(options)
 
 
-def launch(config, launch_file, *more, processes=2, **environment):
-    """Start a run as its own processes; the text it prints comes through `stdout`."""
+def in_bfloat16(config):
+    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, precision="auto"))
+
+
+def with_adapter(config):
+    """Medusa-2 on a target in bfloat16, whose states meet weights in float32."""
+    return dataclasses.replace(
+        in_bfloat16(config),
+        target_dtype="bfloat16",
+        head={"type": "medusa", "num_heads": 2},
+        adapter=AdapterConfig(rank=4, modules=["q_proj", "v_proj"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone_in_bfloat16(options, tmp_path_factory):
+    """The runs of one process in bfloat16, by what they train."""
+    kinds = {"head": in_bfloat16(options), "adapter": with_adapter(options)}
+    folder = tmp_path_factory.mktemp("bfloat16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "formats", lambda config, _: (config.target_dtype, "bfloat16"))
+        return {kind: train(dataclasses.replace(config, output=str(folder / kind))) for kind, config in kinds.items()}
+
+
+def written(config):
+    """The options as a file beside the run's folder."""
     folder = Path(config.output)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    given = folder.with_suffix(".yaml")
-    given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
+    return str(path)
+
+
+def launch(config, launch_file, processes=2):
+    """Start a run as its own processes; the text it prints comes through `stdout`."""
+    return started(launch_file, processes, "scripts/train.py", "--config", written(config))
+
+
+def started(launch_file, processes, *script):
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(launch_file), "--num_processes", str(processes), "--main_process_port", "0"]
-    command += [*more, "scripts/train.py", "--config", str(given)]
     return subprocess.Popen(
-        command,
+        [*command, *script],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -74,9 +116,50 @@ def launch(config, launch_file, *more, processes=2, **environment):
     )
 
 
+@dataclass(frozen=True)
+class Launched:
+    """What one run of a launch left."""
+
+    folder: Path
+    seen: list[dict[str, Any]]
+    """By each process; see `launched.py`."""
+    said: str
+    """By the whole launch."""
+
+
+def launched(folder, word, processes, jobs):
+    """One launch that makes several runs: by name a config, and what `launched.py` does to the run."""
+    given = []
+    for name, (config, more) in jobs.items():
+        config = dataclasses.replace(config, output=str(folder / name))
+        given.append({"config": written(config), "report": str(folder / f"{name}.seen"), **more})
+    (folder / "jobs.json").write_text(json.dumps(given))
+    process = started(f"configs/accelerate/{word}.yaml", processes, "tests/train/launched.py", folder / "jobs.json")
+    said = finished(process)
+    assert process.returncode == 0, said
+    return {
+        name: Launched(
+            folder / name,
+            [json.loads((folder / f"{name}.seen.{rank}.json").read_text()) for rank in range(processes)],
+            said,
+        )
+        for name in jobs
+    }
+
+
+def workers(process):
+    """The processes of a launch, which are in sessions of their own."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
 def finished(process, seconds=240):
+    """What a launch said; of one that hangs, also where each of its processes was."""
     try:
         said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for worker in workers(process):
+            os.kill(worker, signal.SIGABRT)  # see PYTHONFAULTHANDLER
+        said = f"{process.communicate()[0]}\nhung for {seconds} s"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -88,33 +171,65 @@ def losses(folder):
     return {row["step"]: [*row["loss"], row["gradient_norm"]] for row in rows if "loss" in row}
 
 
-def assert_same_curve(folder, other):
+def assert_same_curve(folder, other, apart=SAME):
     ours, theirs = losses(Path(folder)), losses(Path(other))
     assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
     for step, values in theirs.items():
-        assert ours[step] == pytest.approx(values, rel=SAME), f"step {step}"
+        assert ours[step] == pytest.approx(values, rel=apart), f"step {step}"
+
+
+def evaluations(folder):
+    rows = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "eval" in row]
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs")
+LAUNCHES = [
+    pytest.param(("ddp", "DDP", 2), id="DDP-2"),
+    pytest.param(("ddp", "DDP", 4), id="DDP-4"),
+    pytest.param(("zero2", "ZeRO-2", 2), id="ZeRO-2-2", marks=needs_compiler),
+    pytest.param(("zero2", "ZeRO-2", 4), id="ZeRO-2-4", marks=needs_compiler),
+    pytest.param(("fsdp2", "FSDP2", 2), id="FSDP2-2"),
+    pytest.param(("fsdp2", "FSDP2", 4), id="FSDP2-4"),
+]
 
 
-@pytest.mark.parametrize(
-    ("word", "engine", "micro_batch"),
-    [
-        ("ddp", "DDP", 2),
-        pytest.param("zero2", "ZeRO-2", 2, marks=needs_compiler),
-        pytest.param("zero3", "ZeRO-3", None, marks=needs_compiler),
-        ("fsdp2", "FSDP2", None),
-    ],
-)
-def test_two_processes_have_the_losses_of_one(options, alone, word, engine, micro_batch, tmp_path):
-    loop = dataclasses.replace(options.loop, micro_batch=micro_batch)
-    config = dataclasses.replace(options, output=str(tmp_path / word), loop=loop)
-    process = launch(config, f"configs/accelerate/{word}.yaml")
-    said = finished(process)
-    assert process.returncode == 0, said
-    assert f"; {engine}; step 0 of {STEPS}" in said
-    assert_same_curve(config.output, alone)
+@pytest.fixture(scope="module", params=LAUNCHES)
+def several(request, options, tmp_path_factory):
+    """An engine, its number of processes, and what they left: in float32, in bfloat16, and with an adapter."""
+    word, engine, processes = request.param
+    micro_batch = 2 if engine != "FSDP2" else None
+    config = dataclasses.replace(options, loop=dataclasses.replace(options.loop, micro_batch=micro_batch))
+    jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
+    if engine != "FSDP2" and processes == 2:
+        jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
+    return engine, processes, launched(tmp_path_factory.mktemp("several"), word, processes, jobs)
+
+
+def test_several_processes_have_the_losses_of_one(several, alone):
+    engine, processes, runs = several
+    run = runs["float32"]
+    assert f"; {engine}; step 0 of {STEPS}" in run.said
+    assert_same_curve(run.folder, alone)
+    assert all(seen["dtypes"] == ["torch.float32"] for seen in run.seen)
+    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    assert ours["eval"] == theirs["eval"] and ours["tree"] == theirs["tree"]
+    assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=SAME)
+    answered = [seen["prompts"] for seen in run.seen]  # 5 prompts, each with three trees
+    assert sum(answered) == 15 and max(answered) == 3 * -(-5 // processes)
+
+
+def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_autocast(
+    several, alone, alone_in_bfloat16
+):
+    _, _, runs = several
+    for kind, run in {"head": runs["bfloat16"], "adapter": runs.get("adapter")}.items():
+        if run is None:
+            continue
+        assert all(seen["dtypes"] == ["torch.bfloat16"] for seen in run.seen), kind
+        assert_same_curve(run.folder, alone_in_bfloat16[kind], apart=ROUNDED)
+    with pytest.raises(AssertionError):
+        assert_same_curve(runs["bfloat16"].folder, alone)
 
 
 def checkpoints(folder):
@@ -148,12 +263,13 @@ def test_stopped_on_two_processes_a_run_goes_on_alone_at_the_same_place_in_the_d
     assert_same_curve(config.output, alone)
 
 
-def test_what_another_engine_sharded_is_refused_with_the_way_out(stopped):
+def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(alone, stopped):
     config, checkpoint = stopped("fsdp2")
     with pytest.raises(ValueError, match=f"{checkpoint} was written by FSDP2 on 2 processes.*init_from"):
         train(config)
-    process = launch(config, "configs/accelerate/fsdp2.yaml")
+    process = launch(config, "configs/accelerate/fsdp2.yaml", processes=4)
     assert "FSDP2; step " in finished(process) and process.returncode == 0
+    assert_same_curve(config.output, alone)
 
 
 def test_where_one_process_dies_the_others_stop_and_it_is_named(options, tmp_path, wait_for, steps_logged):
@@ -161,8 +277,7 @@ def test_where_one_process_dies_the_others_stop_and_it_is_named(options, tmp_pat
     config = dataclasses.replace(options, output=str(tmp_path / "dies"), loop=loop)
     process = launch(config, "configs/accelerate/ddp.yaml")
     wait_for(process, lambda: steps_logged(config.output) >= 3, "step 3")
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(workers[1]), signal.SIGKILL)
+    os.kill(workers(process)[1], signal.SIGKILL)
     start = time.monotonic()
     said = finished(process, seconds=60)
     assert process.returncode != 0 and time.monotonic() - start < 60
@@ -177,7 +292,8 @@ def test_where_one_process_dies_the_others_stop_and_it_is_named(options, tmp_pat
     [
         ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which ZeRO-2 cuts; choose"),
         ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which FSDP2 cuts; choose"),
-        ("ZeRO-3", {"adapter": AdapterConfig(rank=4)}, "ZeRO-3 would shard the adapter inside the target; choose"),
+        ("FSDP2", {"adapter": AdapterConfig(rank=4)}, "FSDP2 would shard the adapter inside the target; choose"),
+        ("ZeRO-3", {}, "ZeRO-3 saves nothing here.* choose ZeRO-2 or FSDP2"),
     ],
 )
 def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, change, words):
@@ -195,6 +311,8 @@ def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, chan
         ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, which does not fit the config's 1.0"),
         ({"optimizer": {"type": "Adam"}}, "a section 'optimizer', which the config decides; remove it"),
         ({"bf16": {"enabled": True}}, "a section 'bf16', which the config decides; remove it"),
+        ({"torch_autocast": {"enabled": True}}, "a section 'torch_autocast', which the config decides; remove it"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "has offload_optimizer, but a head is not"),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given, words):
@@ -207,6 +325,21 @@ def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given,
 def test_a_launch_file_of_another_precision_is_refused(options, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match=r"mixed_precision 'fp16', the config loop\.precision 'float32'"):
+        train(options)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, "asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "has fsdp_offload_params, but a head is not offloaded"),
+        ({"WORLD_SIZE": "1"}, "asks for FSDP2, and one process has nothing to shard"),
+    ],
+)
+def test_a_launch_file_of_another_fsdp_is_refused(options, monkeypatch, environment, words):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
         train(options)
 
 
@@ -236,17 +369,122 @@ def test_processes_that_read_different_data_are_refused():
 # Targets that do not fit on one device.
 
 
-def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head(options, alone, tmp_path):
-    config = dataclasses.replace(options, output=str(tmp_path / "cut"), target_placement="shard")
-    process = launch(config, "configs/accelerate/ddp.yaml")
-    said = finished(process)
-    assert process.returncode == 0, said
-    assert_same_curve(config.output, alone)
-    ours, theirs = (
-        json.loads((Path(folder) / "log.jsonl").read_text().splitlines()[-1]) for folder in (config.output, alone)
+@pytest.fixture(scope="module")
+def thirteen(options, tmp_path_factory):
+    """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves forwards empty."""
+    folder = tmp_path_factory.mktemp("thirteen")
+    lines = Path(options.data.sources[0]).read_text(encoding="utf-8").splitlines()[:5]
+    messages = [json.loads(line)["messages"] for line in lines]
+    long = [
+        [{**user, "content": user["content"] + " please" * i}, says] for i in range(7) for user, says in messages[:1]
+    ]
+    rows = [{"messages": each} for each in [*messages, *long, messages[3]]]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return dataclasses.replace(
+        options,
+        output=str(folder / "whole"),
+        data=dataclasses.replace(options.data, sources=[str(folder / "data.jsonl")], held_out=0.01),
+        loop=dataclasses.replace(options.loop, batch_size=8, micro_batch=2),
+        features=FeaturesConfig(mode="cached", format="float32"),
     )
+
+
+@pytest.fixture(scope="module")
+def whole(thirteen):
+    """That run by one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "BATCH_TOKENS", BATCH_TOKENS)
+        return train(thirteen)
+
+
+BATCH_TOKENS = 120
+"""Of batches that are computed before training: an odd number of them."""
+
+
+def states_in(folder):
+    """The states of a cache, by their keys."""
+    cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
+    return {key: cache.read(key) for key in cache._places}
+
+
+def without_some(folder, to):
+    """A cache that holds what the first of two processes would compute, and misses what the second would."""
+    half = FeatureCache(to, json.loads((folder / "manifest.json").read_text()))
+    by_length = sorted(states_in(folder).items(), key=lambda pair: -len(pair[1]))
+    for number, (key, states) in enumerate(by_length):
+        if number % 4 < 2:
+            half.add(key, states)
+    half.flush()
+
+
+@pytest.fixture(scope="module")
+def two(options, thirteen, whole, tmp_path_factory):
+    """Runs of two processes of DDP: with a target cut over them, or with something that happens to one of them."""
+    folder = tmp_path_factory.mktemp("two")
+    without_some(whole / "features", folder / "half-filled")
+
+    def cut(config, mode, cache=None):
+        kept = dataclasses.replace(config.features, mode=mode, folder=cache)
+        return dataclasses.replace(config, target_placement="shard", features=kept)
+
+    def judged_often(config, **more):
+        return dataclasses.replace(config, loop=dataclasses.replace(config.loop, eval_every=5, save_every=0, **more))
+
+    more = {"batch_tokens": BATCH_TOKENS}
+    jobs = {
+        "cut": (cut(options, "online"), {}),
+        "cut, cached": (cut(thirteen, "cached"), more),
+        "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
+        "cut, auto": (cut(thirteen, "auto"), more),
+        "cut, stopped": (cut(judged_often(options), "online"), {"stopped_in_round": {"1": 3}}),
+        "stopped": (judged_often(options), {"stopped_in_round": {"1": 3}}),
+        "other numbers": (judged_often(options, patience=1), {"other_numbers": ["1"]}),
+    }
+    jobs = {
+        name: (dataclasses.replace(config, loop=dataclasses.replace(config.loop, timeout=0.5)), given)
+        for name, (config, given) in jobs.items()
+    }
+    return launched(folder, "ddp", 2, jobs)
+
+
+def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head(two, alone):
+    run = two["cut"]
+    assert_same_curve(run.folder, alone)
+    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
     assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
-    assert load_head(Path(config.output) / "last")[1].origin == load_head(alone / "last")[1].origin
+    assert [seen["prompts"] for seen in run.seen] == [15, 15]  # every process takes part in every forward
+    assert load_head(run.folder / "last")[1].origin == load_head(alone / "last")[1].origin
+
+
+@pytest.mark.parametrize("name", ["cut, cached", "cut, half-filled", "cut, auto"])
+def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two, whole, name):
+    """No process waits for a forward that another one has no use for."""
+    run = two[name]
+    folder = run.folder.parent / "half-filled" if name == "cut, half-filled" else run.folder / "features"
+    ours, theirs = states_in(folder), states_in(whole / "features")
+    assert ours.keys() == theirs.keys() and len(theirs) > 8
+    for key, states in theirs.items():
+        torch.testing.assert_close(ours[key], states, atol=1e-5, rtol=1e-5)
+    assert_same_curve(run.folder, whole)
+    if name != "cut, auto":
+        assert {seen["batches"] % 2 for seen in run.seen} == {1}, run.seen
+
+
+@pytest.mark.parametrize("name", ["stopped", "cut, stopped"])
+def test_a_signal_during_an_evaluation_ends_it_on_every_process_and_no_step_is_lost(two, name):
+    run = two[name]
+    assert [seen["ended"].partition(";")[0] for seen in run.seen] == ["stopped at step 5 of 30"] * 2
+    assert checkpoints(run.folder) == ["step-00000005"] and not evaluations(run.folder)
+
+
+def test_decisions_are_made_once(two):
+    """One process finds that acceptance falls while the held-out loss sinks, and the other does not."""
+    ours, theirs = two["other numbers"].seen
+    assert ours["ended"] == theirs["ended"] == "finished"
+    assert ours["found"] != theirs["found"]
+    assert {name: value for name, value in ours["progress"].items() if name != "seconds"} == {
+        name: value for name, value in theirs["progress"].items() if name != "seconds"
+    }
 
 
 def test_processes_agree_on_what_auto_is(options, tmp_path):

@@ -1,0 +1,130 @@
+"""Training runs that one launch makes one after the other, and what each process saw of them.
+
+    accelerate launch ... tests/train/launched.py JOBS.json
+
+Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw to FILE.R.json. A job may also hold
+
+    "precision"         what loop.precision auto becomes
+    "batch_tokens"      of the batches that are computed before training
+    "other_numbers"     ["R"]: these processes find other acceptance than the rest
+    "stopped_in_round"  {"R": N}: SIGTERM reaches these processes alone, in their N-th round of evaluations
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+
+from headstart.scripts.command import options
+from headstart.train import evaluate, features, loop, precision
+from headstart.train.config import TrainConfig
+from headstart.train.console import Stopped
+
+RANK = os.environ["RANK"]
+
+
+class Seen:
+    """What this process saw of a run."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[str] = set()
+        """Of what linear layers gave while something was trained."""
+        self.prompts = 0
+        """Answered in evaluations."""
+        self.batches = 0
+        """Of states that were computed before training."""
+        self.found: list[list[float]] = []
+        """Held-out losses of evaluations, as this process found them."""
+        self.progress: dict[str, Any] = {}
+        self.ended = "finished"
+
+
+def as_on_a_gpu() -> None:
+    """`torch.is_autocast_enabled()` is about GPUs: here it tells of the CPU, so that libraries behave as on one."""
+    asked = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda device="cpu": asked(device)
+
+
+def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
+    """Have the run tell what it does, and do to it what the job asks for."""
+
+    def patch(owner: Any, name: str, value: Any) -> None:
+        patched.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def linear(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and torch.is_grad_enabled():
+            seen.dtypes.add(str(output.dtype))
+
+    patched.append(nn.modules.module.register_module_forward_hook(linear))
+    answer, judge, end_step, find = evaluate.real_acceptance, loop.evaluate, loop.Report.end_step, features.by_length
+    rounds = [0]
+
+    def real_acceptance(target: Any, head: Any, tree: Any, prompts: Any, tokens: int, between: Any) -> Any:
+        seen.prompts += len(prompts)
+
+        def after_round() -> None:
+            rounds[0] += 1
+            if rounds[0] == job.get("stopped_in_round", {}).get(RANK):
+                signal.raise_signal(signal.SIGTERM)
+            between()
+
+        return answer(target, head, tree, prompts, tokens, after_round)
+
+    def judged(*given: Any) -> Any:
+        found = judge(*given)
+        if RANK in job.get("other_numbers", []):
+            found.trees["chain"].rows.clear()
+            worse = [1 + loss for loss in found.loss_K]
+            found = dataclasses.replace(found, loss_K=worse, trees={"chain": found.trees["chain"]})
+        seen.found.append(found.loss_K)
+        return found
+
+    def ended(self: Any, *given: Any) -> None:
+        end_step(self, *given)
+        seen.progress = self.progress
+
+    def by_length(*given: Any) -> Any:
+        batches = list(find(*given))
+        seen.batches = len(batches)
+        return batches
+
+    patch(evaluate, "real_acceptance", real_acceptance)
+    patch(loop, "evaluate", judged)
+    patch(loop.Report, "end_step", ended)
+    patch(features, "by_length", by_length)
+    patch(features, "BATCH_TOKENS", job.get("batch_tokens", features.BATCH_TOKENS))
+    patch(precision, "formats", lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)))
+
+
+def main() -> None:
+    """Make the runs."""
+    as_on_a_gpu()
+    PartialState.destroy_process_group = lambda *_: None  # the next run is made by the same processes
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        seen, patched = Seen(), []
+        watch(seen, job, patched)
+        try:
+            loop.train(options(TrainConfig, "train", "", ["--config", job["config"]]))
+        except Stopped as stopped:
+            seen.ended = str(stopped)
+        for place in patched:
+            place.remove() if not isinstance(place, tuple) else setattr(*place)
+        progress = dataclasses.asdict(seen.progress) if seen.progress else {}
+        found = {**vars(seen), "dtypes": sorted(seen.dtypes), "progress": progress}
+        Path(f"{job['report']}.{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
