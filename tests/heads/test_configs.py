@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from transformers import LlamaConfig
 
 from headstart.heads import TargetInfo
 from headstart.heads.checkpoint import build_head
+from headstart.scripts.command import options
 from headstart.train.config import TrainConfig
+from headstart.train.plan import plan_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+FILLED = 0.75
+"""How much of a machine's memory a plan may take: evaluations, and memory in pieces, need the rest."""
 
 LLAMA_3 = {
     "vocab_size": 128256,
@@ -110,6 +116,39 @@ def test_every_option_of_the_file_exists(path):
     for name in ("data", "optim", "loop", "eval"):
         part = known[name].default_factory()
         assert set(given.get(name, {})) <= set(part.__dataclass_fields__)
+
+
+def planned(path, folder, **changes):
+    """The run of a file on the machine that its header names; the memory of each device, and what is planned there."""
+    text = path.read_text(encoding="utf-8")
+    machine = re.search(r"^# Machine: (\d+) (?:CPU|GPUs?) of (\d+) GB$", text, re.MULTILINE)
+    launch = re.search(r"accelerate launch (?:--config_file configs/accelerate/(\S+)\.yaml )?", text)
+    assert machine and launch, f"{path.name} names no machine, or not how it is launched there"
+    processes, gigabytes = int(machine[1]), int(machine[2])
+    word = launch[1] or "one"
+    if launch[1]:
+        launched = yaml.safe_load((path.parent / "accelerate" / f"{word}.yaml").read_text(encoding="utf-8"))
+        assert launched["num_processes"] == processes
+    name = yaml.safe_load(text)["target"]
+    renamed = {"num_layers": "num_hidden_layers", "max_positions": "max_position_embeddings"}
+    shape = {renamed.get(key, key): value for key, value in PUBLISHED[name].items()}
+    LlamaConfig(**shape, tie_word_embeddings=name.startswith("package:"), dtype="bfloat16").save_pretrained(folder)
+    arguments = ["--config", str(path), "--target", str(folder), "--data.sources", "[c.jsonl]"]
+    arguments += ["--plan", word if word == "one" else f"{word}:{processes}"]
+    config = options(TrainConfig, "train", "", arguments)
+    return gigabytes * 1e9, plan_run(dataclasses.replace(config, **changes)).total
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_run_fits_the_machine_that_its_file_names(path, tmp_path):
+    memory, needed = planned(path, tmp_path)
+    assert needed < FILLED * memory
+
+
+def test_a_target_of_70b_would_not_fit_whole(tmp_path):
+    (path,) = (path for path in CONFIGS if "70b" in path.stem)
+    memory, needed = planned(path, tmp_path, target_placement="whole")
+    assert needed > memory
 
 
 def test_eagle3_for_llama_3_1_has_the_published_shapes():
