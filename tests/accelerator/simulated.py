@@ -232,6 +232,20 @@ def _made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return made
 
 
+def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.arange(..., device="sim")` would fill a tensor of no size, which stays that of its wrapper."""
+
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "sim":
+            return make(*args, device=device, **kwargs)
+        if not _silent:
+            _note("operations")
+        return SimTensor(make(*args, **kwargs), torch.device(device).index or 0)
+
+    return made
+
+
+torch.arange = _counted_up(torch.arange)  # type: ignore[assignment]
 torch.tensor, torch.as_tensor = _made_on_host(torch.tensor), _made_on_host(torch.as_tensor)  # type: ignore[assignment]
 
 
