@@ -307,6 +307,7 @@ def shared_out(
     parts: list[list[Result] | None] = gather_object([own])
     whole = [part for part in parts if part is not None]
     if len(whole) < len(parts):
+        accelerator.wait_for_everyone()  # as at the end of `train`: the process may end now
         raise stopped
     return [result for part in whole for result in part]
 
