@@ -136,10 +136,12 @@ def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(judged
     told = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 250}
     first = subprocess.run([*command, "broken"], **told)
     assert first.returncode != 0 and "KeyError: 'in the main process alone'" in first.stderr
-    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step-00000004"]
+    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == [
+        "step-00000005"
+    ]  # the others are told at a step's end
     second = subprocess.run([*command, "whole"], **told)
     assert second.returncode == 0, second.stderr
-    assert second.stdout.count("step 4 of 12") == 1  # one process reports
+    assert second.stdout.count("step 5 of 12") == 1  # one process reports
     assert (Path(config.output) / "last").is_dir()
     rows = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
     memory = [row["costs"]["peak_memory_gib_by_process"] for row in rows if "costs" in row]
