@@ -27,7 +27,7 @@ from torch import nn
 from headstart.scripts.command import options
 from headstart.train import evaluate, features, loop, precision
 from headstart.train.config import TrainConfig
-from headstart.train.console import Stopped
+from headstart.train.console import Stopped, show_on_console
 
 RANK = os.environ["RANK"]
 
@@ -109,6 +109,7 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
 def main() -> None:
     """Make the runs."""
     as_on_a_gpu()
+    show_on_console()
     PartialState.destroy_process_group = lambda *_: None  # the next run is made by the same processes
     for job in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state()
