@@ -215,15 +215,17 @@ def _read(
         ends = {place: lengths[row] - 1 - start for place, row in enumerate(stage.rows)}
         ends = {place: end for place, end in ends.items() if 0 <= end < stop - start}
         # Where rows end at different places, logits of all rows at all of these would be the square of what is wanted.
-        apart = len(set(ends.values())) > 1 and target.computes_logits
+        # Without a head nobody asks for states: transformers would hook the user's model to give them.
+        apart = len(set(ends.values())) > 1 and (layers or target.packed is not None) and target.computes_logits
         kept = [] if apart else sorted(set(ends.values()))
-        wanted = (*layers, -1) if apart else layers
+        wanted = (*layers, -1) if apart and -1 not in layers else layers
         output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
         if apart:
             width = target.info.hidden_size
-            states_BTD, features_BTF = output.features_BNF[..., -width:], output.features_BNF[..., :-width]
+            of_last, of_layers = wanted.index(-1) * width, len(layers) * width
+            states_BTD = output.features_BNF[..., of_last : of_last + width]
             logits = target.logits(torch.stack([states_BTD[place, end] for place, end in ends.items()])).unbind()
-            output = TargetOutput(output.logits_BNV, features_BTF)
+            output = TargetOutput(output.logits_BNV, output.features_BNF[..., :of_layers])
         else:
             logits = tuple(output.logits_BNV[place, kept.index(end)] for place, end in ends.items())
         for (place, end), logits_V in zip(ends.items(), logits, strict=True):

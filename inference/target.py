@@ -234,29 +234,28 @@ class Target:
 
     @cached_property
     def state_shapes(self) -> list[StateShape]:
-        """The keys of each layer, then the values, as they come out of a forward."""
+        """The keys of each layer, then the values, as they come out of a forward over one token."""
         if self.packed is not None:
             return self.packed.state_shapes()
-        layers = self._first_forward.past_key_values.layers
+        layers = self._one_token(use_cache=True, logits_to_keep=1).past_key_values.layers
         states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]
 
     @cached_property
     def computes_logits(self) -> bool:
-        """Whether `logits` is what the model computes."""
+        """Whether `logits` is what the model computes, tried on one token."""
         if self.packed is not None:
             return True
-        output = self._first_forward
-        expected_11V, found_11V = output.logits.float(), self.logits(output.hidden_states[-1]).float()
+        output = self._one_token(use_cache=False, output_hidden_states=self._indices((-1,)))
+        expected_11V = output.logits.float()
+        found_11V = self.logits(output.hidden_states[self._index(-1)]).float().to(expected_11V.device)
         close = torch.finfo(self.dtype).eps ** 0.5 * expected_11V.abs().max()
-        return bool((found_11V.to(expected_11V.device) - expected_11V).abs().max() <= close)
+        return bool((found_11V - expected_11V).abs().max() <= close)
 
-    @cached_property
-    def _first_forward(self) -> Any:
-        """The model's own answer to one token."""
-        first_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+    def _one_token(self, **options: Any) -> Any:
+        """The model's own answer to a token."""
         with torch.inference_mode():
-            return self.model(input_ids=first_11, use_cache=True, output_hidden_states=True)
+            return self.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), **options)
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits [..., V] of states [..., D] after the final norm; see `computes_logits`."""

@@ -32,7 +32,7 @@ CASES = {
     "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 95),
     "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 100),
     "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 200),
-    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 125),
+    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 140),
     "prompt lookup": ({"drafter": "prompt-lookup"}, 65),
     "lookahead": ({"drafter": "lookahead"}, 65),
     "n-grams": ({"drafter": "ngram:2"}, 35),
@@ -40,8 +40,7 @@ CASES = {
     "a second model": ({"drafter": "model"}, 40),
 }
 """What decodes, and how many operations of a round are its own, at most: those of the forwards of target and drafts are
-not counted. Half of them concern rows and tokens of the batch, the others the structure of a tree that the host cannot
-know: a head's dynamic tree, and one that is joined with what was looked up."""
+not counted."""
 
 
 def lm_of(there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False) -> SpeculativeLM:

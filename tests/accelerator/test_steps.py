@@ -58,7 +58,7 @@ def trained(target, head, config, monkeypatch, after_step=lambda: None):
     report = Report(run, 1000, STEPS, Progress(), 0.0)
     features, found = OnlineFeatures(target, head), []
     for _ in range(STEPS):
-        outputs, norm = loop.gradients(engine, batches(), features, 40, report, adapt=True)
+        outputs, norm, _ = loop.gradients(engine, batches(), features, 40, report, adapt=True)
         loop.update(engine)
         after_step()
         found.append([*(float(output.loss.detach()) for output in outputs), norm])

@@ -315,23 +315,30 @@ def test_a_cache_serves_the_next_call_of_its_size(tiny_target, monkeypatch):
     assert torch.equal(ours(lm, prompt(6)).sequences, expected)
 
 
+@pytest.mark.parametrize("layers", [[-1], [0], [1, -1]])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known):
+def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, layers):
     """But where the model does something to its logits that we do not know."""
-    target = tiny_target(vocab_size=VOCAB)
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32, layers=3)
     if not known:
         target.ends = dataclasses.replace(target.ends, logit_scale=2.0)
-    lm, lengths, read = SpeculativeLM(target), (3, 9, 5, 7), []
+    torch.manual_seed(0)
+    if layers == [-1]:
+        head = build_head("medusa", {"num_heads": 2}, target.info)
+    else:
+        head = build_head("eagle3", {"depth": 2, "feature_layers": layers}, target.info)
+    head.initialize(target.ends, torch.ones(target.info.vocab_size))
+    lm, lengths, read = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False), (3, 9, 5, 7), []
+    assert target.computes_logits == known and target.state_shapes
     padded = torch.zeros(4, 9, dtype=torch.int64)
     for row, length in enumerate(lengths):
         padded[row, -length:] = prompt(length, row)[0]
-    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-    assert target.computes_logits == known
-    hook = target.model.lm_head.register_forward_hook(lambda *call: read.append(call[-1].shape[:-1].numel()))
-    found = lm.generate(padded, **settings).sequences
-    hook.remove()
-    assert sum(read) == (4 if known else 16)
-    assert torch.equal(found, target.model.generate(padded, **settings))
+    settings = {"attention_mask": (padded > 0).long(), "do_sample": False, "pad_token_id": 0}
+    expected = target.model.generate(padded, max_new_tokens=12, **settings)
+    target.model.lm_head.register_forward_hook(lambda *call: read.append(call[-1]))
+    lm.generate(padded, max_new_tokens=1, **settings)
+    assert sum(rows.shape[:-1].numel() for rows in read) == (4 if known else 16)
+    assert torch.equal(lm.generate(padded, max_new_tokens=12, **settings).sequences, expected)
 
 
 def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):

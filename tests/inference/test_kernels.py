@@ -21,9 +21,10 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from headstart.heads.checkpoint import build_head
-from headstart.inference import SpeculativeLM, Target, cpu_kernels
+from headstart.inference import Drafter, SpeculativeLM, Target, cpu_decoder, cpu_kernels
 from headstart.inference.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.cpu_kernels import FORMATS, PackedLinear, linear, pack
+from headstart.inference.guessing import RootOnly
 from headstart.inference.tree import framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
@@ -196,6 +197,40 @@ def test_other_models_are_not_mistaken_and_get_their_linear_layers(name):
     assert any(isinstance(module, PackedLinear) for module in target.packed_model.modules())
     assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
     assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (0,), (1, -1)])
+def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers):
+    """Whether or not a head reads the state that the logits are made of."""
+
+    class Reader(Drafter):
+        max_nodes, feature_layers = 1, layers
+
+        def read(self, passage):
+            shown.append(passage.features_BTF)
+
+        def propose(self, roots_B):
+            return RootOnly().propose(roots_B)
+
+    target, read = target_of(KNOWN["llama"]), []
+    lm, lengths = SpeculativeLM(target, Reader()).compile(), (3, 9, 5, 7)
+    padded = torch.zeros(4, 9, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        padded[row, :length] = torch.arange(1 + row, 1 + row + length)
+    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    original = cpu_decoder.linear
+    monkeypatch.setattr(
+        cpu_decoder, "linear", lambda packed, rows, *more: read.append(rows) or original(packed, rows, *more)
+    )
+    shown = []
+    found = lm.generate(padded, **settings).sequences[:, -1]
+    assert target.packed is not None and sum(rows.shape[:-1].numel() for rows in read) == 4
+    for row, length in enumerate(lengths):
+        alone = target.model(padded[row : row + 1, :length], output_hidden_states=True)
+        assert alone.logits[0, -1].argmax() == found[row]
+        states = [alone.hidden_states[layer + 1 if layer >= 0 else -1][0, :-1] for layer in layers]
+        if layers:
+            assert torch.allclose(shown[0][row, : length - 1], torch.cat(states, dim=-1), atol=1e-4)
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])

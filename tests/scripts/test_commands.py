@@ -210,6 +210,8 @@ COMPILED = ("tree", "generate", "bench")
 @pytest.mark.parametrize("command", DTYPES)
 def test_every_command_takes_a_dtype_and_auto_without_one(parsed, run, command, word):
     for name in DTYPES[command]:
+        if (name, word) == ("loop.precision", "float16"):  # gradients would underflow
+            continue
 
         def found(*arguments, name=name):
             value = parsed(command, *REQUIRED[command], *arguments)
