@@ -45,6 +45,8 @@ class CutConfig:
     """Starting values: first (the target's first blocks, and its final norm) or random."""
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
     """Losses and their weights; see losses.py."""
+    target_top_k: int | None = None
+    """How many of the target's most likely tokens the losses look at; null for the whole vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be cut."""
@@ -57,7 +59,7 @@ class CutConfig:
     @property
     def objective(self) -> Objective:
         """What it is trained on."""
-        return Objective(self.loss, "decay", 1.0)
+        return Objective(self.loss, "decay", 1.0, self.target_top_k)
 
 
 class CutHead(DraftHead):

@@ -83,6 +83,8 @@ class EagleConfig:
     """decay, or d_pace, which leaves smooth_l1 to decay."""
     decay: float = 0.8
     """Loss weight of a step relative to the one before."""
+    target_top_k: int | None = None
+    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what no EAGLE head can be."""
@@ -104,7 +106,7 @@ class EagleConfig:
     @property
     def objective(self) -> Objective:
         """What it is trained on."""
-        return Objective(self.loss, self.depth_weights, self.decay)
+        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 class EagleHead(DraftHead):
@@ -171,8 +173,8 @@ class EagleHead(DraftHead):
         """See `DraftHead.forward`; `train_steps` depths while training, all of them while evaluating."""
         steps = self.config.train_steps if self.training else self.max_depth
         anchors = Anchors.of(features.loss_mask_BT, steps)
-        states = self.drafts(features, TrainingTimeTest(self.config.num_layers, features.sequences_BT), steps)
-        hiddens = [state.flatten(0, 1)[anchors.index_N] for state in states]
+        memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
+        hiddens = [state_1ND[0] for state_1ND in self.drafts(features, memory, steps)]
         weight = features.ends.lm_head.weight
         # The LM head may be narrower than the features; the target's own logits are made in its dtype too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
@@ -196,14 +198,18 @@ class EagleHead(DraftHead):
         return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
     def drafts(self, features: TargetFeatures, memory: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """The predicted features [B, T, D] of every step, the true tokens given: step k at t predicts t + 1 + k."""
+        """The predicted features of every step, the true tokens given: step k at t predicts t + 1 + k.
+
+        Of all positions, [B, T, D], or at the memory's anchors, [1, N, D].
+        """
         state_BTD = self._noisy(features.features_BTF)
         keep = not (self.recompute and torch.is_grad_enabled())
         run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
         states = []
         for step in range(steps):
-            next_tokens_BT = features.tokens_after(1 + step)
-            positions_BT = features.places_BT + step
+            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.places_BT + step
+            if step > 0:
+                next_tokens_BT, positions_BT = memory.judged(next_tokens_BT), memory.judged(positions_BT)
             state_BTD = run(next_tokens_BT, state_BTD, positions_BT, memory.at(step), features.ends)
             states.append(state_BTD)
         return states

@@ -93,6 +93,8 @@ class Eagle3Config:
     """decay, or d_pace."""
     decay: float = 0.8
     """Loss weight of a step relative to the one before, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what no EAGLE-3 head can be."""
@@ -111,7 +113,7 @@ class Eagle3Config:
     @property
     def objective(self) -> Objective:
         """What it is trained on."""
-        return Objective(self.loss, self.depth_weights, self.decay)
+        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 class FusionLayer(nn.Module):
@@ -128,10 +130,11 @@ class FusionLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        """The residual stream before and after the layer."""
+        """The residual stream before the layer, and after it at the positions that `memory` answers."""
         normed_BTD = self.hidden_norm(state_BTD)
         both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
-        state_BTD = (normed_BTD if self.norm_before_residual else state_BTD) + self.self_attn(both, rotary, memory, 0)
+        found_BTD = self.self_attn(both, rotary, memory, 0)
+        state_BTD = memory.answered(0, normed_BTD if self.norm_before_residual else state_BTD) + found_BTD
         out: Tensor = state_BTD + self.mlp(self.post_attention_layernorm(state_BTD))
         return out
 
@@ -228,20 +231,21 @@ class Eagle3Head(DraftHead):
         """See `DraftHead.forward`; while training, as many depths as training-time test has steps."""
         steps = (self.training and self.config.train_steps) or self.max_depth
         anchors = Anchors.of(features.loss_mask_BT, steps)
-        states = self.drafts(features, TrainingTimeTest(self.config.num_layers, features.sequences_BT), steps)
-        hiddens = [self.norm(state.flatten(0, 1)[anchors.index_N]) for state in states]
+        memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
+        hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, memory, steps)]
         heads = [self.lm_head.weight] * steps
         return draft_loss(hiddens, heads, self.vocabulary_V, features, anchors, self.config.objective, ranks)
 
     def drafts(self, features: TargetFeatures, memory: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """The layer's outputs [B, T, D] at every step of training-time test, the true tokens given."""
+        """The layer's outputs at every step of training-time test, the true tokens given: [B, T, D], or at anchors."""
         state_BTD = self._fuse(features.features_BTF)
         keep = not (self.recompute and torch.is_grad_enabled())
         run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
         states = []
         for step in range(steps):
-            next_tokens_BT = features.tokens_after(1 + step)
-            positions_BT = features.places_BT + step
+            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.places_BT + step
+            if step > 0:
+                next_tokens_BT, positions_BT = memory.judged(next_tokens_BT), memory.judged(positions_BT)
             state_BTD = run(self._embed(next_tokens_BT, features.ends), state_BTD, positions_BT, memory.at(step))
             states.append(state_BTD)
             state_BTD = self._fed_back(state_BTD)

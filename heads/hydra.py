@@ -55,6 +55,8 @@ class HydraConfig:
     """decay, or d_pace."""
     decay: float = 0.8
     """Loss weight of head i is decay ** i, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what no Hydra head can be."""
@@ -71,7 +73,7 @@ class HydraConfig:
     @property
     def objective(self) -> Objective:
         """What it is trained on."""
-        return Objective(self.loss, self.depth_weights, self.decay)
+        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,11 @@ class HydraHead(DraftHead):
     def drafts(self, features: TargetFeatures, index_N: Tensor) -> list[Tensor]:
         """The draft states [N, D] of every head at anchors of the flattened batch, the true tokens given."""
         tokens_BT = features.tokens_BT
-        memory = TrainingTimeTest(1, features.sequences_BT).at(0)
-        states_BTD = features.last_BTD
+        test = TrainingTimeTest(1, features.sequences_BT, index_N)
         if self.config.prefix_layer:
-            states_BTD = self._prefixed(states_BTD, features.places_BT, memory)
-        states_ND = states_BTD.flatten(0, 1)[index_N]
+            states_ND = self._prefixed(features.last_BTD, features.places_BT, test.at(0))[0]
+        else:
+            states_ND = test.judged(features.last_BTD)[0]
         # Where a path looks past the end of its row, any token serves: no such draft is judged.
         places_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
         path_NK = tokens_BT.flatten()[places_NK.clamp(max=tokens_BT.numel() - 1)]

@@ -72,7 +72,10 @@ class Memory(Protocol):
     """What a layer's attention reads: earlier positions, kept in whatever way."""
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
-        """Take in new keys and values, and return what the queries find: [B, H, T, E]."""
+        """Take in new keys and values, and return what the queries find: [B, H, T, E], if all are answered."""
+
+    def answered(self, layer: int, states_BTD: Tensor) -> Tensor:
+        """Of a layer's input, the positions whose queries `attend` answers."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -123,7 +126,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory, layer: int) -> Tensor:
-        """States to states, [B, T, D]."""
+        """States [B, T, D] to what attention adds to those of them that `memory` answers."""
 
         def split(states_BTX: Tensor) -> Tensor:
             return states_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -163,8 +166,9 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory, layer: int) -> Tensor:
-        """The residual stream before and after the layer."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary, memory, layer)
+        """The residual stream before the layer, and after it at the positions that `memory` answers."""
+        found_BTD = self.self_attn(self.input_layernorm(x_BTD), rotary, memory, layer)
+        x_BTD = memory.answered(layer, x_BTD) + found_BTD
         out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
         return out
 
@@ -174,21 +178,40 @@ class TrainingTimeTest:
 
     At step 0, position t reads true features and attends causally. At step s, position t stands for position t + s,
     reached from t by s drafts: it attends to step 0 up to t, and to its own earlier drafts, one key a step.
+
+    Where only the drafts of some positions are judged, the anchors, nothing else is computed at the other positions
+    than what anchors attend to: step 0 up to the keys and values of the last layer.
     """
 
-    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None) -> None:
+    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, anchors_N: Tensor | None = None) -> None:
         """Begin at step 0.
 
         Args:
             num_layers: of the head.
             sequences_BT: of packed rows: which sequence each token is of; it sees no other.
+            anchors_N: of the flattened [B * T] positions, those whose drafts are judged; None for all. Step 0 takes
+                states [B, T, D] and gives [1, N, D], which the later steps take and give.
         """
         self.texts = PackedTexts(sequences_BT)
+        self.anchors_N = anchors_N
         self._steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
 
     def at(self, step: int) -> Memory:
         """The memory of one step, which may be run again when its activations are recomputed."""
         return _Step(self, step)
+
+    def judged(self, states_BT: Tensor) -> Tensor:
+        """Of [B, T, ...] the anchors, [1, N, ...]."""
+        return states_BT if self.anchors_N is None else states_BT.flatten(0, 1)[self.anchors_N][None]
+
+    def spread(self, states_1XNE: Tensor, like_BXTE: Tensor) -> Tensor:
+        """The anchors' states at their places among all, [B, X, T, E], and zeros elsewhere."""
+        if self.anchors_N is None:
+            return states_1XNE
+        batch, _, time, size = like_BXTE.shape
+        whole = states_1XNE.new_zeros(batch * time, states_1XNE.shape[1], size)
+        whole = whole.index_copy(0, self.anchors_N, states_1XNE[0].transpose(0, 1))
+        return whole.unflatten(0, (batch, time)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -198,10 +221,21 @@ class _Step:
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
         """See `Memory.attend`."""
-        steps = self.test._steps[layer]
+        test, steps = self.test, self.test._steps[layer]
+        if self.step > 0:
+            like = steps[0][0]
+            query_BHTE, key_BGTE, value_BGTE = (test.spread(s, like) for s in (query_BHTE, key_BGTE, value_BGTE))
         steps[self.step] = key_BGTE, value_BGTE
         keys, values = zip(*(steps[i] for i in range(self.step + 1)), strict=True)
-        return attend_step(query_BHTE, keys, values, self.test.texts)
+        found_BHTE = attend_step(query_BHTE, keys, values, test.texts)
+        if self.step == 0 and layer < len(test._steps) - 1:
+            return found_BHTE  # the next layer wants keys and values of all
+        return test.judged(found_BHTE.transpose(1, 2)).transpose(1, 2)
+
+    def answered(self, layer: int, states_BTD: Tensor) -> Tensor:
+        """See `Memory.answered`."""
+        narrows = self.step == 0 and layer == len(self.test._steps) - 1
+        return self.test.judged(states_BTD) if narrows else states_BTD
 
 
 def counting(size: int, device: torch.device, first: int = 0) -> Tensor:
@@ -327,6 +361,10 @@ class Entries:
                 write_slots(states, self.slots_BT, new)
         looked_at = self.visible_BTS.shape[-1]
         return masked_attention(query_BHTE, keys[:, :, :looked_at], values[:, :, :looked_at], self.visible_BTS[:, None])
+
+    def answered(self, layer: int, states_BTD: Tensor) -> Tensor:
+        """See `Memory.answered`: all."""
+        return states_BTD
 
     def of_layer(self, layer: int, like_BGTE: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [B, G, S, E], made at its first forward."""

@@ -11,17 +11,21 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     lk_lambda    s kl + (1 - s) tv,  s = exp(-3 sum min(p, q)) held constant: kl first, then acceptance itself
     smooth_l1    between predicted and true features, for heads that predict features (EAGLE-1, arXiv:2401.15077)
 
-tv and lk use p as it is: what lies outside the draft vocabulary can never be accepted. Positions whose best target
-token (ce: whose token) lies outside carry no loss.
+tv and lk use p as it is: what lies outside the draft vocabulary can never be accepted. Positions whose token lies
+outside carry no loss. Of answers that the target sampled, the expected soft_ce is then -sum p log q with p as it is,
+and of greedy ones it leaves out those whose best token cannot be drafted; neither asks for the target's logits outside
+the draft vocabulary, most of what they cost.
 
-Letters in tensor names: N anchors, K depths, R target positions, D hidden size, V vocabulary.
+Letters in tensor names: N anchors, K depths, R positions of the flattened batch, U those of them that judge a chunk,
+D hidden size, V vocabulary, and of the target's distribution the tokens that are looked at: the draft vocabulary, or
+the most likely ones of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -47,6 +51,20 @@ class Objective:
     tokens, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the true token (arXiv:2605.18810)."""
     decay: float
     """Loss weight of a depth relative to the one before."""
+    target_top_k: int | None = None
+    """How many of the target's most likely tokens stand for its distribution, renormalised where the loss
+    renormalises; None for the whole draft vocabulary."""
+
+    @property
+    def over_vocabulary(self) -> list[str]:
+        """The losses that this module computes."""
+        return [name for name, weight in self.loss.items() if weight > 0 and name in LOSSES]
+
+    def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
+        """How many logits of the target are made at a position: all, those of the draft vocabulary, or none."""
+        if self.over_vocabulary in ([], ["ce"]):
+            return 0
+        return draft_vocab_size if NEED_MASS.isdisjoint(self.over_vocabulary) else vocab_size
 
     def check(self, head: str, predicts_features: bool = False) -> None:
         """Refuse what the head cannot be trained on.
@@ -70,6 +88,12 @@ class Objective:
             raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
         if self.decay <= 0:
             raise ValueError(f"{head} decay must be above 0, not {self.decay}")
+        if self.target_top_k is None:
+            return
+        if self.target_top_k < 1:
+            raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
+        if self.loss.get("reverse_kl"):
+            raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
 
 
 @dataclass(frozen=True)
@@ -142,11 +166,11 @@ def draft_loss(
     device = hiddens[0].device
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
     hits_KI = torch.zeros(depths, ranks, dtype=torch.int64, device=device)
-    wanted = [name for name, weight in objective.loss.items() if weight > 0 and name in LOSSES]
-    needs_target = wanted not in ([], ["ce"])
+    wanted, widths = objective.over_vocabulary, [len(weight) for weight in weights]
+    target_logits = objective.target_logits(len(ends.lm_head.weight), max(widths))
+    judge = _Judge(features, vocabulary_V, objective) if target_logits else None
     tokens_R = features.tokens_BT.flatten()
-    largest = max(ends.lm_head.weight.shape[0], *(len(weight) for weight in weights))
-    size = positions_at_once(device, largest)
+    size = positions_at_once(device, max(target_logits, *widths))
     count = len(anchors.index_N)
 
     def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
@@ -161,12 +185,12 @@ def draft_loss(
         of answers, and to pick out the others an accelerator's host would have to wait.
         """
         stop = min(start + size, count)
-        valid_NK = anchors.valid_NK[start:stop]
         labels_NK = draft_ids(tokens_R[anchors.rows_NK[start:stop] + 1], vocabulary_V)
-        judge = None
-        if needs_target:
+        valid_NK = anchors.valid_NK[start:stop] & (labels_NK >= 0)
+        probs_U = None
+        if judge:
             places_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
-            judge = _Judge(features, anchors.rows_NK[places_U, 0], vocabulary_V, wanted)
+            probs_U = judge.at(anchors.rows_NK[places_U, 0])
         of_depths = (logits(k, hidden[k][start:stop], heads[k]) for k in range(depths))
         weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
@@ -174,7 +198,7 @@ def draft_loss(
             labels_N, valid_N = labels_NK[:, k], valid_NK[:, k]
             best_NI = _best(logits_NV.detach(), ranks)
             hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
-            target = judge.of(k, stop - start) if judge else None
+            target = probs_U.part(k, stop - start) if probs_U else None
             log_q_NV = logits_NV.log_softmax(-1)
             loss_N = log_q_NV.new_zeros(stop - start)
             for name in wanted:
@@ -205,54 +229,66 @@ def _best(logits_NV: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetProbs:
-    """The target's distribution at some positions, over the draft vocabulary."""
+    """The target's distribution at some positions, over the tokens that are looked at."""
 
     renormalised_NV: Tensor
     """Sums to one."""
+    tokens_NV: Tensor | None
+    """Draft ids of these tokens; None for the whole draft vocabulary."""
     log_NV: Tensor | None
     """Its logarithm, where a loss asks for it."""
     plogp_N: Tensor | None
     """sum p log p of it, where a loss asks."""
-    mass_N1: Tensor | float
-    """What the target gives to the draft vocabulary; 1 where no loss asks."""
-    covered_N: Tensor
-    """True where the target's best token is in the draft vocabulary."""
+    mass_N1: Tensor | None
+    """What the target gives to these tokens, where a loss asks."""
+
+    def part(self, first: int, count: int) -> TargetProbs:
+        """At `count` of these positions from the `first` on; nothing is copied."""
+
+        def cut(tensor: Any) -> Any:
+            return None if tensor is None else tensor[first : first + count]
+
+        return TargetProbs(*(cut(getattr(self, field.name)) for field in fields(self)))
+
+    def of_these(self, values_NV: Tensor) -> Tensor:
+        """Of what there is for each token of the draft vocabulary, that of the tokens that are looked at."""
+        return values_NV if self.tokens_NV is None else values_NV.gather(1, self.tokens_NV)
 
 
 class _Judge:
-    """The target's distributions at the positions of one chunk, computed once for all depths."""
+    """Makes the target's distributions, once for all depths."""
+
+    def __init__(self, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective) -> None:
+        lm_head, self.ends = features.ends.lm_head, features.ends
+        self.states_RD = features.last_BTD.flatten(0, 1)
+        self.wanted, self.top_k = objective.over_vocabulary, objective.target_top_k
+        self.needs_mass = not NEED_MASS.isdisjoint(self.wanted)
+        self.vocabulary_V = vocabulary_V
+        self.weight_VD: Tensor = lm_head.weight.detach()
+        self.bias_V: Tensor | None = lm_head.bias
+        if vocabulary_V is not None and not self.needs_mass:  # then the other tokens' logits are not asked for
+            self.weight_VD = self.weight_VD[vocabulary_V]
+            self.bias_V = None if self.bias_V is None else self.bias_V[vocabulary_V]
+            self.vocabulary_V = None
 
     @torch.no_grad()
-    def __init__(
-        self, features: TargetFeatures, rows_U: Tensor, vocabulary_V: Tensor | None, wanted: Sequence[str]
-    ) -> None:
-        lm_head = features.ends.lm_head
-        states_UD = features.last_BTD.flatten(0, 1)[rows_U]
-        logits_UV = features.ends.logits(states_UD.to(lm_head.weight.dtype))
-        chosen_UV = logits_UV if vocabulary_V is None else logits_UV.index_select(1, vocabulary_V)
-        covered_U = chosen_UV.amax(-1) >= logits_UV.amax(-1)
-        mass_U1: Tensor | float = 1.0
-        if vocabulary_V is not None and not NEED_MASS.isdisjoint(wanted):
-            own_U1 = wide(chosen_UV).logsumexp(-1, keepdim=True)
-            mass_U1 = (own_U1 - wide(logits_UV).logsumexp(-1, keepdim=True)).exp()
-        del logits_UV
-        log_UV = wide(chosen_UV).log_softmax(-1)
+    def at(self, rows_U: Tensor) -> TargetProbs:
+        """At these positions of the flattened batch."""
+        states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
+        logits_UV = self.ends.scaled(F.linear(states_UD, self.weight_VD, self.bias_V))
+        all_U1 = wide(logits_UV).logsumexp(-1, keepdim=True) if self.needs_mass else None
+        if self.vocabulary_V is not None:
+            logits_UV = logits_UV.index_select(1, self.vocabulary_V)
+        tokens_UV = None
+        if self.top_k is not None:
+            logits_UV, tokens_UV = logits_UV.topk(min(self.top_k, logits_UV.shape[-1]), sorted=False)
+        logits_UV = wide(logits_UV)
+        mass_U1 = None if all_U1 is None else (logits_UV.logsumexp(-1, keepdim=True) - all_U1).exp()
+        log_UV = logits_UV.log_softmax(-1)
         probs_UV = log_UV.exp()
         log_UV = log_UV.clamp_(min=math.log(torch.finfo(log_UV.dtype).tiny))  # 0 log 0 is 0
-        plogp_U = None if NEED_ENTROPY.isdisjoint(wanted) else torch.linalg.vecdot(probs_UV, log_UV)
-        self.all = TargetProbs(probs_UV, log_UV if "reverse_kl" in wanted else None, plogp_U, mass_U1, covered_U)
-
-    def of(self, first: int, count: int) -> TargetProbs:
-        """At `count` of these positions from the `first` on; nothing is copied."""
-        here = slice(first, first + count)
-        every = self.all
-        return TargetProbs(
-            every.renormalised_NV[here],
-            None if every.log_NV is None else every.log_NV[here],
-            None if every.plogp_N is None else every.plogp_N[here],
-            every.mass_N1 if isinstance(every.mass_N1, float) else every.mass_N1[here],
-            every.covered_N[here],
-        )
+        plogp_U = None if NEED_ENTROPY.isdisjoint(self.wanted) else torch.linalg.vecdot(probs_UV, log_UV)
+        return TargetProbs(probs_UV, tokens_UV, log_UV if "reverse_kl" in self.wanted else None, plogp_U, mass_U1)
 
 
 def _ce(log_q_NV: Tensor, labels_N: Tensor, target: Any) -> Tensor:
@@ -260,35 +296,37 @@ def _ce(log_q_NV: Tensor, labels_N: Tensor, target: Any) -> Tensor:
 
 
 def _soft_ce(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return -torch.linalg.vecdot(target.renormalised_NV, log_q_NV) * target.covered_N
+    return -torch.linalg.vecdot(target.renormalised_NV, target.of_these(log_q_NV))
 
 
 def _kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return (target.plogp_N - torch.linalg.vecdot(target.renormalised_NV, log_q_NV)) * target.covered_N
+    assert target.plogp_N is not None
+    return target.plogp_N + _soft_ce(log_q_NV, labels_N, target)
 
 
 def _reverse_kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
     assert target.log_NV is not None
-    return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NV) * target.covered_N
+    return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NV)
 
 
 def _overlap(log_q_NV: Tensor, target: TargetProbs) -> Tensor:
-    """The acceptance rate of exact verification: sum min(p, q)."""
-    return torch.minimum(target.renormalised_NV * target.mass_N1, log_q_NV.exp()).sum(-1)
+    """The acceptance rate of exact verification: sum min(p, q), at least, of the tokens that are looked at."""
+    assert target.mass_N1 is not None
+    return torch.minimum(target.renormalised_NV * target.mass_N1, target.of_these(log_q_NV).exp()).sum(-1)
 
 
 def _tv(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return (1 - _overlap(log_q_NV, target)) * target.covered_N
+    return 1 - _overlap(log_q_NV, target)
 
 
 def _lk_alpha(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return -_overlap(log_q_NV, target).clamp(min=torch.finfo(log_q_NV.dtype).tiny).log() * target.covered_N
+    return -_overlap(log_q_NV, target).clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
 
 
 def _lk_lambda(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
     overlap_N = _overlap(log_q_NV, target)
     share_N = (-3 * overlap_N.detach()).exp()
-    return share_N * _kl(log_q_NV, labels_N, target) + (1 - share_N) * (1 - overlap_N) * target.covered_N
+    return share_N * _kl(log_q_NV, labels_N, target) + (1 - share_N) * (1 - overlap_N)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
@@ -318,8 +356,7 @@ def _depth_weights(
         nll_NK = torch.stack(
             [_ce(logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
         )
-        usable_NK = valid_NK & (labels_NK >= 0)
-        reach_NK = torch.where(usable_NK, (-nll_NK).exp(), 0).cumprod(-1)
+        reach_NK = torch.where(valid_NK, (-nll_NK).exp(), 0).cumprod(-1)
         return reach_NK.flip(-1).cumsum(-1).flip(-1)
 
 

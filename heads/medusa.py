@@ -43,6 +43,8 @@ class MedusaConfig:
     """decay, or d_pace."""
     decay: float = 0.8
     """Loss weight of head i is decay ** i, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what no Medusa head can be."""
@@ -59,7 +61,7 @@ class MedusaConfig:
     @property
     def objective(self) -> Objective:
         """What it is trained on."""
-        return Objective(self.loss, self.depth_weights, self.decay)
+        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)

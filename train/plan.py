@@ -17,9 +17,9 @@ from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..heads import TargetEnds, TargetFeatures, TargetInfo
+from ..heads import DraftHead, TargetEnds, TargetFeatures, TargetInfo
 from ..heads.checkpoint import build_head
-from ..heads.losses import positions_at_once
+from ..heads.losses import Objective, positions_at_once
 from ..inference import Target
 from .batches import Share
 from .big_target import empty_model
@@ -120,16 +120,19 @@ def plan_run(config: TrainConfig) -> Plan:
         "gradients": cut(size, 2),
         "optimizer": cut(states, 1) + (FLOAT * size if config.optim.ema else 0),
         "activations": activations(config, info, rows, length) + in_16_bits,
-        "loss": loss_chunk(tokens, info.vocab_size, head.draft_vocab_size, dtype.itemsize, here),
+        "loss": loss_chunk(head, tokens, dtype.itemsize, here),
     }
     formats_of = (config.target_dtype, config.loop.precision)
     return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(target, head, config))
 
 
-def loss_chunk(tokens: int, vocab_size: int, draft_vocab_size: int, itemsize: int, device: torch.device) -> int:
+def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:
     """Bytes of the loss's chunk: the target's logits in its dtype, and the draft's with their copies in float32."""
-    positions = min(tokens, positions_at_once(device, max(vocab_size, draft_vocab_size)))
-    return positions * (vocab_size * itemsize + CHUNK_COPIES * FLOAT * draft_vocab_size)
+    vocab_size, drafted = head.target.vocab_size, head.draft_vocab_size
+    objective: Objective | None = getattr(head.config, "objective", None)  # a head may compute its loss otherwise
+    target = vocab_size if objective is None else objective.target_logits(vocab_size, drafted)
+    positions = min(tokens, positions_at_once(device, max(target, drafted)))
+    return positions * (target * itemsize + CHUNK_COPIES * FLOAT * drafted)
 
 
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.heads import HEADS, DraftHead, TargetFeatures, layers, step_attention
+from headstart.heads import HEADS, DraftHead, Eagle3Head, EagleHead, TargetFeatures, layers, step_attention
 from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
+from headstart.heads.losses import Anchors
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.grow import drafter_of
 from headstart.inference.verify import point_mass
@@ -138,6 +139,49 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
         )
     head.recompute = True
     assert_same_step(gradients(head, features), plain)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, own) for name in ("eagle", "eagle3") for own in OPTIONS[name].values()]
+)
+def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompute, tiny_target):
+    """At anchors, the states and gradients of a pass over all positions; no MLP sees another of the last layer's."""
+    target = tiny_target(vocab_size=7, layers=3)
+    head = random_head(name, options, target).train()
+    head.recompute = recompute
+    assert isinstance(head, (EagleHead, Eagle3Head))
+    generator = torch.Generator().manual_seed(6)
+    tokens_BT, mask_BT = torch.randint(7, (2, 14), generator=generator), torch.rand(2, 14, generator=generator) < 0.8
+    positions_BT = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
+    states = target.read(tokens_BT, head.feature_layers, positions_BT)
+    features = TargetFeatures(*states, tokens_BT, mask_BT, target.ends, positions_BT)
+    anchors_N = Anchors.of(mask_BT, DEPTH).index_N
+    assert 0 < len(anchors_N) < mask_BT.numel() - 8
+
+    def drafts(chosen_N: Tensor | None) -> list[Tensor]:
+        return head.drafts(
+            features, layers.TrainingTimeTest(head.cached_layers, features.sequences_BT, chosen_N), DEPTH
+        )
+
+    every, few = drafts(None), drafts(anchors_N)
+    scales = torch.randn(len(anchors_N), every[0].shape[-1], dtype=every[0].dtype, generator=generator)
+    found = []
+    for side in ([state_BTD.flatten(0, 1)[anchors_N] for state_BTD in every], [state_1ND[0] for state_1ND in few]):
+        head.zero_grad()
+        sum((state_ND * scales).sum() for state_ND in side).backward()
+        found.append([*side, *(parameter.grad for parameter in head.parameters() if parameter.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    seen: list[int] = []
+    for module in head.modules():
+        if isinstance(module, layers.GatedMLP):
+            module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[:-1].numel()))
+    with torch.no_grad():
+        drafts(anchors_N)
+    whole, few_rows = mask_BT.numel(), len(anchors_N)
+    first = [whole] * (head.cached_layers - 1) + [few_rows]
+    assert seen == first + [few_rows] * head.cached_layers * (DEPTH - 1)
 
 
 # Decoding is training.

@@ -35,8 +35,15 @@ class Problem:
     lm_heads: list[Tensor]
     vocabulary_V: Tensor | None
 
-    def solve(self, loss: dict[str, float], weights: str = "decay", decay: float = 1.0, ranks: int = 1) -> HeadOutput:
-        objective = Objective(loss, weights, decay)
+    def solve(
+        self,
+        loss: dict[str, float],
+        weights: str = "decay",
+        decay: float = 1.0,
+        ranks: int = 1,
+        top_k: int | None = None,
+    ) -> HeadOutput:
+        objective = Objective(loss, weights, decay, top_k)
         arguments = (self.hiddens, self.lm_heads, self.vocabulary_V, self.features, self.anchors, objective, ranks)
         return draft_loss(*arguments)
 
@@ -94,12 +101,15 @@ def judged(mask_BT: Tensor, depth: int) -> Iterator[tuple[int, int, int]]:
         number += 1
 
 
-def one_loss(name: str, q_V: Tensor, p_V: Tensor, label: int) -> Tensor:
+def one_loss(name: str, q_V: Tensor, p_V: Tensor, label: int, top_k: int | None = None) -> Tensor:
     """Of one position. `p_V` sums to what the target gives to the draft vocabulary."""
+    if name == "ce":
+        return -q_V[label].log()
+    if top_k is not None:
+        chosen = sorted(range(len(p_V)), key=lambda token: -float(p_V[token]))[:top_k]
+        p_V, q_V = p_V[chosen], q_V[chosen]
     own_V = p_V / p_V.sum()
     overlap = torch.min(p_V, q_V).sum()
-    if name == "ce":
-        return -q_V[label].log() if label >= 0 else q_V.sum() * 0
     if name == "lk_lambda":
         share = math.exp(-3 * overlap.item())
         return share * (own_V * (own_V / q_V).log()).sum() + (1 - share) * (1 - overlap)
@@ -112,7 +122,9 @@ def one_loss(name: str, q_V: Tensor, p_V: Tensor, label: int) -> Tensor:
     }[name]
 
 
-def naive(problem: Problem, loss: dict[str, float], weights: str, decay: float, ranks: int) -> HeadOutput:
+def naive(
+    problem: Problem, loss: dict[str, float], weights: str, decay: float, ranks: int, top_k: int | None = None
+) -> HeadOutput:
     """Position by position and depth by depth."""
     features, depths = problem.features, len(problem.hiddens)
     drafted = list(range(VOCAB)) if problem.vocabulary_V is None else problem.vocabulary_V.tolist()
@@ -125,14 +137,9 @@ def naive(problem: Problem, loss: dict[str, float], weights: str, decay: float, 
             token = int(features.tokens_BT[row, here + 2 + depth])
             label = drafted.index(token) if token in drafted else -1
             p_V = target_BTV[row, here + 1 + depth]
-            covered = int(p_V.argmax()) in drafted
             q_V = q_NV[number]
-            parts = [
-                weight * one_loss(name, q_V, p_V[drafted], label)
-                for name, weight in loss.items()
-                if name == "ce" or covered
-            ]
-            rows[number, depth] = sum(parts, q_V.sum() * 0), label, q_V.detach()
+            parts = [weight * one_loss(name, q_V, p_V[drafted], label, top_k) for name, weight in loss.items()]
+            rows[number, depth] = sum(parts, q_V.sum() * 0) if label >= 0 else q_V.sum() * 0, label, q_V.detach()
             if label >= 0:
                 rank = int((q_V > q_V[label]).sum())
                 if rank < ranks:
@@ -158,10 +165,13 @@ def naive(problem: Problem, loss: dict[str, float], weights: str, decay: float, 
     return HeadOutput(total, torch.stack(by_depth), torch.tensor(counts), torch.tensor(hits))
 
 
-def assert_same(problem: Problem, loss: dict[str, float], weights: str = "decay", decay: float = 0.7) -> None:
+def assert_same(
+    problem: Problem, loss: dict[str, float], weights: str = "decay", decay: float = 0.7, top_k: int | None = None
+) -> None:
     """Values and gradients."""
     ranks = 4
-    found, wanted = problem.solve(loss, weights, decay, ranks), naive(problem, loss, weights, decay, ranks)
+    arguments = (loss, weights, decay, ranks, top_k)
+    found, wanted = problem.solve(*arguments), naive(problem, *arguments)
     torch.testing.assert_close(found.loss, wanted.loss, **EXACT)
     torch.testing.assert_close(found.losses_K, wanted.losses_K, check_dtype=False, **EXACT)
     assert not found.losses_K.requires_grad
@@ -182,6 +192,35 @@ def assert_same(problem: Problem, loss: dict[str, float], weights: str = "decay"
 @pytest.mark.parametrize("loss", [*({word: 1.5} for word in LOSSES), MIX], ids=lambda loss: "+".join(loss))
 def test_every_loss_is_that_of_its_definition(loss: dict[str, float], drafted: int | None) -> None:
     assert_same(build(answers(14), drafted=drafted), loss)
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 9, 100])
+@pytest.mark.parametrize("drafted", [None, 9], ids=["whole", "truncated"])
+@pytest.mark.parametrize("loss", [word for word in LOSSES if word != "reverse_kl"])
+def test_of_the_target_only_its_most_likely_tokens_are_looked_at(loss: str, drafted: int | None, top_k: int) -> None:
+    problem = build(answers(14), drafted=drafted)
+    assert_same(problem, {loss: 1.5}, top_k=top_k)
+    whole = problem.solve({loss: 1.5}, decay=0.7)
+    narrow = problem.solve({loss: 1.5}, decay=0.7, top_k=top_k)
+    assert (narrow.loss.item() == pytest.approx(whole.loss.item(), abs=1e-9)) == (
+        loss == "ce" or top_k >= (drafted or VOCAB)
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_them(loss: str) -> None:
+    problem = build(answers(14), drafted=9)
+    ends = problem.features.ends
+    poisoned = ends.lm_head.weight.detach().clone()
+    poisoned[[token for token in range(VOCAB) if token not in problem.vocabulary_V.tolist()]] = math.nan
+    lm_head = nn.Linear(TARGET_WIDTH, VOCAB, bias=False)
+    lm_head.weight = nn.Parameter(poisoned, requires_grad=False)
+    features = dataclasses.replace(problem.features, ends=dataclasses.replace(ends, lm_head=lm_head))
+    found = dataclasses.replace(problem, features=features).solve({loss: 1.0}).loss
+    if loss in losses.NEED_MASS:
+        assert found.isnan()
+    else:
+        torch.testing.assert_close(found, problem.solve({loss: 1.0}).loss, **EXACT)
 
 
 def test_every_word_of_the_docstring_is_a_loss_and_the_other_way_round() -> None:
@@ -393,9 +432,8 @@ def test_nothing_is_lost_where_the_draft_is_the_target(seed: int) -> None:
 def test_what_cannot_be_drafted_is_lost_to_acceptance_but_not_to_kl(seed: int) -> None:
     problem = one_position(seed, drafted=9, agree=True)
     p_V, _ = chances(problem)
-    best = problem.features.ends.lm_head(problem.features.last_BTD[0, 1]).argmax()
-    if best not in problem.vocabulary_V:
-        assert all(value(problem, name) == 0 for name in LOSSES if name != "ce")
+    if problem.features.tokens_BT[0, 2] not in problem.vocabulary_V:
+        assert all(value(problem, name) == 0 for name in LOSSES)
         return
     mass = p_V.sum().item()
     assert value(problem, "kl") == pytest.approx(0, abs=1e-12)
@@ -513,10 +551,12 @@ def test_nothing_as_wide_as_the_vocabulary_is_larger_than_a_chunk(
 
 
 def test_a_chunk_is_as_large_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The larger of both vocabularies counts."""
+    """The larger of both vocabularies counts, if the loss looks at it."""
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 100 * 301)
-    rows, _ = watch(400, "kl", "decay", torch.float32)
+    rows, _ = watch(400, "tv", "decay", torch.float32)
     assert 100 <= rows <= 102
+    rows, _ = watch(400, "kl", "decay", torch.float32)
+    assert 100 * 301 // 151 <= rows <= 100 * 301 // 151 + 2
 
 
 # Anchors.
@@ -566,6 +606,8 @@ def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time
         (({"smooth_l1": 1.0}, "decay", 1.0), "eagle3 cannot have the loss 'smooth_l1': it predicts no features"),
         (({"ce": 1.0}, "pace", 1.0), "unknown eagle3 depth_weights 'pace'; choose from decay, d_pace"),
         (({"ce": 1.0}, "decay", 0.0), "eagle3 decay must be above 0, not 0.0"),
+        (({"kl": 1.0}, "decay", 1.0, 0), "eagle3 target_top_k must be at least 1, or null for all, not 0"),
+        (({"reverse_kl": 0.1}, "decay", 1.0, 8), "eagle3 cannot have both target_top_k and reverse_kl"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
