@@ -3,6 +3,7 @@
     make peers
     python benchmarks/trainers.py --conversations conversations.jsonl
     python benchmarks/trainers.py --conversations conversations.jsonl --same-objective
+    python benchmarks/trainers.py --conversations conversations.jsonl --target-top-k 16
 
 Each side is a process of its own that trains the same head from the same weights on the same rows, in turns, row by
 row: float32, one row a step, Muon for matrices and AdamW for the rest, three steps of training-time test, KL
@@ -11,9 +12,9 @@ Printed: tokens per second, the peak memory of each process, and the loss of bot
 on, by one and the same computation.
 
 The trainers differ in what they judge. Ours leaves out drafts whose root or path lies outside the answer, and positions
-whose best target token cannot be drafted; theirs leaves the LM head as it began. With --same-objective a row is one
-text, all of it judged, every token can be drafted and our LM head is frozen, too: then both minimise the same number,
-and it is printed for every row.
+whose token cannot be drafted; theirs leaves the LM head as it began. With --same-objective a row is one text, all of it
+judged, every token can be drafted and our LM head is frozen, too: then both minimise the same number, and it is printed
+for every row. With --target-top-k there is a third side, ours with that option.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import argparse
 import dataclasses
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=2, help="rows on which both heads are judged afterwards")
     parser.add_argument("--draft-vocabulary", type=int, default=4096, help="tokens that can be drafted")
     parser.add_argument("--same-objective", action="store_true", help="what both trainers judge alike, see above")
+    parser.add_argument("--target-top-k", type=int, help="of the third side")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peers", default=".venv-peers/bin/python", help="python that has the package speculators")
     parser.add_argument("--side", choices=sorted(SIDES), help=argparse.SUPPRESS)
@@ -111,6 +112,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
         "options": options,
         "frozen": args.same_objective,
         "threads": args.threads,
+        "target_top_k": args.target_top_k,
     }
     given |= {"layers": [layer + 1 for layer in head.feature_layers], "draft_vocabulary": head.draft_vocab_size}
     (folder / "given.json").write_text(json.dumps(given))
@@ -150,6 +152,8 @@ def one_text(examples: list[Any]) -> list[dict[str, Tensor]]:
 class Ours:
     """A step as `headstart train` makes it."""
 
+    top_k = False
+
     def __init__(self, folder: Path) -> None:
         from headstart.heads import TargetInfo
         from headstart.heads.checkpoint import build_head
@@ -159,6 +163,7 @@ class Ours:
         given = json.loads((folder / "given.json").read_text())
         torch.set_num_threads(given["threads"])
         options = {**{name: HEAD[name] for name in HEAD if name != "type"}, **given["options"]}
+        options["target_top_k"] = given["target_top_k"] if self.top_k else None
         self.head = build_head("eagle3", options, TargetInfo(**given["info"])).train()
         self.head.load_state_dict(load_file(folder / "start.safetensors"))
         self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
@@ -179,6 +184,12 @@ class Ours:
     def weights(self) -> dict[str, Tensor]:
         """By our names."""
         return self.head.state_dict()
+
+
+class OursOfTopK(Ours):
+    """As ours, with --target-top-k."""
+
+    top_k = True
 
 
 class Theirs:
@@ -252,7 +263,7 @@ class Theirs:
         return {name.replace("layers.0.", "midlayer."): value for name, value in kept.items()}
 
 
-SIDES = {"ours": Ours, "theirs": Theirs}
+SIDES = {"ours": Ours, "theirs": Theirs, "ours-top-k": OursOfTopK}
 
 
 def serve(side: Ours | Theirs, out: Path) -> None:
@@ -264,7 +275,17 @@ def serve(side: Ours | Theirs, out: Path) -> None:
         loss = side.step(row)
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
     save_file({name: value.contiguous() for name, value in side.weights().items()}, out)
-    print(json.dumps({"peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
+    print(json.dumps({"peak": peak_memory()}), flush=True)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process ever had in memory.
+
+    Not by `getrusage`, whose figure counts what the process was that began this one.
+    """
+    with open("/proc/self/status", encoding="utf-8") as file:
+        (line,) = (line for line in file if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
 
 
 # Comparing.
@@ -275,13 +296,14 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     from headstart.train.provenance import hardware
 
     head = prepare(args, folder)
-    running = {side: started(side, args, folder) for side in SIDES}
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    sides = [side for side in SIDES if side != "ours-top-k" or args.target_top_k]
+    running = {side: started(side, args, folder) for side in sides}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     counts = []
     for number in range(args.rows):
         path = folder / f"row{number}.safetensors"
         counts.append(len(load_file(path)["tokens"]))
-        for side in list(SIDES)[:: 1 if number % 2 else -1]:  # each goes first in turn
+        for side in sides[:: 1 if number % 2 else -1]:  # each goes first in turn
             found[side].append(asked(running[side], str(path)))
         said = ", ".join(
             f"{side} {rows[-1]['seconds']:.2f} s, loss {rows[-1]['loss']:.5f}" for side, rows in found.items()
@@ -306,7 +328,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
 
 def started(side: str, args: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
     """The process of a side, ready to train."""
-    python = sys.executable if side == "ours" else args.peers
+    python = args.peers if side == "theirs" else sys.executable
     command = [python, __file__, "--side", side, "--folder", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)

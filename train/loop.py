@@ -42,6 +42,7 @@ from .optim import build_optimizer
 from .parallel import (
     alone,
     autocast,
+    end_together,
     engine_got,
     exchanged,
     from_main,
@@ -97,7 +98,7 @@ def train(
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         if not (run.folder / "report.md").exists():
             report_on(run)
-        accelerator.wait_for_everyone()  # see `run_steps`
+        end_together(accelerator)
         return run.folder
     check_tracker(config)
     called, failed = Callbacks(callbacks, accelerator.is_main_process), True
@@ -197,8 +198,7 @@ def run_steps(
         with stop.at_once(alone(accelerator)):
             report_on(run)
         callbacks.call("on_end", progress, run.folder)
-        # Gloo's thread frees the Python objects of the last exchange, and aborts a process that is ending by then.
-        accelerator.wait_for_everyone()
+        end_together(accelerator)
 
 
 def report_on(run: Run) -> None:

@@ -272,6 +272,15 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     return bool(up > 0)  # sync: the answer decides what the host does
 
 
+def end_together(accelerator: Accelerator) -> None:
+    """Called by every process as the last thing that it does.
+
+    Gloo's thread frees the Python objects of the last exchange, and aborts a process that is ending by then; behind a
+    barrier, which has none, nothing is left to free.
+    """
+    accelerator.wait_for_everyone()
+
+
 def shared_out(
     accelerator: Accelerator,
     items: Sequence[Item],

@@ -7,7 +7,7 @@ from pathlib import Path
 from .config import TrainConfig
 from .console import log
 from .features import CachedFeatures, cache_bytes, kept_layers, open_cache
-from .parallel import start
+from .parallel import end_together, start
 from .precision import as_begun, resolved
 from .sequences import lengths_of
 from .setup import set_up, split_as_begun
@@ -31,4 +31,5 @@ def precompute(config: TrainConfig) -> Path:
     cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)
     CachedFeatures(setup.target, setup.head, cache, accelerator).write(accelerator, setup.training)
     log.info(f"{cache.folder} holds the states of {len(setup.training):,} sequences")
+    end_together(accelerator)
     return cache.folder

@@ -272,16 +272,21 @@ def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(alone,
     assert_same_curve(config.output, alone)
 
 
-def test_where_one_process_dies_the_others_stop_and_it_is_named(options, tmp_path, wait_for, steps_logged):
-    loop = dataclasses.replace(options.loop, max_steps=100_000, save_every=0)
+def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
+    alone, options, tmp_path, wait_for, steps_logged
+):
+    loop = dataclasses.replace(options.loop, save_every=2)
     config = dataclasses.replace(options, output=str(tmp_path / "dies"), loop=loop)
     process = launch(config, "configs/accelerate/ddp.yaml")
-    wait_for(process, lambda: steps_logged(config.output) >= 3, "step 3")
+    wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
     os.kill(workers(process)[1], signal.SIGKILL)
     start = time.monotonic()
     said = finished(process, seconds=60)
     assert process.returncode != 0 and time.monotonic() - start < 60
     assert "rank      : 1 (local_rank: 1)" in said and "Signal 9 (SIGKILL)" in said
+    assert checkpoints(config.output) and steps_logged(config.output) < STEPS
+    train(config)
+    assert_same_curve(config.output, alone)
 
 
 # What cannot be is told before anything is loaded.
