@@ -33,6 +33,7 @@ from headstart.train.feature_cache import FORMATS, FeatureCache, bytes_per_token
 from headstart.train.features import CachedFeatures, kept_layers, online_features
 from headstart.train.optim import build_optimizer
 from headstart.train.parallel import autocast
+from headstart.train.precision import resolved
 from headstart.train.provenance import provenance
 from headstart.train.setup import set_up
 
@@ -49,8 +50,8 @@ def main() -> None:
     parser.add_argument("--output", default="features.md")
     args = parser.parse_args()
     given = ["--config", args.config, "--data.sources", f"[{args.conversations}]", "--output", "unused"]
-    config = options(TrainConfig, "train", "", given)
     accelerator = Accelerator()
+    config = resolved(options(TrainConfig, "train", "", given), accelerator)
     setup = set_up(config, accelerator)
     target, training = setup.target, setup.training
     order = Order([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)

@@ -115,7 +115,8 @@ class TargetFeatures:
     """The state after the final norm."""
     tokens_BT: Tensor
     loss_mask_BT: Tensor
-    """True where the token is one that the assistant wrote."""
+    """True where the token is one that the assistant wrote. On the CPU: how many drafts there are to judge is asked of
+    it, and an accelerator would have to be waited for."""
     ends: TargetEnds
     positions_BT: Tensor | None = None
     """Of packed rows: each token's place in its own sequence, from 0. None where every row is one sequence."""

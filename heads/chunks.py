@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-VOCABULARY_ON_CPU = 2**24
-"""Elements of a [positions, vocabulary] chunk on a CPU: 64 MiB in float32."""
+VOCABULARY_ON_CPU = 2**23
+"""Elements of a [positions, vocabulary] chunk on a CPU: 32 MiB in float32."""
 SCORES_ON_CPU = 2**22
 """Elements of a chunk of attention scores where there is no fused kernel, on a CPU."""
 SHARE = 1 / 32

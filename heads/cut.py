@@ -90,7 +90,7 @@ class CutHead(DraftHead):
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`: one depth while training, for all are the same; each while evaluating."""
         steps = 1 if self.training else self.max_depth
-        anchors = Anchors.of(features.loss_mask_BT, steps)
+        anchors = Anchors.of(features, steps)
         memory = TrainingTimeTest(self.num_layers, features.sequences_BT).at(0)
         out_BTD = self._run(features.tokens_BT, features.places_BT, memory, features.ends)
         weight = features.ends.lm_head.weight

@@ -172,7 +172,7 @@ class EagleHead(DraftHead):
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`; `train_steps` depths while training, all of them while evaluating."""
         steps = self.config.train_steps if self.training else self.max_depth
-        anchors = Anchors.of(features.loss_mask_BT, steps)
+        anchors = Anchors.of(features, steps)
         memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
         hiddens = [state_1ND[0] for state_1ND in self.drafts(features, memory, steps)]
         weight = features.ends.lm_head.weight

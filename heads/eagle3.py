@@ -230,7 +230,7 @@ class Eagle3Head(DraftHead):
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`; while training, as many depths as training-time test has steps."""
         steps = (self.training and self.config.train_steps) or self.max_depth
-        anchors = Anchors.of(features.loss_mask_BT, steps)
+        anchors = Anchors.of(features, steps)
         memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, memory, steps)]
         heads = [self.lm_head.weight] * steps

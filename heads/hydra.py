@@ -191,7 +191,7 @@ class HydraHead(DraftHead):
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`."""
-        anchors = Anchors.of(features.loss_mask_BT, self.max_depth)
+        anchors = Anchors.of(features, self.max_depth)
         hiddens = self.drafts(features, anchors.index_N)
         shared = self.config.lm_head == "shared"
         lm_heads = [features.ends.lm_head] * self.max_depth if shared else [*self.lm_heads]

@@ -115,8 +115,9 @@ class Anchors:
     """True where the root and all drafts up to depth k lie in one answer."""
 
     @classmethod
-    def of(cls, loss_mask_BT: Tensor, depths: int) -> Anchors:
+    def of(cls, features: TargetFeatures, depths: int) -> Anchors:
         """The anchors of a batch that have at least one draft to judge."""
+        loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
@@ -124,14 +125,23 @@ class Anchors:
         index_N = valid_BTK[..., 0].flatten().nonzero()[:, 0]
         # Past the end any row serves: nothing there is valid.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
-        return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])
+        return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])._beside(features)
 
     @classmethod
-    def of_answers(cls, loss_mask_BT: Tensor) -> Anchors:
+    def of_answers(cls, features: TargetFeatures) -> Anchors:
         """For a model that is judged on its own next token: the positions before answer tokens, at one depth."""
-        before_BT = F.pad(loss_mask_BT[:, 1:], (0, 1))
+        before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
         index_N = before_BT.flatten().nonzero()[:, 0]
-        return cls(index_N, index_N[:, None], torch.ones_like(index_N[:, None], dtype=torch.bool))
+        valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)
+        return cls(index_N, index_N[:, None], valid_N1)._beside(features)
+
+    def _beside(self, features: TargetFeatures) -> Anchors:
+        """On the device of the batch, which is not waited for: how many there are was found out on the host."""
+        device = features.tokens_BT.device
+        tensors = [self.index_N, self.rows_NK, self.valid_NK]
+        if device.type == "cuda":  # a copy from other memory may wait for what the device is doing
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return Anchors(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def draft_loss(

@@ -127,7 +127,7 @@ class MedusaHead(DraftHead):
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`."""
-        anchors = Anchors.of(features.loss_mask_BT, self.max_depth)
+        anchors = Anchors.of(features, self.max_depth)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
         hiddens = [block(states_ND) for block in self.blocks]
         shared = self.config.lm_head == "shared"

@@ -82,7 +82,7 @@ class JointModule(nn.Module):
         target = self._target[0]
         with self.peft.disable_adapter():  # type: ignore[operator]
             _, base_BTD = target.read(features.tokens_BT, (), features.positions_BT)
-        anchors = Anchors.of_answers(features.loss_mask_BT)
+        anchors = Anchors.of_answers(features)
         base = replace(features, last_BTD=base_BTD)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
         return draft_loss([states_ND], [target.ends.lm_head.weight], None, base, anchors, KEEP_BASE).loss

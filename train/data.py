@@ -73,7 +73,7 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """A copy from which a GPU reads while it computes; torch's DataLoader asks for it."""
-        tensors = ("tokens_BT", "loss_mask_BT", "states_BTLD", "scales_BTL")
+        tensors = ("tokens_BT", "states_BTLD", "scales_BTL")
         found = {name: getattr(self, name) for name in tensors}
         pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
         if self.positions_BT is not None:

@@ -240,7 +240,7 @@ def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tenso
         features_BTF=features_BTF,
         last_BTD=last_BTD,
         tokens_BT=batch.tokens_BT.to(target.device, non_blocking=True),
-        loss_mask_BT=batch.loss_mask_BT.to(target.device, non_blocking=True),
+        loss_mask_BT=batch.loss_mask_BT,
         ends=target.ends,
         positions_BT=_on(target, batch.positions_BT),
     )

@@ -37,7 +37,7 @@ def test_a_cpu_and_a_full_accelerator_keep_the_constants(free):
     assert chunk_elements(torch.device("cpu"), 2**22) == 2**22
     free(0)
     assert chunk_elements(CUDA, 2**22) == 2**22
-    assert positions_at_once(CUDA, 128_256) == 130 and positions_at_once(CUDA, 2**24) == FEWEST
+    assert positions_at_once(CUDA, 128_256) == 65 and positions_at_once(CUDA, 2**24) == FEWEST
 
 
 def test_positions_of_a_large_vocabulary_fill_an_accelerator(free):

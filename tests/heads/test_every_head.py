@@ -156,7 +156,7 @@ def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompu
     positions_BT = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
     features = TargetFeatures(*states, tokens_BT, mask_BT, target.ends, positions_BT)
-    anchors_N = Anchors.of(mask_BT, DEPTH).index_N
+    anchors_N = Anchors.of(features, DEPTH).index_N
     assert 0 < len(anchors_N) < mask_BT.numel() - 8
 
     def drafts(chosen_N: Tensor | None) -> list[Tensor]:

@@ -71,11 +71,11 @@ def build(
     last_BTD = draw(*mask_BT.shape, TARGET_WIDTH)
     tokens_BT = torch.randint(vocab, mask_BT.shape, generator=random)
     ends = TargetEnds(nn.Embedding(vocab, TARGET_WIDTH), lm_head, nn.Identity(), ())
-    anchors = Anchors.of(mask_BT, depths)
+    features = TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, ends)
+    anchors = Anchors.of(features, depths)
     hiddens = [draw(len(anchors.index_N), WIDTH).requires_grad_() for _ in range(depths)]
     lm_heads = [draw(drafted or vocab, WIDTH).requires_grad_() for _ in range(1 if shared else depths)]
     chosen = torch.randperm(vocab, generator=random)[:drafted].sort().values if drafted else None
-    features = TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, ends)
     return Problem(features, anchors, hiddens, lm_heads * depths if shared else lm_heads, chosen)
 
 
@@ -562,12 +562,16 @@ def test_a_chunk_is_as_large_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> No
 # Anchors.
 
 
+def masked(rows: list[tuple[bool, ...]]) -> TargetFeatures:
+    return build(torch.tensor(rows)).features
+
+
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("time", range(1, 8))
 def test_anchors_are_those_of_brute_force_for_every_mask(time: int, depths: int) -> None:
     """All masks of a length are the rows of one batch, so that no row's drafts may reach into the next."""
     rows = list(itertools.product((False, True), repeat=time))
-    found = Anchors.of(torch.tensor(rows), depths)
+    found = Anchors.of(masked(rows), depths)
     wanted = {}
     for row, mask in enumerate(rows):
         for here in range(time):
@@ -585,7 +589,7 @@ def test_anchors_are_those_of_brute_force_for_every_mask(time: int, depths: int)
 @pytest.mark.parametrize("time", range(1, 8))
 def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time: int) -> None:
     rows = list(itertools.product((False, True), repeat=time))
-    found = Anchors.of_answers(torch.tensor(rows))
+    found = Anchors.of_answers(masked(rows))
     wanted = [row * time + here for row, mask in enumerate(rows) for here in range(time - 1) if mask[here + 1]]
     assert found.index_N.tolist() == wanted and found.rows_NK.tolist() == [[place] for place in wanted]
     assert found.valid_NK.all() and found.valid_NK.shape == (len(wanted), 1)

@@ -50,7 +50,7 @@ class BigramHead(DraftHead):
         nn.init.normal_(self.embed.weight)
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        anchors = Anchors.of(features.loss_mask_BT, self.max_depth)
+        anchors = Anchors.of(features, self.max_depth)
         tokens_NK = features.tokens_BT.flatten()[anchors.rows_NK]
         hiddens = [self.embed(tokens_NK[:, depth]) for depth in range(self.max_depth)]
         heads = [self.lm_head.weight] * self.max_depth

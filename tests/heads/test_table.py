@@ -61,7 +61,7 @@ class BigramHead(DraftHead):
         nn.init.normal_(self.embed.weight)
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        anchors = Anchors.of(features.loss_mask_BT, 1)
+        anchors = Anchors.of(features, 1)
         hidden_ND = self.embed(features.tokens_BT.flatten()[anchors.index_N + 1])
         objective = Objective({"ce": 1.0}, "decay", 1.0)
         return draft_loss([hidden_ND], [self.lm_head.weight], None, features, anchors, objective, ranks)

@@ -265,7 +265,7 @@ def test_everything_of_a_step_is_pinned(monkeypatch):
     step = Steps(data, Share.of(2, 1, 0, 1), 1)[0, [[0, 1], [2]]]
     states = [replace(batch, states_BTLD=torch.ones(1), scales_BTL=torch.ones(1)) for batch in step.batches]
     found = pin_memory(replace(step, batches=states))
-    assert len(pinned) == 4 + 4 + 1  # tokens, mask, states, scales of both; positions of the packed one
+    assert len(pinned) == 3 + 3 + 1  # tokens, states, scales of both; positions of the packed one
     for one, other in zip(found.batches, states, strict=True):
         assert torch.equal(one.tokens_BT, other.tokens_BT) and one.tokens_BT is not other.tokens_BT
         assert one.lengths == other.lengths and one.conversations == other.conversations
