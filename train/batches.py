@@ -16,7 +16,7 @@ import bisect
 import itertools
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,8 @@ Row = list[int]
 
 WINDOW = 32
 """Steps whose conversations are sorted by length together: little padding, and still another order every epoch."""
+LOST = (ConnectionError, EOFError, FileNotFoundError)
+"""What reading a batch meets whose worker died after it was announced and before it was handed over."""
 AHEAD = 2
 """Steps that each worker of the loader has ready."""
 
@@ -287,7 +289,7 @@ class _Keys(Sampler[tuple[int, list[Row]]]):
         return self.order.from_step(self.step)
 
 
-def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Iterator[Step]:
+def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
     """Every step from number `first` on, in order, without end.
 
     Args:
@@ -301,30 +303,42 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> I
         RuntimeError: a worker has died.
     """
     options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
-    with worker_deaths_explained():
-        yield from DataLoader(
-            steps,
-            sampler=_Keys(order, first),
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=pin,
-            generator=torch.Generator(),  # else it would draw from the one that heads draw from
-            worker_init_fn=_leave_signals,
-            **(options if workers else {}),
-        )
+    loader = DataLoader(
+        steps,
+        sampler=_Keys(order, first),
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=pin,
+        generator=torch.Generator(),  # else it would draw from the one that heads draw from
+        worker_init_fn=_leave_signals,
+        **(options if workers else {}),
+    )
+    reading: Any = iter(loader)
+    with worker_deaths_explained(*(LOST if workers else ())):
+        try:
+            yield from reading
+        finally:
+            # Else they live for as long as an error's traceback refers to the iterator, and a process that ends
+            # waits for them, since they ignore SIGTERM.
+            if workers:
+                reading._shutdown_workers()
 
 
 @contextmanager
-def worker_deaths_explained() -> Iterator[None]:
+def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
     """Around what uses a loader: torch tells of a worker's death wherever the main process then is.
+
+    Args:
+        others: exceptions besides torch's own that tell of a worker's death here.
 
     Raises:
         RuntimeError: a worker has died.
     """
+    caught: tuple[type[Exception], ...] = (RuntimeError, *others)
     try:
         yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
+    except caught as error:
+        if not isinstance(error, others) and not str(error).startswith("DataLoader worker"):
             raise
         raise RuntimeError(
             f"a process that reads data ahead has died, perhaps for want of (shared) memory: {error}; lower "

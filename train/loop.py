@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,9 +158,12 @@ def run_steps(
         callbacks.call("on_save", progress, run.checkpoint(progress.step), stop)
 
     with StopRequest() as stop, worker_deaths_explained():
-        with ProgressBar("training steps", steps, progress.step) as bar, suppress(Stopped):
+        with (
+            ProgressBar("training steps", steps, progress.step) as bar,
+            closing(loaded(reader, order, progress.step, workers, pin=on_cuda)) as batches,
+            suppress(Stopped),
+        ):
             last_epoch, stopping = None, False
-            batches = iter(loaded(reader, order, progress.step, workers, pin=on_cuda))
             while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
                     found = judge(engine, setup, config, progress, stop, callbacks)

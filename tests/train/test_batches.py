@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headstart.train.batches import Order, Share, Steps, loaded, packed, worker_deaths_explained
+from headstart.train.batches import LOST, Order, Share, Steps, loaded, packed, worker_deaths_explained
 from headstart.train.config import LoopConfig
 from headstart.train.data import Example
 
@@ -240,6 +240,11 @@ def test_a_worker_that_dies_is_told_with_what_to_do():
 
     with pytest.raises(RuntimeError, match=words), worker_deaths_explained():  # torch tells of it at any moment
         go_on()
+    steps.close()
+    assert not children() - before
+    for lost in (ConnectionResetError(), EOFError()):  # what it was about to hand over
+        with pytest.raises(RuntimeError, match=words), worker_deaths_explained(*LOST):
+            raise lost
 
 
 def test_workers_end_with_the_loop_and_signals_to_the_group_leave_them_alone():
