@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 
 import torch
+from process_status import status
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.inference import load_tokenizer
@@ -107,9 +107,9 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     loop.set_up = lambda *given: setups.append(set_up(*given)) or setups[0]
 
     def end_step(*_: object) -> None:
-        seconds, peak = time.time() - args.began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds, peak = time.time() - args.began, status("VmHWM")
         training = setups[0].training
-        found = {"seconds": seconds, "peak_gb": peak * 1024 / 1e9, "sequences": len(training)}
+        found = {"seconds": seconds, "peak_gb": peak * 2**20 / 1e9, "sequences": len(training)}
         print("\n" + json.dumps({**found, "tokens": sum(training.lengths)}), flush=True)
         sys.exit()
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from process_status import status
 
 from headstart.inference import SpeculativeLM, Target
 from headstart.train.console import console, show_on_console
@@ -73,12 +74,6 @@ def measured(source: str, head: str, side: str, length: int, new_tokens: int) ->
     seconds = time.perf_counter() - start
     cache = target.cache_bytes(1, length + new_tokens) / MIB
     return {"peak": status("VmHWM") - before, "cache": cache, "seconds": seconds}
-
-
-def status(name: str) -> float:
-    """A figure of this process, in MiB."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from process_status import status
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -152,9 +154,7 @@ def one_text(examples: list[Any]) -> list[dict[str, Tensor]]:
 class Ours:
     """A step as `headstart train` makes it."""
 
-    top_k = False
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, top_k: bool = False) -> None:
         from headstart.heads import TargetInfo
         from headstart.heads.checkpoint import build_head
         from headstart.train.config import OptimConfig
@@ -163,7 +163,7 @@ class Ours:
         given = json.loads((folder / "given.json").read_text())
         torch.set_num_threads(given["threads"])
         options = {**{name: HEAD[name] for name in HEAD if name != "type"}, **given["options"]}
-        options["target_top_k"] = given["target_top_k"] if self.top_k else None
+        options["target_top_k"] = given["target_top_k"] if top_k else None
         self.head = build_head("eagle3", options, TargetInfo(**given["info"])).train()
         self.head.load_state_dict(load_file(folder / "start.safetensors"))
         self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
@@ -184,12 +184,6 @@ class Ours:
     def weights(self) -> dict[str, Tensor]:
         """By our names."""
         return self.head.state_dict()
-
-
-class OursOfTopK(Ours):
-    """As ours, with --target-top-k."""
-
-    top_k = True
 
 
 class Theirs:
@@ -263,7 +257,7 @@ class Theirs:
         return {name.replace("layers.0.", "midlayer."): value for name, value in kept.items()}
 
 
-SIDES = {"ours": Ours, "theirs": Theirs, "ours-top-k": OursOfTopK}
+SIDES = {"ours": Ours, "theirs": Theirs, "ours-top-k": partial(Ours, top_k=True)}
 
 
 def serve(side: Ours | Theirs, out: Path) -> None:
@@ -275,17 +269,7 @@ def serve(side: Ours | Theirs, out: Path) -> None:
         loss = side.step(row)
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
     save_file({name: value.contiguous() for name, value in side.weights().items()}, out)
-    print(json.dumps({"peak": peak_memory()}), flush=True)
-
-
-def peak_memory() -> int:
-    """The most bytes that this process ever had in memory.
-
-    Not by `getrusage`, whose figure counts what the process was that began this one.
-    """
-    with open("/proc/self/status", encoding="utf-8") as file:
-        (line,) = (line for line in file if line.startswith("VmHWM:"))
-    return 1024 * int(line.split()[1])
+    print(json.dumps({"peak": status("VmHWM")}), flush=True)
 
 
 # Comparing.
@@ -319,7 +303,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         speeds = speeds[1:] or speeds  # the first row is there to be warm
         low, middle, high = statistics.quantiles(speeds, n=4) if len(speeds) > 1 else speeds * 3
         loss = held_out(head, folder, side, range(args.rows, args.rows + args.held_out))
-        print(f"| {side} | {middle:.1f} | {low:.1f}-{high:.1f} | {peaks[side] / 2**20:,.0f} | {loss:.4f} |")
+        print(f"| {side} | {middle:.1f} | {low:.1f}-{high:.1f} | {peaks[side]:,.0f} | {loss:.4f} |")
     ratios = [other["seconds"] / own["seconds"] for own, other in zip(found["ours"], found["theirs"], strict=True)][1:]
     if ratios:
         print(f"\nours over theirs: {statistics.median(ratios):.2f} times the tokens/s, ", end="")
@@ -347,7 +331,7 @@ def asked(process: subprocess.Popen[str], path: str) -> dict[str, float]:
 
 
 def ended(process: subprocess.Popen[str]) -> float:
-    """The peak memory of a side, bytes, which saves its weights."""
+    """The peak memory of a side, MiB, which saves its weights."""
     assert process.stdin is not None
     process.stdin.close()
     found = answer(process)["peak"]

@@ -84,7 +84,7 @@ class EagleConfig:
     decay: float = 0.8
     """Loss weight of a step relative to the one before."""
     target_top_k: int | None = None
-    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
+    """How many of the target's most likely tokens the losses look at; null for the whole vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse what no EAGLE head can be."""
