@@ -42,10 +42,10 @@ format: $(STAMP)  ## format, and fix what lint can fix
 
 test: $(STAMP)  ## the normal tests, and those of decoding on an accelerator on a simulated one
 	$(BIN)/python -m pytest -q
-	HEADSTART_TEST_DEVICE=sim $(BIN)/python -m pytest -q tests/accelerator
+	HEADSTART_TEST_DEVICE=sim $(BIN)/python -m pytest -q tests/gpu
 
 test-gpu: $(STAMP)  ## the tests of decoding on an accelerator, on a GPU
-	HEADSTART_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -m gpu tests/accelerator
+	HEADSTART_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -m gpu tests/gpu
 
 # torch, oneDNN and our kernels take their code by the environment.
 check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor without AVX-512

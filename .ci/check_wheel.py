@@ -15,7 +15,7 @@ for name in ("heads", "inference", "train", "scripts"):
     sources = (path for pattern in ("*.py", "*.cpp") for path in (repository / name).rglob(pattern))
     wanted = {path.relative_to(repository / name) for path in sources}
     missing = sorted(str(path) for path in wanted if not (installed / path).is_file())
-    assert not missing, f"the wheel's headstart.{name} lacks {', '.join(missing)}; packages must stay flat"
+    assert not missing, f"the wheel's headstart.{name} lacks {', '.join(missing)}"
     modules += len(wanted)
 assert (Path(headstart.__file__).parent / "py.typed").is_file(), "type checkers take no hints without py.typed"
 print(f"headstart {headstart.__version__}: 4 packages imported, {modules} modules in the wheel")

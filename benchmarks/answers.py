@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.benchmark import quartiles
 from headstart.train.console import console, show_on_console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.self_made import WAVES
 from headstart.train.provenance import provenance
-from headstart.train.selfmade import WAVES
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ import torch
 from cpu import ratio
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.train.console import console, show_on_console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.provenance import provenance
 
 SIZES = (1, 2, 4, 8)

@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.costs import forward_seconds
-from headstart.inference.machine import turns
+from headstart.inference.tuning.costs import forward_seconds
+from headstart.inference.tuning.machine import turns
 from headstart.train.benchmark import quartiles, spread
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 
@@ -98,9 +98,9 @@ def engine(target: Target, args: argparse.Namespace, **more: Any) -> Speculative
     )
 
 
-def of_transformers(target: Target, wide: Target, assistant: str | None, brief: bool) -> dict[str, Side]:
+def of_transformers(target: Target, at_least_fp32: Target, assistant: str | None, brief: bool) -> dict[str, Side]:
     """transformers' own ways; its steps with the float32 target too, which on some CPUs are its fastest."""
-    found = {"generate": stock(target), "generate, float32": stock(wide)}
+    found = {"generate": stock(target), "generate, float32": stock(at_least_fp32)}
     if not brief:
         found["its prompt lookup"] = stock(target, **LOOKUP)
     if assistant:

@@ -29,10 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.inference import load_tokenizer
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
-from headstart.train.conversations import open_file
+from headstart.train.data.conversations import open_file
+from headstart.train.data.sequences import key_of
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
-from headstart.train.sequences import key_of
 
 PER_FILE = 5000
 """Conversations of a file."""

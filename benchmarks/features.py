@@ -24,15 +24,15 @@ from accelerate import Accelerator
 
 from headstart.heads import TargetFeatures
 from headstart.scripts.command import options
-from headstart.train.batches import Order
 from headstart.train.benchmark import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console
-from headstart.train.data import Batch, collate
-from headstart.train.feature_cache import FORMATS, FeatureCache, bytes_per_token
-from headstart.train.features import CachedFeatures, kept_layers, online_features
+from headstart.train.data.batches import Order
+from headstart.train.data.chat_template import Batch, collate
+from headstart.train.engines import autocast
+from headstart.train.features.cached import FORMATS, FeatureCache, bytes_per_token
+from headstart.train.features.online import CachedFeatures, kept_layers, online_features
 from headstart.train.optim import build_optimizer
-from headstart.train.parallel import autocast
 from headstart.train.precision import resolved
 from headstart.train.provenance import provenance
 from headstart.train.setup import set_up

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.checkpoint import json_ready, load_head
+from headstart.heads.checkpoints.save_load import json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.machine import turns
+from headstart.inference.tuning.machine import turns
 from headstart.scripts.command import options
 from headstart.train.benchmark import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console
-from headstart.train.data import prompt_ids, read_conversations, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_conversations, read_prompts
 from headstart.train.evaluate import answer_settings, summary
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
@@ -103,8 +103,8 @@ def loaded(folders: dict[str, Path], compile: bool) -> dict[str, Any]:
     shared = Target.from_pretrained(TARGET, torch.bfloat16)
     sides: dict[str, Any] = {"generate": shared, "plain": SpeculativeLM(shared)}
     for name, folder in folders.items():
-        target, facts = shared, load_head(folder)[1]
-        if facts.adapted:
+        target, metadata = shared, load_head(folder)[1]
+        if metadata.adapted:
             target = Target.from_pretrained(TARGET, torch.bfloat16)
             target.merge_adapter(folder / "adapter")
             sides[f"generate, {name}"] = target
@@ -219,8 +219,8 @@ def tables(pieces: list[Path], contexts: Path, folders: dict[str, Path]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, folder in folders.items():
-        head, facts = load_head(folder)
-        count, run = sum(parameter.numel() for parameter in head.parameters()), facts.training
+        head, metadata = load_head(folder)
+        count, run = sum(parameter.numel() for parameter in head.parameters()), metadata.training
         lines.append(f"| {name} | {count:,} | {run['step']} | {run['answer_tokens']:,} | {run['seconds'] / 60:.0f} |")
     return "\n".join(lines) + "\n"
 

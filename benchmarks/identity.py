@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from headstart.inference import DraftTree, SpeculativeLM, Target, load_tokenizer
-from headstart.inference.guessing import RootOnly
+from headstart.inference.drafters.head_drafter import NoDraft
 from headstart.train.benchmark import first_difference
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.provenance import provenance
 
 PATH, NODES = 5, 32
@@ -96,7 +96,7 @@ def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
         path_T = text_T[start : start + PATH]
         single = []
         for place, token in enumerate(path_T):
-            output = target.forward_tree(RootOnly().propose(token[None]), start + place, alone, ())
+            output = target.forward_tree(NoDraft().propose(token[None]), start + place, alone, ())
             alone.commit(torch.ones(1, dtype=torch.int64))
             single.append(output.logits_BNV[0, 0])
         others = torch.randint(target.info.vocab_size, (NODES - PATH,), generator=generator)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.inference import Target
-from headstart.inference.cpu_kernels import GROUP, Packed, library, linear, pack
-from headstart.inference.machine import seconds_in_turns
+from headstart.inference.compiled.cpu_kernels import GROUP, Packed, library, linear, pack
+from headstart.inference.tuning.machine import seconds_in_turns
 from headstart.train.console import console
 from headstart.train.floors import memory_bandwidth
 from headstart.train.provenance import provenance

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from headstart.heads.base import dtype_name
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.sources import locate
+from headstart.inference.models.loading import locate
 from headstart.train.benchmark import first_difference, quartiles
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from headstart.heads import TargetEnds, TargetFeatures, TargetInfo
-from headstart.heads.checkpoint import build_head
+from headstart.heads import TargetFeatures, TargetInfo, TargetModules
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.layers import TrainingTimeTest
+from headstart.heads.layers.decoder_layer import TrainingTimeTest
 from headstart.train.provenance import hardware
 
 WIDTH, VOCABULARY, STEPS, TOKENS = 576, 128_256, 7, 1024
@@ -82,7 +82,7 @@ def random_step(vocabulary: int, tokens: int) -> tuple[Eagle3Head, TargetFeature
         last_BTD=torch.randn(1, tokens, WIDTH),
         tokens_BT=torch.randint(0, vocabulary, (1, tokens)),
         loss_mask_BT=torch.ones(1, tokens, dtype=torch.bool),
-        ends=TargetEnds(embed, lm_head, torch.nn.Identity(), ()),
+        modules=TargetModules(embed, lm_head, torch.nn.Identity(), ()),
     )
     return head, features
 
@@ -98,7 +98,7 @@ def naive_loss(head: Eagle3Head, features: TargetFeatures) -> Tensor:
     time = features.tokens_BT.shape[1]
     for step, state_BTD in enumerate(head.drafts(features, TrainingTimeTest(1), STEPS)):
         length = time - 2 - step  # the anchors whose drafts, up to this depth, lie in the text
-        target_TV = features.ends.lm_head(features.last_BTD[0, 1 + step : 1 + step + length]).softmax(-1)
+        target_TV = features.modules.lm_head(features.last_BTD[0, 1 + step : 1 + step + length]).softmax(-1)
         draft_TV = head.lm_head(head.norm(state_BTD[0, :length])).log_softmax(-1)
         loss = loss - 0.8**step * (target_TV * draft_TV).sum()
     return loss

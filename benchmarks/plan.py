@@ -14,15 +14,15 @@ import torch
 from accelerate import Accelerator
 from memory import peak_of
 
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.scripts.command import options
-from headstart.train.big_target import load_target
 from headstart.train.config import TrainConfig
-from headstart.train.data import Batch
-from headstart.train.features import online_features
+from headstart.train.data.chat_template import Batch
+from headstart.train.engines import autocast
+from headstart.train.features.online import online_features
+from headstart.train.features.placement import load_target
+from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
-from headstart.train.parallel import autocast
-from headstart.train.plan import plan_run
 from headstart.train.precision import resolved
 from headstart.train.provenance import provenance
 from headstart.train.setup import head_options
@@ -58,7 +58,7 @@ def measured(config: TrainConfig) -> tuple[dict[str, int], int]:
     target = load_target(config, accelerator)
     head = build_head(*head_options(config), target.info)
     counts_V = torch.arange(target.info.vocab_size).flip(0) + 1
-    head.initialize(target.ends, counts_V)
+    head.initialize(target.modules, counts_V)
     head.recompute = config.loop.recompute
     optimizer, _ = build_optimizer(head, config.optim, 10, {})
     rows, length = config.loop.micro_batch or config.loop.batch_size, config.data.max_length

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from cpu import compared, ours, ratio, stock
 
-from headstart.heads.quantized import torchao
+from headstart.heads.checkpoints.quantized import torchao
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.benchmark import quartiles
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 

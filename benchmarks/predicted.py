@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.heads.base import wide
+from headstart.heads.base import at_least_fp32
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
-from headstart.inference.grow import drafter_of
-from headstart.inference.guessing import HeadDrafter, over_target
-from headstart.inference.rounds import Passage, Start
-from headstart.inference.sampling import RandomDraw
-from headstart.inference.tree import DrawnShape
+from headstart.inference.drafters.base import DraftContext, PrefillChunk
+from headstart.inference.drafters.head_drafter import HeadDrafter, over_target
+from headstart.inference.drafters.tree_drafting import drafter_of
+from headstart.inference.logits import RandomSampler
+from headstart.inference.tree import SampledShape
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 
@@ -102,7 +102,7 @@ def judged(
         float((signs[bins == i, 2].mean() - signs[bins == i, 3].mean()).abs() * (bins == i).float().mean())
         for i in bins.unique().tolist()
     ]
-    drafter = drafter_of(lead.head, DrawnShape(TreeShape.chain(depth)), target.ends)
+    drafter = drafter_of(lead.head, SampledShape(TreeShape.chain(depth)), target.modules)
     lm = SpeculativeLM(target, drafter, verifier="token")
     runs = [lm.generate(ids, generator=seeded(target, 1000 + i), **settings).stats for i, ids in enumerate(prompts)]
     return Row(
@@ -122,14 +122,16 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
     output = target.read_chunk(
         text_1T, length, target.new_cache(1), drafter.feature_layers, list(range(first - 1, length))
     )
-    p_TV = wide(output.logits_BNV[0]).softmax(-1)  # row i: after token first - 1 + i
-    drafter.begin(Start(1, length + depth + 1, RandomDraw(None), None))
+    p_TV = at_least_fp32(output.logits_BNV[0]).softmax(-1)  # row i: after token first - 1 + i
+    drafter.begin(DraftContext(1, length + depth + 1, RandomSampler(None), None))
     found, read = [], 0
     for place in range(first, length - depth, STRIDE):
         following = text_1T[:, read + 1 : place + 1]
         features = output.features_BNF[:, read:place]
         drafter.read(
-            Passage(text_1T[:, read:place], following, features, torch.tensor([place - read], device=target.device))
+            PrefillChunk(
+                text_1T[:, read:place], following, features, torch.tensor([place - read], device=target.device)
+            )
         )
         read, state = place, drafter.state
         overlaps, signs = [], []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.scripts.command import options
 from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console
@@ -72,8 +72,8 @@ def main() -> None:
             *(f"--loop.max_steps={args.steps}", "--loop.eval_every=0", "--loop.save_every=0"),
             *(f"--eval.prompts={args.prompts}", "--eval.new_tokens=64", "--eval.conversations=60"),
         ]
-        facts = load_head(train(options(TrainConfig, "train", "", [*given, *CHANGES[name]])) / "best")[1]
-        found, run = facts.measured, facts.training
+        metadata = load_head(train(options(TrainConfig, "train", "", [*given, *CHANGES[name]])) / "best")[1]
+        found, run = metadata.measured, metadata.training
         chain, dynamic = (
             f"{row['acceptance_length']:.2f} ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
             for row in (found["trees"]["chain"], found["trees"]["dynamic"])

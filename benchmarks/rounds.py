@@ -18,8 +18,8 @@ from cpu import ratio
 from torch import Tensor
 
 from headstart.inference import Target
-from headstart.inference.costs import checker
-from headstart.inference.machine import seconds_in_turns
+from headstart.inference.tuning.costs import checker
+from headstart.inference.tuning.machine import seconds_in_turns
 from headstart.train.console import console
 from headstart.train.provenance import provenance
 

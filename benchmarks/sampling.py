@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 

@@ -23,11 +23,11 @@ from cpu import LOOKUP, Side, compared, ours, ratio, stock
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.adaptive import AdaptiveDrafter
-from headstart.inference.hybrid import Hybrid
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
+from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.train.commands import DatastoreConfig
 from headstart.train.console import console
-from headstart.train.data import prompt_ids, read_conversations, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_conversations, read_prompts
 from headstart.train.datastore import build_datastore
 from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
@@ -131,7 +131,7 @@ def table(name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tens
         length = stats[side].acceptance_length
         told = "-" if length != length else f"{length:.2f}"
         engine = engines.get(side)
-        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, Hybrid):
+        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, HeadAndLookup):
             shares = engine.drafter.accepted
             told += " (" + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items()) + ")"
         if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, AdaptiveDrafter):

@@ -73,10 +73,10 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace, folder: Path) -> Any:
     """Write rows with the target's states, the target's ends, the starting weights; return the head."""
-    from headstart.heads.checkpoint import HeadFacts, build_head
-    from headstart.heads.export import export_head
+    from headstart.heads.checkpoints.export_formats import export_head
+    from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.train.data import count_answer_tokens, encode, read_conversations
+    from headstart.train.data.chat_template import count_answer_tokens, encode, read_conversations
 
     target, tokenizer = Target.load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
     examples = []
@@ -90,24 +90,24 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     options = {"draft_vocab_size": None if args.same_objective else args.draft_vocabulary}
     torch.manual_seed(0)
     head = build_head("eagle3", {**{name: HEAD[name] for name in HEAD if name != "type"}, **options}, info)
-    head.initialize(target.ends, count_answer_tokens(examples, info.vocab_size))
+    head.initialize(target.modules, count_answer_tokens(examples, info.vocab_size))
     for number, row in enumerate(rows):
         positions_T = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
         row["features"], row["last"] = (
             s[0] for s in target.read(row["tokens"][None], head.feature_layers, positions_T[None])
         )
         save_file({name: value.contiguous() for name, value in row.items()}, folder / f"row{number}.safetensors")
-    embedding_VD = target.ends.embed(torch.arange(info.vocab_size)).detach().contiguous()
+    embedding_VD = target.modules.embed(torch.arange(info.vocab_size)).detach().contiguous()
     (folder / "target").mkdir()
-    ends = {"model.embed_tokens.weight": embedding_VD, "model.norm.weight": target.ends.norm.weight.detach()}
-    if target.ends.lm_head.weight.data_ptr() != target.model.get_input_embeddings().weight.data_ptr():
-        ends["lm_head.weight"] = target.ends.lm_head.weight.detach()
+    ends = {"model.embed_tokens.weight": embedding_VD, "model.norm.weight": target.modules.norm.weight.detach()}
+    if target.modules.lm_head.weight.data_ptr() != target.model.get_input_embeddings().weight.data_ptr():
+        ends["lm_head.weight"] = target.modules.lm_head.weight.detach()
     save_file(ends, folder / "target" / "model.safetensors")
     config = target.config.to_dict()
     config.pop("quantization_config", None)
     (folder / "target" / "config.json").write_text(json.dumps(config, default=str))
     head.target = dataclasses.replace(info, name=str(folder / "target"))
-    export_head(head, HeadFacts(), "speculators", folder / "start", embedding_VD)
+    export_head(head, CheckpointMetadata(), "speculators", folder / "start", embedding_VD)
     save_file(head.state_dict(), folder / "start.safetensors")
     given = {
         "info": dataclasses.asdict(info),
@@ -156,7 +156,7 @@ class Ours:
 
     def __init__(self, folder: Path, top_k: bool = False) -> None:
         from headstart.heads import TargetInfo
-        from headstart.heads.checkpoint import build_head
+        from headstart.heads.checkpoints.save_load import build_head
         from headstart.train.config import OptimConfig
         from headstart.train.optim import build_optimizer
 
@@ -167,13 +167,13 @@ class Ours:
         self.head = build_head("eagle3", options, TargetInfo(**given["info"])).train()
         self.head.load_state_dict(load_file(folder / "start.safetensors"))
         self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
-        self.ends = ends_of(folder)
+        self.modules = ends_of(folder)
         config = OptimConfig(name="muon", lr=LR, schedule="constant_with_warmup", warmup=0.0, weight_decay=0.0)
         self.optimizer, _ = build_optimizer(self.head, config, 1000, {})
 
     def step(self, row: dict[str, Tensor]) -> float:
         """The loss of a row, from whose gradient the optimizer steps."""
-        features = features_of(row, self.ends)
+        features = features_of(row, self.modules)
         output = self.head(features)
         (output.loss / row["mask"].sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -364,20 +364,20 @@ def mean_loss(output: Any) -> float:
 
 def ends_of(folder: Path) -> Any:
     """The target's embedding and LM head."""
-    from headstart.heads import TargetEnds
+    from headstart.heads import TargetModules
 
     tensors = load_file(folder / "target" / "model.safetensors")
     embedding = torch.nn.Embedding.from_pretrained(tensors["model.embed_tokens.weight"])
     lm_head = torch.nn.Linear(*tensors["model.embed_tokens.weight"].shape[::-1], bias=False, device="meta")
     weight = tensors.get("lm_head.weight", embedding.weight)
     lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return TargetEnds(embedding, lm_head, torch.nn.Identity(), ())
+    return TargetModules(embedding, lm_head, torch.nn.Identity(), ())
 
 
 def features_of(row: dict[str, Tensor], ends: Any) -> Any:
     """A row as a batch with its states."""
     from headstart.heads import TargetFeatures
-    from headstart.train.data import Batch
+    from headstart.train.data.chat_template import Batch
 
     batch = Batch(row["tokens"][None], row["mask"][None], (tuple(row["lengths"].tolist()),))
     return TargetFeatures(

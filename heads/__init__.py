@@ -1,14 +1,14 @@
 """What guesses: draft heads, their losses, their checkpoints. A new head is one file here and one row of `HEADS`."""
 
-from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
-from .cut import CutConfig, CutHead
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .eagle import EagleConfig, EagleHead
 from .eagle3 import Eagle3Config, Eagle3Head
 from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHead
 from .medusa import MedusaConfig, MedusaHead
+from .truncated import TruncatedConfig, TruncatedHead
 
 HEADS: dict[str, type[DraftHead]] = {
-    "cut": CutHead,
+    "cut": TruncatedHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,
@@ -16,6 +16,9 @@ HEADS: dict[str, type[DraftHead]] = {
     "medusa": MedusaHead,
 }
 """The word in a YAML file or a checkpoint, and the head that it means."""
+
+CutConfig, CutHead, TargetEnds = TruncatedConfig, TruncatedHead, TargetModules
+"""Earlier names, which keep working."""
 
 __all__ = [
     "HEADS",
@@ -37,4 +40,7 @@ __all__ = [
     "TargetEnds",
     "TargetFeatures",
     "TargetInfo",
+    "TargetModules",
+    "TruncatedConfig",
+    "TruncatedHead",
 ]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .checkpoint import HeadFacts
+    from .checkpoints.save_load import CheckpointMetadata
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TargetInfo:
 
 
 @dataclass(frozen=True)
-class TargetEnds:
+class TargetModules:
     """The target's own embedding and LM head: frozen, passed in and never registered in a head."""
 
     embed: Callable[[Tensor], Tensor]
@@ -117,7 +117,7 @@ class TargetFeatures:
     loss_mask_BT: Tensor
     """True where the token is one that the assistant wrote. On the CPU: how many drafts there are to judge is asked of
     it, and an accelerator would have to be waited for."""
-    ends: TargetEnds
+    modules: TargetModules
     positions_BT: Tensor | None = None
     """Of packed rows: each token's place in its own sequence, from 0. None where every row is one sequence."""
 
@@ -157,19 +157,19 @@ class HeadOutput(NamedTuple):
 
 
 @runtime_checkable
-class RowCache(Protocol):
+class BatchCache(Protocol):
     """A part of a draft state that holds rows of the batch in its own way."""
 
-    def select(self, rows_R: Tensor) -> RowCache:
+    def select(self, rows_R: Tensor) -> BatchCache:
         """The same with these rows only."""
 
-    def replace(self, rows_R: Tensor, other: RowCache) -> None:
+    def replace(self, rows_R: Tensor, other: BatchCache) -> None:
         """Put the rows of another one, as large, in the places of these."""
 
     def show(self, tokens: int) -> None:
         """There are no more than so many tokens in any row: nothing behind them need be looked at."""
 
-    def resized(self, capacity: int) -> RowCache:
+    def resized(self, capacity: int) -> BatchCache:
         """With room for so many tokens of each row, or as it is if it has that."""
 
     def sizes(self) -> list[tuple[Tensor, int]]:
@@ -180,7 +180,7 @@ class RowCache(Protocol):
 class DraftState:
     """What a head carries from `observe` through the `expand` calls of one round; each head adds its own fields."""
 
-    ends: TargetEnds
+    modules: TargetModules
     depth: int
     """Depth of the tree at which the next `expand` call draws children, counted from 0 at the root."""
     max_depth: int
@@ -193,7 +193,7 @@ class DraftState:
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 chosen[name] = value[rows_R]
-            elif isinstance(value, RowCache):
+            elif isinstance(value, BatchCache):
                 chosen[name] = value.select(rows_R)
         return dataclasses.replace(self, **chosen)
 
@@ -206,7 +206,7 @@ class DraftState:
         changed: dict[str, Any] = {}
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if isinstance(value, RowCache):
+            if isinstance(value, BatchCache):
                 changed[name] = value.resized(capacity)
             elif name == "lengths_B" and tokens is not None:
                 changed[name] = value.clamp(max=tokens)
@@ -216,9 +216,9 @@ class DraftState:
         """All tensors but those of caches, with the dimension whose size differs between generations: rows."""
         return [(value, 0) for value in self._values() if isinstance(value, Tensor)]
 
-    def caches(self) -> list[RowCache]:
+    def caches(self) -> list[BatchCache]:
         """What is written to in place."""
-        return [value for value in self._values() if isinstance(value, RowCache)]
+        return [value for value in self._values() if isinstance(value, BatchCache)]
 
     def _values(self) -> list[Any]:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
@@ -230,7 +230,7 @@ class DraftState:
             value, theirs = getattr(self, name), getattr(other, name)
             if isinstance(value, Tensor):
                 changed[name] = value.index_copy(0, rows_R, theirs)
-            elif isinstance(value, RowCache):
+            elif isinstance(value, BatchCache):
                 value.replace(rows_R, theirs)
         return dataclasses.replace(self, **changed)
 
@@ -256,7 +256,7 @@ class DraftHead(nn.Module, ABC):
     cached_layers: int = 0
     """Decoder layers whose keys and values it keeps while decoding."""
 
-    facts: HeadFacts | None = None
+    metadata: CheckpointMetadata | None = None
     """What travels with a head that was loaded."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
@@ -278,12 +278,12 @@ class DraftHead(nn.Module, ABC):
         Raises:
             ValueError: as there, or a head of another class; `DraftHead.from_pretrained` takes any.
         """
-        from .checkpoint import load_head  # which knows every head, this one too
+        from .checkpoints.save_load import load_head  # which knows every head, this one too
 
-        head, facts = load_head(source, revision=revision, token=token, cache_dir=cache_dir)
+        head, metadata = load_head(source, revision=revision, token=token, cache_dir=cache_dir)
         if not isinstance(head, cls):
             raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
-        head.facts = facts
+        head.metadata = metadata
         return head
 
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -292,11 +292,11 @@ class DraftHead(nn.Module, ABC):
         Raises:
             ValueError: a head that belongs to an adapter, which is not here.
         """
-        from .checkpoint import HeadFacts, save_head
+        from .checkpoints.save_load import CheckpointMetadata, save_head
 
-        if self.facts is not None and self.facts.adapted:
+        if self.metadata is not None and self.metadata.adapted:
             raise ValueError("this head drafts for a model with an adapter, which lies in its folder: copy that")
-        save_head(self, save_directory, self.facts or HeadFacts())
+        save_head(self, save_directory, self.metadata or CheckpointMetadata())
 
     def push_to_hub(
         self,
@@ -309,9 +309,9 @@ class DraftHead(nn.Module, ABC):
         commit_message: str = "A draft head",
     ) -> str:
         """Save and upload as one commit; its address. `headstart push` also adds what servers need of the target."""
-        from .card import Listing
-        from .checkpoint import publishable
-        from .hub import push_folder
+        from .checkpoints.hub import push_folder
+        from .checkpoints.model_card import Listing
+        from .checkpoints.save_load import publishable
 
         with tempfile.TemporaryDirectory() as scratch:
             self.save_pretrained(Path(scratch) / "saved")
@@ -319,11 +319,11 @@ class DraftHead(nn.Module, ABC):
             return push_folder(Path(scratch) / "head", repo_id, private, token, branch, create_pr, commit_message)
 
     @abstractmethod
-    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Take starting values from the target, once, before training.
 
         Args:
-            ends: the target's embedding and LM head.
+            modules: the target's embedding and LM head.
             token_counts_V: how often each token is an answer token of the training data.
         """
 
@@ -332,11 +332,11 @@ class DraftHead(nn.Module, ABC):
         """The teacher-forced loss and hit counts of a batch; `ranks` is how many best tokens are counted as hits."""
 
     @abstractmethod
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         """An empty draft state.
 
         Args:
-            ends: the target's embedding and LM head.
+            modules: the target's embedding and LM head.
             batch_size: rows.
             capacity: tokens that a row may come to hold.
             max_depth: expansions of a round, at most.
@@ -434,6 +434,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def wide(tensor: Tensor) -> Tensor:
+def at_least_fp32(tensor: Tensor) -> Tensor:
     """At least float32: 16-bit formats are widened, float64 stays."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo, wide
-from .layers import (
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules, at_least_fp32
+from .layers.decoder_layer import (
     DecoderLayer,
     DraftCache,
+    KVView,
     LayerShape,
-    Memory,
     Rotary,
     TrainingTimeTest,
     llama_config,
@@ -40,8 +40,8 @@ from .layers import (
     start_layer,
     target_layer_weights,
 )
-from .losses import Anchors, Objective, draft_loss
-from .path import PathState
+from .layers.draft_cache import DraftTreeState
+from .losses import DraftPositions, Objective, draft_loss
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The maps of a layer that add to what goes through it."""
@@ -126,12 +126,12 @@ class EagleHead(DraftHead):
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
 
     @torch.no_grad()
-    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Start the layers from the target's if so asked; the vocabulary is the target's own, so nothing is counted."""
         if self.config.start != "random":
             block = -1 if self.config.start == "last" else int(self.config.start)
-            weights = target_layer_weights(ends.blocks, block, self.target, "eagle")
-            self._start_from(weights, required_gain(ends.norm, self.target, "eagle"))
+            weights = target_layer_weights(modules.blocks, block, self.target, "eagle")
+            self._start_from(weights, required_gain(modules.norm, self.target, "eagle"))
 
     def _start_from(self, block: dict[str, Tensor], gain_D: Tensor) -> None:
         """Every layer as the target's block, between features instead of the residual stream that they come from.
@@ -139,9 +139,9 @@ class EagleHead(DraftHead):
         With g the final norm's gain and s the stream's size, a feature is f = g x / s; the block's maps are turned
         into maps of f. The feature goes through `fc` unchanged, the embedding starts silent.
         """
-        gain_D = wide(gain_D)
+        gain_D = at_least_fp32(gain_D)
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
-        block = {name: wide(tensor) for name, tensor in block.items()}
+        block = {name: at_least_fp32(tensor) for name, tensor in block.items()}
         into_D = block["input_layernorm.weight"] / gain_D
         for name in OUTPUTS:
             block[name] = gain_D[:, None] * block[name]
@@ -172,17 +172,17 @@ class EagleHead(DraftHead):
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`; `train_steps` depths while training, all of them while evaluating."""
         steps = self.config.train_steps if self.training else self.max_depth
-        anchors = Anchors.of(features, steps)
+        anchors = DraftPositions.of(features, steps)
         memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
         hiddens = [state_1ND[0] for state_1ND in self.drafts(features, memory, steps)]
-        weight = features.ends.lm_head.weight
+        weight = features.modules.lm_head.weight
         # The LM head may be narrower than the features; the target's own logits are made in its dtype too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
         output = draft_loss(inputs, [weight] * steps, None, features, anchors, self.config.objective, ranks)
         return self._with_feature_loss(output, hiddens, features, anchors)
 
     def _with_feature_loss(
-        self, output: HeadOutput, hiddens: Sequence[Tensor], features: TargetFeatures, anchors: Anchors
+        self, output: HeadOutput, hiddens: Sequence[Tensor], features: TargetFeatures, anchors: DraftPositions
     ) -> HeadOutput:
         """Smooth L1 between the feature predicted at step k and the true one at t + 1 + k, the mean over D, added."""
         share = self.config.loss.get("smooth_l1", 0.0)
@@ -192,7 +192,7 @@ class EagleHead(DraftHead):
         loss, losses = output.loss, []
         for k, hidden_ND in enumerate(hiddens):
             true_ND = true_RD[anchors.rows_NK[:, k]]
-            apart_ND = F.smooth_l1_loss(wide(hidden_ND), wide(true_ND), reduction="none")
+            apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), at_least_fp32(true_ND), reduction="none")
             losses.append(share * (apart_ND.mean(-1) * anchors.valid_NK[:, k]).sum())
             loss = loss + self.config.decay**k * losses[-1]
         return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
@@ -210,7 +210,7 @@ class EagleHead(DraftHead):
             next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.places_BT + step
             if step > 0:
                 next_tokens_BT, positions_BT = memory.judged(next_tokens_BT), memory.judged(positions_BT)
-            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, memory.at(step), features.ends)
+            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, memory.at(step), features.modules)
             states.append(state_BTD)
         return states
 
@@ -221,37 +221,41 @@ class EagleHead(DraftHead):
         reach = self.config.noise * 512 / features_BTD.shape[1]
         return features_BTD + (2 * torch.rand_like(features_BTD) - 1) * reach
 
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DraftTreeState:
         """See `DraftHead.begin`."""
         cache = DraftCache(self.config.num_layers, batch_size, nodes, capacity)
-        return PathState.empty(ends, self.fc.weight, self.shape.hidden_size, cache, max_depth, nodes)
+        return DraftTreeState.empty(modules, self.fc.weight, self.shape.hidden_size, cache, max_depth, nodes)
 
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftTreeState:
         """See `DraftHead.observe`: the first step at the committed tokens, with true features."""
-        assert isinstance(state, PathState)
+        assert isinstance(state, DraftTreeState)
         positions_BA, memory = state.committing(next_tokens_BA.shape[1])
-        out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, memory, state.ends)
+        out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, memory, state.modules)
         return state.committed(out_BAD, lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
         """See `DraftHead.expand`; the root's own step was run by `observe`."""
-        assert isinstance(state, PathState)
+        assert isinstance(state, DraftTreeState)
         if state.depth > 0:
             state = self._step(state, tokens_BW, parents_BW)
-        return state.ends.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
+        return state.modules.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
-    def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
+    def _step(self, state: DraftTreeState, tokens_BW: Tensor, parents_BW: Tensor) -> DraftTreeState:
         """Run the layers on a frontier below the root."""
         positions_BW, memory, below = state.below(parents_BW)
         return replace(
-            below, hidden_BWD=self._run(tokens_BW, state.hidden_of(parents_BW), positions_BW, memory, state.ends)
+            below, hidden_BWD=self._run(tokens_BW, state.hidden_of(parents_BW), positions_BW, memory, state.modules)
         )
 
     def _run(
-        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: Memory, ends: TargetEnds
+        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: KVView, modules: TargetModules
     ) -> Tensor:
         """The next features, from true ones or the head's own: training and decoding both come here."""
-        embeds_BTD = ends.embed(next_tokens_BT).to(self.fc.weight.dtype)
+        embeds_BTD = modules.embed(next_tokens_BT).to(self.fc.weight.dtype)
         state_BTD = self.fc(torch.cat([embeds_BTD, state_BTD], dim=-1))
         rotary = self.rotary(positions_BT, state_BTD.dtype)
         for i, layer in enumerate(self.layers):

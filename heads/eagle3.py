@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
-from .layers import (
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_vocab import check_ids, check_size, most_frequent
+from .layers.decoder_layer import (
     Attention,
     DecoderLayer,
     DraftCache,
     GatedMLP,
+    KVView,
     LayerShape,
-    Memory,
     RMSNorm,
     Rotary,
     TrainingTimeTest,
@@ -38,9 +39,8 @@ from .layers import (
     start_layer,
     target_layer_weights,
 )
-from .losses import Anchors, Objective, draft_loss
-from .path import PathState
-from .vocabulary import check_ids, check_size, most_frequent
+from .layers.draft_cache import DraftTreeState
+from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class FusionLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(shape)
 
-    def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: KVView) -> Tensor:
         """The residual stream before the layer, and after it at the positions that `memory` answers."""
         normed_BTD = self.hidden_norm(state_BTD)
         both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
@@ -191,7 +191,7 @@ class Eagle3Head(DraftHead):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @torch.no_grad()
-    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Choose the draft vocabulary; start the LM head, and the layers if so asked, from the target's."""
         if self.config.draft_vocab_size is not None:
             chosen = most_frequent(token_counts_V, self.draft_vocab_size, "eagle3").to(self.d2t.device)
@@ -200,15 +200,15 @@ class Eagle3Head(DraftHead):
         same_width = self.shape.hidden_size == self.target.hidden_size
         if self.config.own_embedding and same_width:
             tokens_V = torch.arange(self.target.vocab_size, device=self.embed_tokens.weight.device)
-            self.embed_tokens.weight.copy_(ends.embed(tokens_V))
+            self.embed_tokens.weight.copy_(modules.embed(tokens_V))
         if self.config.start_lm_head and same_width:
-            self.lm_head.weight.copy_(ends.lm_head_rows(self.vocabulary_V))
-            gain_D = norm_gain(ends.norm, self.target.hidden_size)
+            self.lm_head.weight.copy_(modules.lm_head_rows(self.vocabulary_V))
+            gain_D = norm_gain(modules.norm, self.target.hidden_size)
             if gain_D is not None:
                 self.norm.weight.copy_(gain_D)
         if self.config.start != "random":
             block = -1 if self.config.start == "last" else int(self.config.start)
-            self._start_from(target_layer_weights(ends.blocks, block, self.target, "eagle3"))
+            self._start_from(target_layer_weights(modules.blocks, block, self.target, "eagle3"))
 
     def _start_from(self, block: dict[str, Tensor]) -> None:
         """Every layer as the target's block; the last fused feature goes through `fc` unchanged."""
@@ -230,7 +230,7 @@ class Eagle3Head(DraftHead):
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`; while training, as many depths as training-time test has steps."""
         steps = (self.training and self.config.train_steps) or self.max_depth
-        anchors = Anchors.of(features, steps)
+        anchors = DraftPositions.of(features, steps)
         memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, memory, steps)]
         heads = [self.lm_head.weight] * steps
@@ -246,36 +246,42 @@ class Eagle3Head(DraftHead):
             next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.places_BT + step
             if step > 0:
                 next_tokens_BT, positions_BT = memory.judged(next_tokens_BT), memory.judged(positions_BT)
-            state_BTD = run(self._embed(next_tokens_BT, features.ends), state_BTD, positions_BT, memory.at(step))
+            state_BTD = run(self._embed(next_tokens_BT, features.modules), state_BTD, positions_BT, memory.at(step))
             states.append(state_BTD)
             state_BTD = self._fed_back(state_BTD)
         return states
 
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> PathState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DraftTreeState:
         """See `DraftHead.begin`."""
         cache = DraftCache(self.config.num_layers, batch_size, nodes, capacity)
-        return PathState.empty(ends, self.lm_head.weight, self.shape.hidden_size, cache, max_depth, nodes)
+        return DraftTreeState.empty(modules, self.lm_head.weight, self.shape.hidden_size, cache, max_depth, nodes)
 
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> PathState:
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftTreeState:
         """See `DraftHead.observe`: step 0 at the committed tokens, with true features."""
-        assert isinstance(state, PathState)
+        assert isinstance(state, DraftTreeState)
         positions_BA, memory = state.committing(next_tokens_BA.shape[1])
-        embeds = self._embed(next_tokens_BA, state.ends)
+        embeds = self._embed(next_tokens_BA, state.modules)
         out_BAD = self._run(embeds, self._fuse(features_BAF), positions_BA, memory)
         return state.committed(out_BAD, lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, PathState]:
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
         """See `DraftHead.expand`; the root's own step was run by `observe`."""
-        assert isinstance(state, PathState)
+        assert isinstance(state, DraftTreeState)
         if state.depth > 0:
             state = self._step(state, tokens_BW, parents_BW)
         return self.lm_head(self.norm(state.hidden_BWD)), replace(state, depth=state.depth + 1)
 
-    def _step(self, state: PathState, tokens_BW: Tensor, parents_BW: Tensor) -> PathState:
+    def _step(self, state: DraftTreeState, tokens_BW: Tensor, parents_BW: Tensor) -> DraftTreeState:
         """Run the layers on a frontier below the root."""
         positions_BW, memory, below = state.below(parents_BW)
         fed_BWD = self._fed_back(state.hidden_of(parents_BW))
-        return replace(below, hidden_BWD=self._run(self._embed(tokens_BW, state.ends), fed_BWD, positions_BW, memory))
+        return replace(
+            below, hidden_BWD=self._run(self._embed(tokens_BW, state.modules), fed_BWD, positions_BW, memory)
+        )
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:
         """The chosen layers' features as one state."""
@@ -292,11 +298,11 @@ class Eagle3Head(DraftHead):
         fed: Tensor = self.norm(state_BTD) if self.config.norm_output else state_BTD
         return fed
 
-    def _embed(self, tokens_BT: Tensor, ends: TargetEnds) -> Tensor:
-        embeds: Tensor = self.embed_tokens(tokens_BT) if self._own_embedding else ends.embed(tokens_BT)
+    def _embed(self, tokens_BT: Tensor, modules: TargetModules) -> Tensor:
+        embeds: Tensor = self.embed_tokens(tokens_BT) if self._own_embedding else modules.embed(tokens_BT)
         return embeds
 
-    def _run(self, embeds_BTD: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: Memory) -> Tensor:
+    def _run(self, embeds_BTD: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: KVView) -> Tensor:
         """All decoder layers, at true features or at the head's own: training and decoding both come here."""
         rotary = self.rotary(positions_BT, state_BTD.dtype)
         state_BTD = self.midlayer(embeds_BTD, state_BTD, rotary, memory)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
-from .layers import DecoderLayer, DraftCache, LayerShape, Memory, RMSNorm, Rotary, TrainingTimeTest
-from .losses import Anchors, Objective, draft_loss
-from .vocabulary import check_ids, check_size, most_frequent
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_vocab import check_ids, check_size, most_frequent
+from .layers.decoder_layer import DecoderLayer, DraftCache, KVView, LayerShape, RMSNorm, Rotary, TrainingTimeTest
+from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
@@ -179,22 +179,22 @@ class HydraHead(DraftHead):
         """Number of tokens that the head can draft."""
         return self.config.draft_vocab_size or self.target.vocab_size
 
-    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, self.config.word))
         if self.config.lm_head == "own":
-            rows = ends.lm_head_rows(self.token_map)
+            rows = modules.lm_head_rows(self.token_map)
             for lm_head in self.lm_heads:
                 zero = {"bias": rows.new_zeros(len(rows))} if self.config.bias else {}
                 lm_head.load_state_dict({"weight": rows, **zero})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`."""
-        anchors = Anchors.of(features, self.max_depth)
+        anchors = DraftPositions.of(features, self.max_depth)
         hiddens = self.drafts(features, anchors.index_N)
         shared = self.config.lm_head == "shared"
-        lm_heads = [features.ends.lm_head] * self.max_depth if shared else [*self.lm_heads]
+        lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.weight for lm_head in lm_heads]
         if self.config.bias and not shared:  # a state of 1 carries the bias
             hiddens = [F.pad(hidden_ND, (0, 1), value=1.0) for hidden_ND in hiddens]
@@ -214,13 +214,13 @@ class HydraHead(DraftHead):
         # Where a path looks past the end of its row, any token serves: no such draft is judged.
         places_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
         path_NK = tokens_BT.flatten()[places_NK.clamp(max=tokens_BT.numel() - 1)]
-        return [self._draft(i, states_ND, path_NK[:, : i + 1], features.ends) for i in range(self.max_depth)]
+        return [self._draft(i, states_ND, path_NK[:, : i + 1], features.modules) for i in range(self.max_depth)]
 
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> HydraState:
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> HydraState:
         """See `DraftHead.begin`; the cache holds committed tokens only, for the prefix layer sees no guesses."""
         weight = self.blocks[0].get_parameter("join.res.weight")
         return HydraState(
-            ends,
+            modules,
             depth=0,
             max_depth=max_depth,
             cache=DraftCache(1, batch_size, 0, capacity),
@@ -254,19 +254,19 @@ class HydraHead(DraftHead):
         parents_BWP = parents_BW.clamp(min=0)[..., None].expand(-1, -1, state.depth)
         path_BWP = torch.cat([state.path_BWP.gather(1, parents_BWP), tokens_BW[..., None]], dim=-1)
         state_BWD = state.state_B1D.expand(-1, tokens_BW.shape[1], -1)
-        hidden_BWD = self._draft(state.depth, state_BWD, path_BWP, state.ends)
-        lm_head = state.ends.logits if self.config.lm_head == "shared" else self.lm_heads[state.depth]
+        hidden_BWD = self._draft(state.depth, state_BWD, path_BWP, state.modules)
+        lm_head = state.modules.logits if self.config.lm_head == "shared" else self.lm_heads[state.depth]
         logits_BWV = lm_head(hidden_BWD)
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
-    def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, memory: Memory) -> Tensor:
+    def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, memory: KVView) -> Tensor:
         """What the prefix layer makes of the target's states."""
         out: Tensor = self.prefix(states_BTD, self.rotary(positions_BT, states_BTD.dtype), memory, 0)
         return self.prefix_norm(out) if self.config.prefix_norm else out
 
-    def _draft(self, depth: int, state: Tensor, path: Tensor, ends: TargetEnds) -> Tensor:
+    def _draft(self, depth: int, state: Tensor, path: Tensor, modules: TargetModules) -> Tensor:
         """What a head makes of states [..., D] and paths [..., depth + 1]; training and decoding both come here."""
-        tokens = ends.embed(path).flatten(-2).to(state.dtype)
+        tokens = modules.embed(path).flatten(-2).to(state.dtype)
         hidden: Tensor = self.blocks[depth](torch.cat([state, tokens], dim=-1))
         return hidden
 

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import HeadOutput, TargetFeatures, wide
-from .chunks import VOCABULARY_ON_CPU, chunk_elements
-from .vocabulary import draft_ids
+from .base import HeadOutput, TargetFeatures, at_least_fp32
+from .draft_vocab import draft_ids
+from .layers.chunks import VOCABULARY_ON_CPU, chunk_elements
 
 FEWEST = 64
 """Positions of a chunk at least, however large the vocabulary."""
@@ -97,7 +97,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Anchors:
+class DraftPositions:
     """The positions of a batch from which drafts are judged, as indices into its flattened [B * T] tokens.
 
     An anchor is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at depth
@@ -115,7 +115,7 @@ class Anchors:
     """True where the root and all drafts up to depth k lie in one answer."""
 
     @classmethod
-    def of(cls, features: TargetFeatures, depths: int) -> Anchors:
+    def of(cls, features: TargetFeatures, depths: int) -> DraftPositions:
         """The anchors of a batch that have at least one draft to judge."""
         loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
@@ -128,20 +128,20 @@ class Anchors:
         return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])._beside(features)
 
     @classmethod
-    def of_answers(cls, features: TargetFeatures) -> Anchors:
+    def of_answers(cls, features: TargetFeatures) -> DraftPositions:
         """For a model that is judged on its own next token: the positions before answer tokens, at one depth."""
         before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
         index_N = before_BT.flatten().nonzero()[:, 0]
         valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)
         return cls(index_N, index_N[:, None], valid_N1)._beside(features)
 
-    def _beside(self, features: TargetFeatures) -> Anchors:
+    def _beside(self, features: TargetFeatures) -> DraftPositions:
         """On the device of the batch, which is not waited for: how many there are was found out on the host."""
         device = features.tokens_BT.device
         tensors = [self.index_N, self.rows_NK, self.valid_NK]
         if device.type == "cuda":  # a copy from other memory may wait for what the device is doing
             tensors = [tensor.pin_memory() for tensor in tensors]
-        return Anchors(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return DraftPositions(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def draft_loss(
@@ -149,7 +149,7 @@ def draft_loss(
     lm_heads: Sequence[Tensor],
     vocabulary_V: Tensor | None,
     features: TargetFeatures,
-    anchors: Anchors,
+    anchors: DraftPositions,
     objective: Objective,
     ranks: int = 1,
 ) -> HeadOutput:
@@ -170,23 +170,23 @@ def draft_loss(
     depths = len(hiddens)
     weights = list({id(weight): weight for weight in lm_heads}.values())
     which = [next(i for i, weight in enumerate(weights) if weight is own) for own in lm_heads]
-    ends = features.ends
-    shared = [own is ends.lm_head.weight for own in lm_heads]  # the target's, with its bias and its scale
-    dtype = wide(hiddens[0][:0]).dtype
+    modules = features.modules
+    shared = [own is modules.lm_head.weight for own in lm_heads]  # the target's, with its bias and its scale
+    dtype = at_least_fp32(hiddens[0][:0]).dtype
     device = hiddens[0].device
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
     hits_KI = torch.zeros(depths, ranks, dtype=torch.int64, device=device)
     wanted, widths = objective.over_vocabulary, [len(weight) for weight in weights]
-    target_logits = objective.target_logits(len(ends.lm_head.weight), max(widths))
-    judge = _Judge(features, vocabulary_V, objective) if target_logits else None
+    target_logits = objective.target_logits(len(modules.lm_head.weight), max(widths))
+    judge = _TargetJudge(features, vocabulary_V, objective) if target_logits else None
     tokens_R = features.tokens_BT.flatten()
     size = positions_at_once(device, max(target_logits, *widths))
     count = len(anchors.index_N)
 
     def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         if shared[k]:
-            return wide(ends.scaled(F.linear(hidden_ND, weight_VD, ends.lm_head.bias)))
-        return wide(F.linear(hidden_ND, weight_VD))
+            return at_least_fp32(modules.scaled(F.linear(hidden_ND, weight_VD, modules.lm_head.bias)))
+        return at_least_fp32(F.linear(hidden_ND, weight_VD))
 
     def of_chunk(start: int, hidden: Sequence[Tensor], heads: Sequence[Tensor]) -> Iterator[Tensor]:
         """The weighted loss of each depth, one after the other.
@@ -265,11 +265,11 @@ class TargetProbs:
         return values_NV if self.tokens_NV is None else values_NV.gather(1, self.tokens_NV)
 
 
-class _Judge:
+class _TargetJudge:
     """Makes the target's distributions, once for all depths."""
 
     def __init__(self, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective) -> None:
-        lm_head, self.ends = features.ends.lm_head, features.ends
+        lm_head, self.modules = features.modules.lm_head, features.modules
         self.states_RD = features.last_BTD.flatten(0, 1)
         self.wanted, self.top_k = objective.over_vocabulary, objective.target_top_k
         self.needs_mass = not NEED_MASS.isdisjoint(self.wanted)
@@ -285,14 +285,14 @@ class _Judge:
     def at(self, rows_U: Tensor) -> TargetProbs:
         """At these positions of the flattened batch."""
         states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
-        logits_UV = self.ends.scaled(F.linear(states_UD, self.weight_VD, self.bias_V))
-        all_U1 = wide(logits_UV).logsumexp(-1, keepdim=True) if self.needs_mass else None
+        logits_UV = self.modules.scaled(F.linear(states_UD, self.weight_VD, self.bias_V))
+        all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True) if self.needs_mass else None
         if self.vocabulary_V is not None:
             logits_UV = logits_UV.index_select(1, self.vocabulary_V)
         tokens_UV = None
         if self.top_k is not None:
             logits_UV, tokens_UV = logits_UV.topk(min(self.top_k, logits_UV.shape[-1]), sorted=False)
-        logits_UV = wide(logits_UV)
+        logits_UV = at_least_fp32(logits_UV)
         mass_U1 = None if all_U1 is None else (logits_UV.logsumexp(-1, keepdim=True) - all_U1).exp()
         log_UV = logits_UV.log_softmax(-1)
         probs_UV = log_UV.exp()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, HeadOutput, TargetEnds, TargetFeatures, TargetInfo
-from .losses import Anchors, Objective, draft_loss
-from .vocabulary import check_ids, check_size, most_frequent
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_vocab import check_ids, check_size, most_frequent
+from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
@@ -116,29 +116,29 @@ class MedusaHead(DraftHead):
         """Number of tokens that the head can draft."""
         return self.config.draft_vocab_size or self.target.vocab_size
 
-    def initialize(self, ends: TargetEnds, token_counts_V: Tensor) -> None:
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, "medusa"))
         if self.config.lm_head == "own":
-            rows = ends.lm_head_rows(self.token_map)
+            rows = modules.lm_head_rows(self.token_map)
             for lm_head in self.lm_heads:
                 lm_head.load_state_dict({"weight": rows})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """See `DraftHead.forward`."""
-        anchors = Anchors.of(features, self.max_depth)
+        anchors = DraftPositions.of(features, self.max_depth)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
         hiddens = [block(states_ND) for block in self.blocks]
         shared = self.config.lm_head == "shared"
-        lm_heads = [features.ends.lm_head] * self.max_depth if shared else [*self.lm_heads]
+        lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.get_parameter("weight") for lm_head in lm_heads]
         matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
         return draft_loss(matching, heads, self.token_map, features, anchors, self.config.objective, ranks)
 
-    def begin(self, ends: TargetEnds, batch_size: int, capacity: int, max_depth: int, nodes: int) -> MedusaState:
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> MedusaState:
         """See `DraftHead.begin`; nothing grows with the text, so nothing is allocated."""
-        return MedusaState(ends, depth=0, max_depth=max_depth)
+        return MedusaState(modules, depth=0, max_depth=max_depth)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
@@ -147,9 +147,9 @@ class MedusaHead(DraftHead):
         rows = torch.arange(len(lengths_B), device=lengths_B.device)
         last_BF = features_BAF[rows, lengths_B - 1]
         shared = self.config.lm_head == "shared"
-        lm_heads = [state.ends.logits] * self.max_depth if shared else self.lm_heads
+        lm_heads = [state.modules.logits] * self.max_depth if shared else self.lm_heads
         logits = [lm_heads[i](self.blocks[i](last_BF)) for i in range(state.max_depth)]
-        return MedusaState(state.ends, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
+        return MedusaState(state.modules, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, MedusaState]:
         """See `DraftHead.expand`; logits_B1V, the same for every node of a depth."""

@@ -1,29 +1,36 @@
 """What decodes: the frozen target, its cache, trees, verification and the loop."""
 
 from .conversation import Chat, Conversation
-from .decode import GenerateOutput, SpeculativeLM
-from .hook import custom_generate, generate_from
-from .rounds import Drafter, Passage, Round, Start
-from .sources import load_tokenizer, tokenizer_origin
+from .custom_generate import custom_generate, generate_from
+from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
+from .models.loading import load_tokenizer, tokenizer_origin
+from .speculative_lm import GenerateOutput, SpeculativeLM
 from .stats import Stats
 from .target import Target
-from .tree import DraftTree, DrawnShape, DynamicShape, TreePolicy, TreeShape, tree_policy, tree_word
+from .tree import DraftTree, DynamicShape, SampledShape, TreePolicy, TreeShape, tree_policy, tree_word
 from .verify import RULES
+
+DrawnShape, Passage, Round, Start = SampledShape, PrefillChunk, StepResult, DraftContext
+"""Earlier names, which keep working."""
 
 __all__ = [
     "RULES",
     "Chat",
     "Conversation",
+    "DraftContext",
     "DraftTree",
     "Drafter",
     "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
     "Passage",
+    "PrefillChunk",
     "Round",
+    "SampledShape",
     "SpeculativeLM",
     "Start",
     "Stats",
+    "StepResult",
     "Target",
     "TreePolicy",
     "TreeShape",

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .cache import TreeCache
-from .rounds import Drafter, Passage, Start
+from .drafters.base import DraftContext, Drafter, PrefillChunk
+from .kv_cache import TreeCache
 
 if TYPE_CHECKING:
-    from .decode import SpeculativeLM
+    from .speculative_lm import SpeculativeLM
 
 
 def shared_length(texts: Sequence[Sequence[int]]) -> int:
@@ -57,7 +57,7 @@ class Conversation:
             self.forget()
         self._of = to
 
-    def resume(self, start: Start, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
+    def resume(self, start: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
         """Go back to where a prompt leaves the text, and tell the drafter; it has begun if something is kept.
 
         Args:
@@ -78,7 +78,7 @@ class Conversation:
         tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
         read_B = torch.tensor([kept], device=device)
         empty_1TF = torch.empty(1, kept, 0, device=device)
-        passage = Passage(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, read_B)
+        passage = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, read_B)
         drafter.resume(start, passage, self._memory, kept == len(self.tokens) - 1)
         self._cache.reserve(start.capacity)
         self._cache.rewind(read_B)

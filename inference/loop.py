@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .cache import TreeCache
 from .conversation import Conversation, shared_length
-from .deciding import Decider
-from .guessing import RootOnly
-from .rounds import Drafter, Passage, Start, TargetOutput
-from .sampling import Draw, PlaceDraw, PlaceNoise, RandomDraw, Scorer
+from .drafters.base import DraftContext, Drafter, PrefillChunk, TargetOutput
+from .drafters.head_drafter import NoDraft
+from .kv_cache import TreeCache
+from .logits import PositionNoise, PositionSampler, RandomSampler, Sampler, TreeLogitsProcessor
+from .sequences import Sequences
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
-from .written import Written
+from .verify_step import Decider
 
 SHARED_TOKENS = 32
 """With which all prompts of a batch must begin to be read once: a forward more must not cost more than it saves."""
@@ -39,33 +39,33 @@ class Rules:
     target: Target
     decide: Decider
     """The acceptance rule, and what follows from it."""
-    score: Scorer
+    score: TreeLogitsProcessor
     """Logits to scores, with all processors."""
-    draw: Draw
+    draw: Sampler
     """Of drafts and verdicts."""
     sampling: bool
     """False for greedy decoding."""
-    noise: PlaceNoise | None = None
+    noise: PositionNoise | None = None
     """By which the token at each place of each row is drawn, whatever was drafted; None where the rule draws round by
     round."""
 
-    def draw_at(self, tree: DraftTree) -> Draw:
+    def draw_at(self, tree: DraftTree) -> Sampler:
         """What the rule draws by: a node at depth d of a row with n new tokens decides the token at place n + d."""
-        return self.draw if self.noise is None else PlaceDraw(self.noise.of(tree))
+        return self.draw if self.noise is None else PositionSampler(self.noise.of(tree))
 
     def gumbel(self, count: int) -> Tensor:
-        """See `Start.gumbel`."""
+        """See `DraftContext.gumbel`."""
         assert self.noise is not None
         return self.noise.next(count + 1)[:, :count].log().mul_(-self.score.temperature)  # one more: for the rule
 
-    def at_places_of(self, out: Written) -> None:
+    def at_places_of(self, out: Sequences) -> None:
         """The places that the next round decides are the next ones of the active rows."""
         if self.noise is not None:
             self.noise.move([(row, len(out.rows[row])) for row in out.active])
 
 
 @torch.inference_mode()
-def speculate(rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None) -> Stats:
+def speculate(rules: Rules, drafter: Drafter, out: Sequences, past: Conversation | None = None) -> Stats:
     """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop.
 
     Args:
@@ -75,9 +75,9 @@ def speculate(rules: Rules, drafter: Drafter, out: Written, past: Conversation |
         past: of one row: what was read of its text before, and where what is read now is kept.
     """
     stats = Stats(rows=[[] for _ in out.rows])
-    if rules.decide.by_place and type(rules.draw) is RandomDraw:
+    if rules.decide.by_place and type(rules.draw) is RandomSampler:
         target = rules.target
-        noise = PlaceNoise(rules.draw, len(out.rows), drafter.max_nodes + 1, target.info.vocab_size, target.device)
+        noise = PositionNoise(rules.draw, len(out.rows), drafter.max_nodes + 1, target.info.vocab_size, target.device)
         rules = replace(rules, noise=noise)
     with stats.clock("prefill"):
         cache, roots_B = _begin(rules, drafter, out, past)
@@ -107,7 +107,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Written, past: Conversation |
     return stats
 
 
-def _turn_over(rules: Rules, drafter: Drafter, out: Written, cache: TreeCache, roots_B: Tensor) -> Tensor:
+def _turn_over(rules: Rules, drafter: Drafter, out: Sequences, cache: TreeCache, roots_B: Tensor) -> Tensor:
     """Rows that have ended leave the batch: waiting ones take their places, or it shrinks; return all rows' roots."""
     while (places := out.ended_places()) and out.waiting:
         held = out.active
@@ -131,14 +131,16 @@ def _turn_over(rules: Rules, drafter: Drafter, out: Written, cache: TreeCache, r
     return roots_B[rows_R]
 
 
-def _begin(rules: Rules, drafter: Drafter, out: Written, past: Conversation | None = None) -> tuple[TreeCache, Tensor]:
+def _begin(
+    rules: Rules, drafter: Drafter, out: Sequences, past: Conversation | None = None
+) -> tuple[TreeCache, Tensor]:
     """Read the active rows' prompts, chunk by chunk; return the cache, and the token that the target chooses next."""
     target, prompts = rules.target, [out.prompts[row] for row in out.active]
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, out.prompts)) + out.new_tokens + drafter.max_nodes
     probs = rules.score.draft_probs if rules.sampling else None
     gumbel = None if rules.noise is None else rules.gumbel
-    start = Start(len(prompts), capacity, rules.draw, probs, gumbel)
+    start = DraftContext(len(prompts), capacity, rules.draw, probs, gumbel)
     cache, kept = (None, 0) if past is None else past.resume(start, drafter, prompts[0])
     if not kept:
         drafter.begin(start)
@@ -155,13 +157,13 @@ def _begin(rules: Rules, drafter: Drafter, out: Written, past: Conversation | No
     lengths_B = torch.tensor(lengths, device=target.device)
     cache.rewind(lengths_B)
     last_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
-    tree = RootOnly().propose(last_B1[:, 0])
+    tree = NoDraft().propose(last_B1[:, 0])
     logits_B1V, features_B1F = (torch.stack([found[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
     scores_B1V = rules.score(logits_B1V, tree, out)
     rules.at_places_of(out)
     roots_B = rules.decide.verify(tree, scores_B1V, rules.draw_at(tree)).next_tokens_B
     out.first(roots_B, scores_B1V, logits_B1V)
-    drafter.read(Passage(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
+    drafter.read(PrefillChunk(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
     return cache, roots_B
 
 
@@ -235,5 +237,5 @@ def _read(
         if known:  # what follows a prompt's last token is not known yet
             features_BTF = output.features_BNF[:, :known] if together else output.features_BNF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
-            drafter.read(Passage(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
+            drafter.read(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
     return found

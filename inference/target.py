@@ -19,22 +19,23 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..heads import TargetEnds
-from ..heads.attention import repeated
+from ..heads import TargetModules
 from ..heads.base import dtype_name
-from ..heads.layers import counting
-from . import attention, cpu_kernels
-from .cache import Pool, StateShape, TreeCache
-from .cpu_decoder import PackedDecoder, packed_decoder
-from .dtypes import chosen_dtype
-from .facts import active_adapters, fingerprint, logit_scale_and_cap, norm_and_blocks, target_info
-from .families import attention_kinds
-from .rounds import TargetOutput
-from .sources import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
+from ..heads.layers.attention import repeated
+from ..heads.layers.decoder_layer import counting
+from . import tree_attention as attention
+from .compiled import cpu_kernels
+from .compiled.cpu_decoder import PackedDecoder, packed_decoder
+from .drafters.base import TargetOutput
+from .kv_cache import Pool, StateShape, TreeCache
+from .models.dtypes import chosen_dtype
+from .models.info import active_adapters, fingerprint, logit_scale_and_cap, norm_and_blocks, target_info
+from .models.loading import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
+from .models.supported import attention_kinds
 from .tree import DraftTree, framed
 
 if TYPE_CHECKING:
-    from .compiled import Graph
+    from .compiled.graphs import CompiledFunction
 
 
 PIECE = 512
@@ -66,7 +67,7 @@ class Target:
         self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
         self.own_attention = attention.usable(model, self.config)
-        self.graph: Graph | None = None
+        self.graph: CompiledFunction | None = None
         """The compiled forward over a tree, on an accelerator; see `compile`."""
         self.packed: PackedDecoder | None = None
         """The forward in our kernels, on a CPU, of models that they know."""
@@ -81,7 +82,7 @@ class Target:
         """Held by the generation that runs: kernels, drafters and what they learn are there once."""
         lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
         ends = norm_and_blocks(model)
-        self.ends = TargetEnds(model.get_input_embeddings(), lm_head, *ends, *logit_scale_and_cap(self.config))
+        self.modules = TargetModules(model.get_input_embeddings(), lm_head, *ends, *logit_scale_and_cap(self.config))
         self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
 
     def __repr__(self) -> str:
@@ -150,9 +151,9 @@ class Target:
         if self._compiled_of == version:
             return
         if not cpu_kernels.serve(self.device):
-            from .compiled import Graph  # imports torch's compiler
+            from .compiled.graphs import CompiledFunction  # imports torch's compiler
 
-            self.graph = Graph(self._run, f"the forward of {self.name!r}", self.device, replay=True)
+            self.graph = CompiledFunction(self._run, f"the forward of {self.name!r}", self.device, replay=True)
         elif cpu_kernels.library() is not None:
             layers = getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers
             self.packed = packed_decoder(self.model, layers)
@@ -262,7 +263,7 @@ class Target:
         if self.packed is not None:
             return self.packed.logits(states)
         with torch.inference_mode():
-            return self.ends.logits(states.to(self.ends.lm_head.weight.device)).to(self.device)
+            return self.modules.logits(states.to(self.modules.lm_head.weight.device)).to(self.device)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]

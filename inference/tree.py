@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads.layers import counting
+from ..heads.layers.decoder_layer import counting
 
-Origin = Literal["picked", "chain", "independent", "without_replacement"]
+TreeKind = Literal["picked", "chain", "independent", "without_replacement"]
 """How the children of a node came about, which decides the verifiers that are exact: picked as the best tokens; one
 drawn; several drawn, each from the same probabilities; several drawn, no token twice."""
 
@@ -36,7 +36,7 @@ class DraftTree:
     """Nodes beyond a row's size are padding and never match."""
     max_depth: int
     """Number of tokens on the longest path that any row may hold, the root not counted."""
-    origin: Origin = "picked"
+    origin: TreeKind = "picked"
     draft_probs_BNV: Tensor | None = None
     """At node n: what the children of n were drawn from; None if they were picked."""
     shape: TreeShape | None = None
@@ -58,7 +58,7 @@ class DraftTree:
 
     @classmethod
     def of_shape(
-        cls, shape: TreeShape, tokens_BN: Tensor, origin: Origin = "picked", draft_probs_BNV: Tensor | None = None
+        cls, shape: TreeShape, tokens_BN: Tensor, origin: TreeKind = "picked", draft_probs_BNV: Tensor | None = None
     ) -> DraftTree:
         """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
         same = structure(shape, len(tokens_BN), tokens_BN.device)
@@ -305,7 +305,7 @@ class DynamicShape:
 
 
 @dataclass(frozen=True)
-class DrawnShape:
+class SampledShape:
     """A static tree whose children are drawn from the draft's own distribution; a rank says in which order."""
 
     shape: TreeShape
@@ -318,7 +318,7 @@ class DrawnShape:
         return self.shape.size
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> TreeKind:
         """What an acceptance rule must know: a chain has no siblings."""
         if self.shape.size == self.shape.depth + 1:
             return "chain"
@@ -339,7 +339,7 @@ STOPPER_WEIGHTS = 4
 
 
 @dataclass(frozen=True)
-class StoppingShape:
+class EarlyExitShape:
     """A chain that ends where the next token's chance of being accepted falls below a threshold."""
 
     length: int
@@ -377,7 +377,7 @@ class StoppingShape:
             raise ValueError(f"a trained stopper has {STOPPER_WEIGHTS} weights, not {len(self.weights)}")
 
 
-TreePolicy = TreeShape | DynamicShape | DrawnShape | StoppingShape
+TreePolicy = TreeShape | DynamicShape | SampledShape | EarlyExitShape
 """How a head's trees are grown."""
 
 
@@ -403,12 +403,12 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
     if kind in ("drawn", "independent"):
         shape = tree_policy(tree.removeprefix(f"{kind}:"))
         if isinstance(shape, TreeShape) and shape.paths:
-            return DrawnShape(shape, kind == "independent")
+            return SampledShape(shape, kind == "independent")
     number = r"-?\d+(?:\.\d+)?"
     stopping = re.fullmatch(rf"stop:({number})(?:@({number}(?:,{number})*))?:(drawn:)?chain:(\d+)", tree)
     if stopping:
         weights = tuple(map(float, stopping[2].split(","))) if stopping[2] else None
-        return StoppingShape(int(stopping[4]), float(stopping[1]), stopping[3] is not None, weights)
+        return EarlyExitShape(int(stopping[4]), float(stopping[1]), stopping[3] is not None, weights)
     if tree == "root":
         return TreeShape(())
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
@@ -434,9 +434,9 @@ def tree_word(policy: TreePolicy) -> str | list[list[int]]:
     """A policy as `tree_policy` reads it and JSON holds it."""
     if isinstance(policy, DynamicShape):
         return f"dynamic:{policy.size}:{policy.depth}:{policy.width}"
-    if isinstance(policy, DrawnShape):
+    if isinstance(policy, SampledShape):
         return f"{'independent' if policy.independent else 'drawn'}:{tree_word(policy.shape)}"
-    if isinstance(policy, StoppingShape):
+    if isinstance(policy, EarlyExitShape):
         weights = "" if policy.weights is None else "@" + ",".join(map(str, policy.weights))
         return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.drawn else ''}chain:{policy.length}"
     return [list(path) for path in policy.paths]

@@ -29,32 +29,32 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..heads.layers import counting
-from .rounds import Verdict
-from .sampling import Draw
-from .tree import DraftTree, Origin
+from ..heads.layers.decoder_layer import counting
+from .drafters.base import VerifyResult
+from .logits import Sampler
+from .tree import DraftTree, TreeKind
 
-Verifier = Callable[[DraftTree, Tensor, Draw], Verdict]
+Verifier = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
 """It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""
 EPSILON, DELTA = 0.09, 0.3
 """Medusa's thresholds for typical acceptance."""
 
 
-def greedy(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+def greedy(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
     """Accept what equals the target's best token; lossless with respect to greedy decoding. `draw` is not used."""
     return follow(tree, scores_BNV.argmax(-1))
 
 
-def point_mass(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+def point_mass(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
     """Accept what equals a token drawn from the target; lossless for any tree made independently of the draws.
 
-    And for any tree at all where each place of the text has numbers of its own to draw by (`PlaceNoise`): what is
+    And for any tree at all where each place of the text has numbers of its own to draw by (`PositionNoise`): what is
     written is then the same whatever the tree is, which may know the numbers and guess what they decide.
     """
     return follow(tree, draw.categorical(scores_BNV.softmax(-1)))
 
 
-def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
+def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
     """Walk from the root to the child that was chosen at each node, until there is none.
 
     Args:
@@ -64,14 +64,14 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
     batch, nodes = tree.tokens_BN.shape
     index_N = counting(nodes, choices_BN.device)
     if nodes == 1:
-        return Verdict(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0], choices_BN)
+        return VerifyResult(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0], choices_BN)
     if tree.in_order:
         right_BD = tree.tokens_BN[:, 1:] == choices_BN[:, :-1]
         if tree.padding:
             right_BD = right_BD & (index_N[1:] < tree.sizes_B[:, None])
         accepted_B1 = right_BD.cumprod(1).sum(1, keepdim=True)
         next_tokens_B = choices_BN.gather(1, accepted_B1)[:, 0]
-        return Verdict(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN)
+        return VerifyResult(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN)
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.above_BN)
     if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
@@ -80,20 +80,20 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> Verdict:
     last_B = tree.depths_BN.masked_fill(_rejected(tree, chosen_BN), 0).argmax(-1)
     path_BA, lengths_B = tree.path_to(last_B)
     next_tokens_B = choices_BN[counting(batch, last_B.device), last_B]
-    return Verdict(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
+    return VerifyResult(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
 
 
-def with_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+def with_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
     """Child by child, each against what those before it left of the target; lossless for independent draws."""
     return _child_by_child(tree, scores_BNV, draw, replace=True)
 
 
-def without_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+def without_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
     """As `with_replacement`, for children that were drawn without replacement."""
     return _child_by_child(tree, scores_BNV, draw, replace=False)
 
 
-def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Draw, replace: bool) -> Verdict:
+def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Sampler, replace: bool) -> VerifyResult:
     """From the root on: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one."""
     children, draft_BNV = _drawn(tree)
     target_BNV = scores_BNV.softmax(-1)
@@ -119,7 +119,7 @@ def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Draw, replace: bo
     return _verdict(tree, node_B, draw.categorical(p_BV))
 
 
-def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
     """Leaf by leaf: accept the whole path to a leaf, or take the leaf away and go on with the tree that is left.
 
     For children drawn without replacement. weight_B[n] is the probability with which the path to n may stand, were n
@@ -151,7 +151,9 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
     return _verdict(tree, last_B, draw.categorical(torch.stack(p, dim=1)[rows_B, last_B]))
 
 
-def typical(tree: DraftTree, scores_BNV: Tensor, draw: Draw, epsilon: float = EPSILON, delta: float = DELTA) -> Verdict:
+def typical(
+    tree: DraftTree, scores_BNV: Tensor, draw: Sampler, epsilon: float = EPSILON, delta: float = DELTA
+) -> VerifyResult:
     """LOSSY: accept whatever the target finds plausible; it does not keep the target's distribution.
 
     A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
@@ -177,12 +179,12 @@ class Rule:
     """An acceptance rule, and for which trees it keeps the target's distribution."""
 
     verify: Verifier
-    origins: frozenset[Origin]
+    origins: frozenset[TreeKind]
     """Ways of making a tree for which the rule is exact."""
     lossy: bool = False
 
 
-ANY: frozenset[Origin] = frozenset(("picked", "chain", "independent", "without_replacement"))
+ANY: frozenset[TreeKind] = frozenset(("picked", "chain", "independent", "without_replacement"))
 RULES: dict[str, Rule] = {
     "point_mass": Rule(point_mass, ANY),
     "token": Rule(without_replacement, frozenset(("chain",))),
@@ -193,7 +195,7 @@ RULES: dict[str, Rule] = {
     "typical": Rule(typical, ANY, lossy=True),
 }
 """The words that `SpeculativeLM` takes for sampling; greedy decoding has one rule, whatever the tree."""
-BEST: dict[Origin, str] = {
+BEST: dict[TreeKind, str] = {
     "picked": "point_mass",
     "chain": "block",
     "independent": "with_replacement",
@@ -202,7 +204,7 @@ BEST: dict[Origin, str] = {
 """The exact rule that accepts most, by how a tree was made."""
 
 
-def choose_rule(word: str, origin: Origin, lossy: bool) -> Verifier:
+def choose_rule(word: str, origin: TreeKind, lossy: bool) -> Verifier:
     """The rule for sampling.
 
     Args:
@@ -231,7 +233,7 @@ def choose_rule(word: str, origin: Origin, lossy: bool) -> Verifier:
     return rule.verify
 
 
-_SPOKEN: dict[Origin, str] = {
+_SPOKEN: dict[TreeKind, str] = {
     "picked": "picked and not drawn",
     "chain": "drawn, one child each",
     "independent": "drawn independently",
@@ -292,6 +294,6 @@ def _without(q_BV: Tensor, tokens_B1: Tensor) -> Tensor:
     return _normalized(rest_BV, rest_BV)
 
 
-def _verdict(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> Verdict:
+def _verdict(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> VerifyResult:
     """The path from the root to a node, and the token after it."""
-    return Verdict(*tree.path_to(last_B), next_tokens_B)
+    return VerifyResult(*tree.path_to(last_B), next_tokens_B)

@@ -16,9 +16,7 @@ from headstart.train.commands import BenchConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse and measure."""
     config = options(BenchConfig, "bench", __doc__, arguments)
-    from headstart.train.benchmark import (
-        benchmark,
-    )  # not before the options are known to be good
+    from headstart.train.benchmark import benchmark  # not before the options are known to be good
 
     benchmark(config)
 

@@ -15,9 +15,7 @@ from headstart.train.commands import SelfMadeConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse and make conversations."""
     config = options(SelfMadeConfig, "data", __doc__, arguments)
-    from headstart.train.selfmade import (
-        make_conversations,
-    )  # not before the options are known to be good
+    from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
 
     make_conversations(config)
 

@@ -15,7 +15,7 @@ from headstart.train.config import TrainConfig
 def main(arguments: list[str] | None = None) -> None:
     """Parse and write."""
     config = options(TrainConfig, "features", __doc__, arguments)
-    from headstart.train.precompute import precompute
+    from headstart.train.features.precompute import precompute
 
     precompute(config)
 

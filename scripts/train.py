@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse and train."""
     config = options(TrainConfig, "train", f"{__doc__}\n{head_help()}", arguments)
     if config.plan is not None:
-        from headstart.train.plan import show_plan
+        from headstart.train.memory_plan import show_plan
 
         show_plan(config, sys.argv[1:] if arguments is None else arguments)
         return

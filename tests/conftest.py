@@ -23,14 +23,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape, dtypes, machine
-from headstart.inference.deciding import Decider
+from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
+from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
+from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
 from headstart.inference.loop import Rules, speculate
-from headstart.inference.rounds import Passage, Round, Start
-from headstart.inference.sampling import RandomDraw, Scorer
-from headstart.inference.written import Written
+from headstart.inference.models import dtypes
+from headstart.inference.sequences import Sequences
+from headstart.inference.tuning import machine
+from headstart.inference.verify_step import Decider
 from headstart.train.console import show_on_console
 
+pytest_plugins = ["training_fixtures"]
 os.environ["HEADSTART_CACHE"] = tempfile.mkdtemp(prefix="headstart-tests-")  # processes that tests start have it too
 atexit.register(shutil.rmtree, os.environ["HEADSTART_CACHE"], ignore_errors=True)
 
@@ -144,11 +147,11 @@ class Oracle(Drafter):
         self.max_nodes = shape.size
         self.random = torch.Generator().manual_seed(seed)
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: DraftContext) -> None:
         self.rows = list(range(start.batch_size))
         self.written: list[list[int]] = []
 
-    def read(self, passage: Passage) -> None:
+    def read(self, passage: PrefillChunk) -> None:
         """The last passage ends with the target's own choice."""
         self.written = [[root] for root in passage.next_tokens_BT[:, -1].tolist()]
 
@@ -166,7 +169,7 @@ class Oracle(Drafter):
         parents = torch.tensor(self.shape.parents).expand(batch, -1)
         return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
 
-    def observe(self, finished: Round) -> None:
+    def observe(self, finished: StepResult) -> None:
         for written, tokens in zip(self.written, finished.tokens, strict=True):
             written.extend(tokens)
 
@@ -189,7 +192,7 @@ class Oracle(Drafter):
         return [tokens[path] for path in ((), *self.shape.paths)]
 
 
-class AllDraws(RandomDraw):
+class AllDraws(RandomSampler):
     """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its probability."""
 
     def __init__(self) -> None:
@@ -281,9 +284,9 @@ def write(
     slots: int | None = None,
 ) -> tuple[list[list[int]], Stats]:
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
-    out = Written(prompts, new_tokens, frozenset(), slots=slots)
+    out = Sequences(prompts, new_tokens, frozenset(), slots=slots)
     decide = rule if isinstance(rule, Decider) else Decider(rule)
-    rules = Rules(target, decide, Scorer(processors, [0] * len(prompts)), draw, sampling=True)
+    rules = Rules(target, decide, TreeLogitsProcessor(processors, [0] * len(prompts)), draw, sampling=True)
     stats = speculate(rules, drafter, out)
     return out.rows, stats
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from .console import Stopped, show_on_console
     from .loop import train
-    from .run import Progress
+    from .run_folder import Progress
 
 __all__ = [
     "AdapterConfig",
@@ -50,7 +50,7 @@ _MODULES = {
     "Stopped": "console",
     "show_on_console": "console",
     "train": "loop",
-    "Progress": "run",
+    "Progress": "run_folder",
 }
 """Where a name is defined, if not in config.py."""
 

@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ..heads import DraftHead, HeadOutput, TargetFeatures
-from ..heads.losses import Anchors, Objective, draft_loss
+from ..heads.losses import DraftPositions, Objective, draft_loss
 from ..inference import Target
 from .config import AdapterConfig
-from .data import Batch
-from .features import together
+from .data.chat_template import Batch
+from .features.online import together
 
 KEEP_BASE = Objective({"kl": 1.0}, "decay", 1.0)
 
@@ -82,7 +82,7 @@ class JointModule(nn.Module):
         target = self._target[0]
         with self.peft.disable_adapter():  # type: ignore[operator]
             _, base_BTD = target.read(features.tokens_BT, (), features.positions_BT)
-        anchors = Anchors.of_answers(features)
+        anchors = DraftPositions.of_answers(features)
         base = replace(features, last_BTD=base_BTD)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
-        return draft_loss([states_ND], [target.ends.lm_head.weight], None, base, anchors, KEEP_BASE).loss
+        return draft_loss([states_ND], [target.modules.lm_head.weight], None, base, anchors, KEEP_BASE).loss

@@ -14,7 +14,7 @@ from ..inference import Stats
 from .benchmark import first_difference
 from .commands import GenerateConfig
 from .console import console, log
-from .data import prompt_ids
+from .data.chat_template import prompt_ids
 from .engine import Shared, load_engine
 
 

@@ -21,12 +21,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..heads.checkpoint import json_ready
+from ..heads.checkpoints.save_load import json_ready
 from ..inference import SpeculativeLM, Stats, Target
-from ..inference.machine import turns
+from ..inference.tuning.machine import turns
 from .commands import BenchConfig
 from .console import ProgressBar, Stopped, StopRequest, console, log, number
-from .data import check_lengths, prompt_ids, read_prompts
+from .data.chat_template import check_lengths, prompt_ids, read_prompts
 from .engine import Shared, as_loaded, load_engine
 from .evaluate import answer_settings, summary
 from .floors import profile

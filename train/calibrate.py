@@ -19,24 +19,15 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from ..heads import DraftHead, TargetEnds
-from ..heads.checkpoint import load_head, save_tree
-from ..inference import (
-    DynamicShape,
-    SpeculativeLM,
-    Stats,
-    Target,
-    TreePolicy,
-    TreeShape,
-    load_tokenizer,
-    tree_word,
-)
-from ..inference.grow import drafter_of
-from ..inference.planning import best_static_tree, expected_length, machine
-from ..inference.rounds import Drafter
+from ..heads import DraftHead, TargetModules
+from ..heads.checkpoints.save_load import load_head, save_tree
+from ..inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, load_tokenizer, tree_word
+from ..inference.drafters.base import Drafter
+from ..inference.drafters.tree_drafting import drafter_of
+from ..inference.tuning.tree_search import best_static_tree, expected_length, machine
 from .commands import TreeConfig
 from .console import console, counted, log
-from .data import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
+from .data.chat_template import Example, check_lengths, check_tokenizer, prompt_ids, read_prompts, warn_of_other_data
 from .engine import as_loaded
 from .evaluate import answer_settings, in_turns, summary, teacher_forced
 from .expected import Costs, Shape, dynamic_lengths, measured_costs, timed_trees
@@ -185,7 +176,9 @@ def _answered(
 ) -> dict[TreePolicy | None, Stats]:
     """The prompts, answered with each tree, and plainly for None."""
     engines = {
-        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.ends, config.compile))
+        policy: SpeculativeLM(
+            target, None if policy is None else _drafter(head, policy, target.modules, config.compile)
+        )
         for policy in policies
     }
     return in_turns(engines, prompts, _settings(config))
@@ -197,7 +190,7 @@ def _rate(stats: Stats) -> float:
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftHead, policy: TreePolicy, ends: TargetEnds, compiled: bool) -> Drafter:
+def _drafter(head: DraftHead, policy: TreePolicy, ends: TargetModules, compiled: bool) -> Drafter:
     """One for each tree, so that nothing is compiled twice."""
     drafter = drafter_of(head, policy, ends)
     if compiled:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .console import Stopped, StopRequest, log
-from .run import Progress
+from .run_folder import Progress
 
 
 class Callback:

@@ -16,13 +16,13 @@ import torch
 from rich.table import Table
 
 from ..heads import DraftHead, Eagle3Head, EagleHead
-from ..heads.checkpoint import build_head, differences, load_head, word_of
+from ..heads.checkpoints.save_load import build_head, differences, load_head, word_of
 from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
 from .commands import VerifyConfig
 from .console import console, log
-from .data import Example, prompt_ids
+from .data.chat_template import Example, prompt_ids
 from .evaluate import real_acceptance, teacher_forced
-from .probe import NOISE, OTHERS, apart, probe
+from .fingerprint import NOISE, OTHERS, apart, probe
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -31,7 +31,7 @@ PROMPTS = (
     "Give me a simple recipe for pancakes.",
     "What are the main differences between a lake and a river?",
     "Write a short polite email asking to move a meeting to Friday.",
-    "List five facts about the planet Mars.",
+    "List five metadata about the planet Mars.",
     "Summarise the story of Romeo and Juliet in three sentences.",
 )
 HEALTHY = 0.25
@@ -46,7 +46,7 @@ def verify_head(config: VerifyConfig) -> None:
     Raises:
         ValueError: a head that does not fit the target, has values that are no numbers, or is never right.
     """
-    head, facts = load_head(config.head)
+    head, metadata = load_head(config.head)
     target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
     head = head.to(target.device, target.dtype).eval()
     broken = [name for name, tensor in head.state_dict().items() if not tensor.isfinite().all()]
@@ -54,7 +54,7 @@ def verify_head(config: VerifyConfig) -> None:
         raise ValueError(f"{config.head}: tensor {broken[0]!r} has values that are no numbers or infinite")
     head.target.check(target.info)
     target.check_layers(head.feature_layers)
-    for difference in differences(facts.origin, target.origin):
+    for difference in differences(metadata.origin, target.origin):
         log.info(f"- another target than it was trained against: {difference}")
 
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
@@ -62,15 +62,15 @@ def verify_head(config: VerifyConfig) -> None:
     accuracy = right(target, head, examples)
     depths = len(accuracy)
     chain = real_acceptance(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens)
-    before = [ranks[0] for ranks in facts.measured.get("accuracy", [])]
+    before = [ranks[0] for ranks in metadata.measured.get("accuracy", [])]
     table = Table("draft", "right", "accepted", "right when trained")
     for depth, (own, accepted) in enumerate(zip(accuracy, chain.acceptance_rate_by_depth, strict=False)):
         trained = f"{before[depth]:.2f}" if depth < len(before) else "-"
         table.add_row(str(depth + 1), f"{own:.2f}", "-" if math.isnan(accepted) else f"{accepted:.2f}", trained)
     console.print(table)
     log.info(f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; right: the true tokens given")
-    if "probe" in facts.measured:
-        others, noise = apart(probe(target, head), facts.measured["probe"])
+    if "probe" in metadata.measured:
+        others, noise = apart(probe(target, head), metadata.measured["probe"])
         told = f"guesses along a fixed text: {others:.0%} others than when it was saved, {noise:.3f} apart in the mean"
         log.info(f"{told}; the same head elsewhere: at most {OTHERS:.0%} and {NOISE}")
         if others > OTHERS or noise > NOISE:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..heads.checkpoint import new_folder
+from ..heads.checkpoints.save_load import new_folder
 from ..inference import load_tokenizer
-from ..inference.corpus import Datastore
-from ..inference.sources import tokenizer_origin
+from ..inference.drafters.ngram_index import Datastore
+from ..inference.models.loading import tokenizer_origin
 from .commands import DatastoreConfig
 from .console import log
-from .data import check_tokenizer, read_conversations, render
+from .data.chat_template import check_tokenizer, read_conversations, render
 
 
 def build_datastore(config: DatastoreConfig) -> Datastore:

@@ -22,10 +22,10 @@ from .benchmark import benchmark, print_report
 from .commands import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig
 from .config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from .console import StopRequest, console, duration, log
-from .data import count_answer_tokens, read_prompts, read_sources
+from .data.chat_template import count_answer_tokens, read_prompts, read_sources
+from .data.self_made import make_conversations
 from .engine import Shared
 from .loop import seconds_per_step, train
-from .selfmade import make_conversations
 from .setup import split_examples
 
 PROMPT = "How does a sailing boat move against the wind?"

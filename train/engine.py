@@ -13,7 +13,7 @@ from ..heads.base import dtype_name
 from ..inference import SpeculativeLM, Target, load_tokenizer
 from .commands import BenchConfig, GenerateConfig, TreeConfig
 from .console import log
-from .data import check_tokenizer, warn_of_other_data
+from .data.chat_template import check_tokenizer, warn_of_other_data
 
 Options = TypeVar("Options", BenchConfig, TreeConfig)
 

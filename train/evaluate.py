@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
-from ..inference.machine import turns
-from ..inference.planning import best_static_tree, default_dynamic_tree
-from .big_target import cut_over_processes
+from ..inference.tuning.machine import turns
+from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest
-from .data import Example, collate
-from .features import online_features
-from .parallel import shared_out
+from .data.chat_template import Example, collate
+from .engines import shared_out
+from .features.online import online_features
+from .features.placement import cut_over_processes
 
 RANKS = 10
 """How many of a head's best tokens are counted; a node of a calibrated tree has at most so many children."""

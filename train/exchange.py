@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..heads import CutHead, DraftHead
-from ..heads.card import Listing
-from ..heads.checkpoint import HeadFacts, adapter_of, load_head, new_folder, publishable, save_head
-from ..heads.export import PROJECTS, export_head
-from ..heads.files import read_json, read_weights
-from ..heads.hub import local_folder, push_folder
-from ..heads.interop import import_head
-from ..heads.quantized import quantize, unread_by
+from ..heads import DraftHead, TruncatedHead
+from ..heads.checkpoints.conversion import import_head
+from ..heads.checkpoints.export_formats import PROJECTS, export_head
+from ..heads.checkpoints.files import read_json, read_weights
+from ..heads.checkpoints.hub import local_folder, push_folder
+from ..heads.checkpoints.model_card import Listing
+from ..heads.checkpoints.quantized import quantize, unread_by
+from ..heads.checkpoints.save_load import CheckpointMetadata, adapter_of, load_head, new_folder, publishable, save_head
 from ..inference import Target, TreeShape, load_tokenizer
-from ..inference.dtypes import own_dtype
-from ..inference.sources import default_device
+from ..inference.models.dtypes import own_dtype
+from ..inference.models.loading import default_device
 from .checkup import PROMPTS
 from .commands import ExportConfig, ImportConfig, PushConfig
 from .console import log
-from .data import prompt_ids
+from .data.chat_template import prompt_ids
 from .evaluate import real_acceptance
 
 NEW_TOKENS = 48
@@ -52,7 +52,7 @@ def push_head(config: PushConfig) -> None:
     if head.served_names:
         target = original(config.target or head.target.name)
         head.target.check(target.info)
-        shared = dict.fromkeys(head.served_names, target.ends.lm_head.weight.detach())
+        shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / "head"
         publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
@@ -81,7 +81,7 @@ def import_foreign(config: ImportConfig) -> None:
     target = original(config.target)
     imported = import_head(found, tensors, target.info, embedding_of(target))
     source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
-    save_head(imported.head, config.output, HeadFacts(training={"imported": source}))
+    save_head(imported.head, config.output, CheckpointMetadata(training={"imported": source}))
     for remark in imported.remarks:
         log.info(f"- {remark}")
     name, size = type(imported.head).__name__, sum(weight.numel() for weight in imported.head.parameters())
@@ -100,26 +100,26 @@ def export_foreign(config: ExportConfig) -> None:
     own = {"merged": export_merged, "int8": export_int8, "model": export_model}
     if config.to not in (*PROJECTS, *own):
         raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
-    head, facts = load_head(config.head)
+    head, metadata = load_head(config.head)
     if config.to in own:
-        own[config.to](head, facts, config)
+        own[config.to](head, metadata, config)
         return
     embedding_VD, architectures = None, ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
         target = original(config.target or head.target.name)
         head.target.check(target.info)
         embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
-    export_head(head, facts, config.to, config.output, embedding_VD, architectures)
+    export_head(head, metadata, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
 
 
-def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
+def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter.
 
     Raises:
         ValueError: a head without an adapter.
     """
-    if not facts.adapted:
+    if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
     source = config.target or head.target.name
     target, tokenizer = original(source), load_tokenizer(source)
@@ -129,19 +129,19 @@ def export_merged(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> No
     with new_folder(final) as partial:
         save_model(target, partial / "target")
         tokenizer.save_pretrained(partial / "target")
-        origin = facts.origin | Target(target.model, str(final / "target")).origin
+        origin = metadata.origin | Target(target.model, str(final / "target")).origin
         head.target = dataclasses.replace(head.target, name=str(final / "target"))
-        save_head(head, partial / "head", dataclasses.replace(facts, adapted=False, origin=origin))
+        save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, origin=origin))
     log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
 
 
-def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
+def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a head with int8 weights, and say what they change.
 
     Raises:
         ValueError: a head with an adapter, which stays in its own folder; torchao is not installed.
     """
-    if facts.adapted:
+    if metadata.adapted:
         raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
     source, dtype = config.target or head.target.name, next(head.parameters()).dtype
     target, tokenizer = original(source, dtype), load_tokenizer(source)
@@ -155,26 +155,26 @@ def export_int8(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None
     before = accepted()
     quantize(head)
     after = accepted()
-    save_head(head, config.output, facts)
+    save_head(head, config.output, metadata)
     log.info(
         f"{config.output}: int8 weights; acceptance length on a chain of {head.max_depth}, {len(prompts)} built-in "
         f"prompts: {before:.3f} in {str(dtype).removeprefix('torch.')}, {after:.3f} in int8 ({after / before - 1:+.1%})"
     )
 
 
-def export_model(head: DraftHead, facts: HeadFacts, config: ExportConfig) -> None:
+def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a model that was cut out of its target as one by itself, in transformers' format.
 
     Raises:
         ValueError: a head that is no model.
     """
-    if not isinstance(head, CutHead):
+    if not isinstance(head, TruncatedHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
     source, dtype = config.target or head.target.name, next(head.parameters()).dtype
     target, tokenizer = original(source, dtype), load_tokenizer(source)
     head.target.check(target.info)
     keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
-    embedding_VD, lm_head_VD = embedding_of(target), target.ends.lm_head.weight.cpu()
+    embedding_VD, lm_head_VD = embedding_of(target), target.modules.lm_head.weight.cpu()
     # A target may scale what its embedding gives: then the two are no longer one.
     tied = bool(target.config.tie_word_embeddings) and torch.equal(embedding_VD, lm_head_VD)
     whole = LlamaConfig(**keys | {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters})
@@ -202,4 +202,4 @@ def save_model(target: Target, folder: Path) -> None:
 
 def embedding_of(target: Target) -> Tensor:
     """The target's embedding [V, D], on the CPU."""
-    return target.ends.embed(torch.arange(target.info.vocab_size, device=target.device)).cpu()
+    return target.modules.embed(torch.arange(target.info.vocab_size, device=target.device)).cpu()

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
-from ..inference.costs import forward_seconds
-from ..inference.grow import DynamicTree
-from ..inference.rounds import Passage, Start, TargetOutput
-from ..inference.sampling import RandomDraw
-from ..inference.tree import StoppingShape
+from ..inference.drafters.base import DraftContext, PrefillChunk, TargetOutput
+from ..inference.drafters.tree_drafting import DynamicTree
+from ..inference.logits import RandomSampler
+from ..inference.tree import EarlyExitShape
+from ..inference.tuning.costs import forward_seconds
 from .console import counted
-from .data import Example
+from .data.chat_template import Example
 
 TIMED, TIMED_DEPTH, TIMED_WIDTHS = 8, 4, (2, 8)
 """Size, largest depth, and widths of the trees by which drafting is timed; deeper ones go on along the line."""
@@ -45,13 +45,13 @@ def dynamic_lengths(
         by size and depth, for every depth that the head has.
     """
     depths = range(1, head.max_depth + 1)
-    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.ends)
+    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.modules)
     lengths: dict[tuple[int, int], list[int]] = {(size, depth): [] for size in sizes for depth in depths}
     for example in counted(examples, f"trees of width {width}, by answers"):
         text_1T = torch.tensor([example.tokens], device=target.device)
         length, first = text_1T.shape[1], example.loss_mask.index(True)
         output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
-        drafter.begin(Start(1, length + drafter.max_nodes, RandomDraw(None), None))
+        drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
         drafter.read(_passage(text_1T, output, 0, first))
         accepted: dict[tuple[int, int], list[int]] = {key: [] for key in lengths}
         for place in range(first, length - 1):
@@ -81,10 +81,10 @@ def _rounds(accepted_P: list[int]) -> list[int]:
     return returned
 
 
-def _passage(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> Passage:
+def _passage(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> PrefillChunk:
     """A part of a text that the target has read whole."""
     count_1 = torch.tensor([stop - start], device=text_1T.device)
-    return Passage(
+    return PrefillChunk(
         text_1T[:, start:stop], text_1T[:, start + 1 : stop + 1], output.features_BNF[:, start:stop], count_1
     )
 
@@ -102,7 +102,7 @@ def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list
     return path
 
 
-Shape = TreeShape | DynamicShape | StoppingShape
+Shape = TreeShape | DynamicShape | EarlyExitShape
 """Trees whose rounds have a price."""
 
 
@@ -133,8 +133,8 @@ class Costs:
 def timed_trees(head: DraftHead) -> list[DynamicShape]:
     """By whose rounds drafts are priced: a shallow one, a deeper one, and one that expands more nodes."""
     depth = min(head.max_depth, TIMED_DEPTH)
-    narrow, wide = (min(width, head.draft_vocab_size) for width in TIMED_WIDTHS)
-    return [DynamicShape(TIMED, *each) for each in ((1, narrow), (depth, narrow), (depth, wide))]
+    narrow, at_least_fp32 = (min(width, head.draft_vocab_size) for width in TIMED_WIDTHS)
+    return [DynamicShape(TIMED, *each) for each in ((1, narrow), (depth, narrow), (depth, at_least_fp32))]
 
 
 def measured_costs(
@@ -150,13 +150,13 @@ def measured_costs(
         sizes: of the trees.
     """
     trees = timed_trees(head)
-    shallow, deep, wide = (timed[tree].round_parts for tree in trees)
+    shallow, deep, at_least_fp32 = (timed[tree].round_parts for tree in trees)
     step = timed[None].round_parts
     levels, nodes = trees[1].depth - 1, trees[2].expanded - trees[1].expanded
-    node = max(0.0, wide["draft"] - deep["draft"]) / nodes if nodes else 0.0
+    node = max(0.0, at_least_fp32["draft"] - deep["draft"]) / nodes if nodes else 0.0
     more = deep["draft"] - shallow["draft"] - node * (trees[1].expanded - trees[0].expanded)
     level = max(0.0, more) / levels if levels else 0.0
-    others = [sum(parts.values()) - parts["draft"] - parts["target"] for parts in (shallow, deep, wide)]
+    others = [sum(parts.values()) - parts["draft"] - parts["target"] for parts in (shallow, deep, at_least_fp32)]
     return Costs(
         target=check_seconds(target, text_1T, sizes, head.feature_layers, step),
         draft=(shallow["draft"] - level - node, level, node),

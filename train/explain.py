@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ..heads import DraftHead
 from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
-from ..inference.draft_model import DraftModel
-from ..inference.grow import drafter_of
-from ..inference.guessing import Guesser, HeadDrafter
-from ..inference.planning import best_draft_length, chain_length, operations_factor, time_factor
-from ..inference.rounds import Drafter
+from ..inference.drafters.base import Drafter
+from ..inference.drafters.draft_model import AssistantModel
+from ..inference.drafters.head_drafter import DraftModel, HeadDrafter
+from ..inference.drafters.tree_drafting import drafter_of
+from ..inference.tuning.tree_search import best_draft_length, chain_length, operations_factor, time_factor
 from .commands import TreeConfig
 from .console import console, log, number
-from .data import check_lengths, check_tokenizer, prompt_ids, read_prompts
+from .data.chat_template import check_lengths, check_tokenizer, prompt_ids, read_prompts
 from .evaluate import answer_settings, in_turns
 from .expected import check_seconds
 
@@ -74,7 +74,7 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
     check_lengths(prompts, config.max_new_tokens, target.max_positions, ", ".join(config.prompts))
 
     def chain_of(gamma: int) -> Drafter:
-        drafter = drafter_of(lead.head, TreeShape.chain(gamma), target.ends)
+        drafter = drafter_of(lead.head, TreeShape.chain(gamma), target.modules)
         if target.graph is not None:
             drafter.compile()
         return drafter
@@ -83,18 +83,18 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
     return explain(target, chain_of, lead.head.max_depth, prompts, settings, _operations(lead.head, target))
 
 
-def _operations(guesser: Guesser, target: Target) -> float | None:
+def _operations(guesser: DraftModel, target: Target) -> float | None:
     """A draft's over a plain step's: the weights of their linear maps, each used once for a token."""
 
     def linear(*modules: nn.Module) -> int:
         maps = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
         return sum(part.weight.numel() for part in maps.values())
 
-    if isinstance(guesser, DraftModel):
+    if isinstance(guesser, AssistantModel):
         return linear(guesser.model.model) / linear(target.model)
     if not isinstance(guesser, DraftHead):
         return None
-    shared = () if hasattr(guesser, "lm_head") else (target.ends.lm_head,)
+    shared = () if hasattr(guesser, "lm_head") else (target.modules.lm_head,)
     return linear(guesser, *shared) / linear(target.model)
 
 

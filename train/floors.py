@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
-from ..inference.costs import forward_seconds
+from ..inference.tuning.costs import forward_seconds
 
 READ_BYTES = {"cuda": 2**31, "cpu": 2**28}
 """That are read to measure a device's bandwidth; far more than its caches hold."""
@@ -39,7 +39,7 @@ def weight_bytes(target: Target) -> int:
     """That a step reads: all weights but an embedding that is not the LM head too."""
     embedding = target.model.get_input_embeddings().weight
     every = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
-    return every if embedding is target.ends.lm_head.weight else every - embedding.numel() * embedding.element_size()
+    return every if embedding is target.modules.lm_head.weight else every - embedding.numel() * embedding.element_size()
 
 
 @torch.inference_mode()

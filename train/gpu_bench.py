@@ -23,16 +23,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from ..heads import DraftHead
-from ..heads.checkpoint import build_head, json_ready
+from ..heads.checkpoints.save_load import build_head, json_ready
 from ..inference import DynamicShape, Stats, Target, TreeShape
-from ..inference.cache import free_memory
-from ..inference.deciding import Decider
-from ..inference.grow import drafter_of
-from ..inference.guessing import HeadDrafter, RootOnly
-from ..inference.rounds import Drafter, Passage, Start, Verdict
-from ..inference.sampling import Draw, RandomDraw
+from ..inference.drafters.base import DraftContext, Drafter, PrefillChunk, VerifyResult
+from ..inference.drafters.head_drafter import HeadDrafter, NoDraft
+from ..inference.drafters.tree_drafting import drafter_of
+from ..inference.kv_cache import free_memory
+from ..inference.logits import RandomSampler, Sampler
 from ..inference.tree import DraftTree
 from ..inference.verify import greedy
+from ..inference.verify_step import Decider
 from .console import log
 from .floors import memory_bandwidth, now, weight_bytes
 from .gpu_options import GpuBenchConfig
@@ -143,16 +143,16 @@ def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, 
         if layers < 7:
             options["feature_layers"] = sorted({0, layers - 2})
         head = build_head("eagle3", options, target.info).to(device, torch.bfloat16)
-        head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+        head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     return target, head.eval().requires_grad_(False)
 
 
 def drafter_for(head: DraftHead, nodes: int, target: Target) -> Drafter:
     """Of trees of so many nodes: nothing, a chain, or the best of a dynamic tree."""
     if nodes == 1:
-        return RootOnly()
+        return NoDraft()
     shape = TreeShape.chain(nodes - 1) if nodes <= DEPTH else DynamicShape(nodes, DEPTH, WIDTH)
-    return drafter_of(head, shape, target.ends)
+    return drafter_of(head, shape, target.modules)
 
 
 @torch.inference_mode()
@@ -172,17 +172,17 @@ def rounds_of(
         drafter.compile()
     room = (repeats + 3) * (DEPTH + 1)
     roots_B = torch.zeros(batch, dtype=torch.int64, device=target.device)
-    drafter.begin(Start(batch, context + room + nodes, RandomDraw(None), None))
+    drafter.begin(DraftContext(batch, context + room + nodes, RandomSampler(None), None))
     cache = target.new_cache(batch)
     longest = context
-    target.forward_tree(RootOnly().propose(roots_B), context + room, cache, drafter.feature_layers)  # allocates
+    target.forward_tree(NoDraft().propose(roots_B), context + room, cache, drafter.feature_layers)  # allocates
     cache.rewind(torch.full_like(roots_B, context))
     if isinstance(drafter, HeadDrafter):
         width = len(drafter.feature_layers) * target.info.hidden_size
         features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
-        drafter.read(Passage(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
+        drafter.read(PrefillChunk(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
         drafter.shared.state = dataclasses.replace(drafter.state, lengths_B=torch.full_like(roots_B, context))
-    draw = RandomDraw(torch.Generator(target.device).manual_seed(0))
+    draw = RandomSampler(torch.Generator(target.device).manual_seed(0))
     parts: dict[str, list[float]] = {"draft": [], "target": [], "rest": []}
     emitted = []
     for turn in range(repeats + 3):  # the first ones compile
@@ -215,14 +215,14 @@ def rounds_of(
     }
 
 
-def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Draw) -> Verdict:
+def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
     """As if each depth were accepted with `RATE`: a path of drawn length down the tree, whatever the target says."""
     passed_BD = draw.accept(scores_BNV.new_full((len(scores_BNV), tree.max_depth), RATE))
     lengths_B = 1 + passed_BD.long().cumprod(-1).sum(-1)
     places_A = torch.arange(tree.max_depth + 1, device=lengths_B.device)
     path_BA = places_A.expand(len(lengths_B), -1)  # any nodes do: costs do not depend on it
     said = greedy(tree, scores_BNV, draw)  # so that a rule is paid for
-    return Verdict(path_BA, lengths_B, said.next_tokens_B)
+    return VerifyResult(path_BA, lengths_B, said.next_tokens_B)
 
 
 def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str, Any]]:

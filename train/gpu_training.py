@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from ..heads import TargetFeatures
-from ..heads.checkpoint import build_head
+from ..heads.checkpoints.save_load import build_head
 from ..heads.eagle3 import Eagle3Head
-from ..heads.layers import TrainingTimeTest
+from ..heads.layers.decoder_layer import TrainingTimeTest
 from ..inference import Target
 from .config import OptimConfig
-from .data import Batch, Example, collate
-from .features import online_features
+from .data.chat_template import Batch, Example, collate
+from .features.online import online_features
 from .floors import now
 from .optim import build_optimizer
 from .report import PEAK_TFLOPS, count_flops
@@ -45,7 +45,7 @@ def training_of(target: Target, options: dict[str, Any], rows: int, length: int,
     torch.manual_seed(0)
     head = build_head("eagle3", options, target.info)
     assert isinstance(head, Eagle3Head)
-    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     head = head.to(device).train()
     optimizer, _ = build_optimizer(head, OptimConfig(), 100, {})
     tokens_BT = torch.randint(target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))

@@ -29,17 +29,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoint import HeadFacts, build_head
-from .batches import Order, Share, Steps, loaded, worker_deaths_explained
+from ..heads.checkpoints.save_load import CheckpointMetadata, build_head
 from .callbacks import Callback, Callbacks
 from .config import TrainConfig, dtype_of
 from .console import ProgressBar, Stopped, StopRequest, log
-from .data import Batch, Example
+from .data.batches import Order, Share, Steps, loaded, worker_deaths_explained
+from .data.chat_template import Batch, Example
+from .data.sequences import digest_of, lengths_of
 from .engine import Shared
-from .evaluate import Evaluation, eval_prompts, evaluate
-from .features import FeatureSource, OnlineFeatures, feature_source
-from .optim import build_optimizer
-from .parallel import (
+from .engines import (
     alone,
     autocast,
     end_together,
@@ -52,13 +50,15 @@ from .parallel import (
     start,
     whole_state,
 )
+from .evaluate import Evaluation, eval_prompts, evaluate
+from .features.online import FeatureSource, OnlineFeatures, feature_source
+from .fingerprint import probe
+from .optim import build_optimizer
 from .precision import as_begun, resolved
-from .probe import probe
 from .provenance import provenance
 from .report import Report, count_flops, due
-from .run import Progress, Run
+from .run_folder import Progress, Run
 from .samples import Sample, sample_answers, tokenizer_of
-from .sequences import digest_of, lengths_of
 from .setup import Setup, head_options, set_up, split_as_begun
 from .tracking import check_tracker
 
@@ -383,14 +383,14 @@ def judge(
     found = from_main(engine.accelerator, found)  # what is best, and when to stop, is decided by it
     with stop.at_once(alone(engine.accelerator)):
         samples = answers_to_show(setup, copy, found, config)
-    facts = HeadFacts(
+    metadata = CheckpointMetadata(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
         measured={"coverage": setup.coverage, "probe": probe(setup.target, copy), **found.measured(config.eval)},
         origin=setup.origin,
         adapted=engine.adapted is not None,
     )
-    row = engine.run.judged(progress, copy, found, facts, engine.adapted, last, samples)
+    row = engine.run.judged(progress, copy, found, metadata, engine.adapted, last, samples)
     progress.judged = progress.step
     callbacks.call("on_evaluation", progress, row, stop)
     return found

@@ -18,10 +18,10 @@ from accelerate.utils import broadcast_object_list
 from torch.nn import functional as F
 
 from ..heads.base import dtype_name
-from ..inference.dtypes import SLOW, fits, own_dtype
-from ..inference.machine import measured_once, positive, seconds_in_turns, tell_once
+from ..inference.models.dtypes import SLOW, fits, own_dtype
+from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
 from .config import TrainConfig
-from .run import earlier_options
+from .run_folder import earlier_options
 
 ROWS, WIDTH, INNER = 512, 512, 2048
 """Tokens of the training step that is timed, and the widths of its two linear layers."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..inference import machine
-from ..inference.sources import default_device
+from ..inference.models.loading import default_device
+from ..inference.tuning import machine
 
 PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
 

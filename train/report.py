@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..heads import DraftHead, HeadOutput
 from ..inference import Target
 from .console import duration, log
-from .data import Example, collate
-from .features import online_features
+from .data.chat_template import Example, collate
+from .features.online import online_features
 
 if TYPE_CHECKING:
-    from .run import Progress, Run
+    from .run_folder import Progress, Run
 
 PEAK_TFLOPS = {
     r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,

@@ -15,15 +15,15 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ..heads import DraftHead
-from ..heads.checkpoint import build_head, copy_weights, head_config
+from ..heads.checkpoints.save_load import build_head, copy_weights, head_config
 from ..inference import Target, load_tokenizer
-from .big_target import load_target
 from .config import TrainConfig
-from .data import Example, check_tokenizer, data_origin, encode, split_held_out
+from .data.chat_template import Example, check_tokenizer, data_origin, encode, split_held_out
+from .data.sequences import Rendering, SequenceCache, Sequences, answer_counts, cached_sequences, open_sources
 from .engine import Shared
 from .evaluate import eval_prompts
-from .run import earlier_options
-from .sequences import Rendering, SequenceCache, Sequences, answer_counts, cached_sequences, open_sources
+from .features.placement import load_target
+from .run_folder import earlier_options
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None 
     eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
     counts_V = answer_counts(training, target.info.vocab_size)
     if config.init_from is None:
-        head.initialize(target.ends, counts_V)
+        head.initialize(target.modules, counts_V)
     else:
         warm_start(head, config.init_from, origin)
     covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
@@ -138,8 +138,8 @@ def warm_start(head: DraftHead, source: str, origin: dict[str, Any]) -> None:
     Raises:
         ValueError: it does not fit, or its vocabulary belongs to another tokenizer.
     """
-    facts = copy_weights(head, source)
-    trained = facts.origin.get("tokenizer")
+    metadata = copy_weights(head, source)
+    trained = metadata.origin.get("tokenizer")
     if trained not in (None, origin["tokenizer"]):
         raise ValueError(
             f"init_from {source!r} was trained with tokenizer {trained}, not {origin['tokenizer']}: its draft "

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import SpeculativeLM, Stats, Target
-from ..inference.rounds import Round
-from ..inference.stopping import StoppingChain, sureness
-from ..inference.tree import STOPPER_WEIGHTS, StoppingShape
+from ..inference.drafters.base import StepResult
+from ..inference.drafters.early_exit import EarlyExitChain, sureness
+from ..inference.tree import STOPPER_WEIGHTS, EarlyExitShape
 from .expected import check_seconds
 
 THRESHOLDS = tuple(i / 20 for i in range(20))
@@ -35,15 +35,15 @@ class Judged:
     accepted: int
 
 
-class Recorder(StoppingChain):
+class Recorder(EarlyExitChain):
     """A chain that never stops, and what became of it; one row at a time."""
 
     def __init__(self, head: DraftHead, target: Target) -> None:
-        super().__init__(head, StoppingShape(head.max_depth, 0.0), target.ends)
+        super().__init__(head, EarlyExitShape(head.max_depth, 0.0), target.modules)
         self.seen = []
         self.rounds: list[Judged] = []
 
-    def observe(self, finished: Round) -> None:
+    def observe(self, finished: StepResult) -> None:
         """As ever, and remember."""
         assert self.seen is not None
         signs_KX = torch.cat(self.seen)
@@ -105,7 +105,7 @@ def simulated(
 
 def train_stopper(
     target: Target, head: DraftHead, prompts: list[Tensor], settings: dict[str, Any], step: dict[str, float]
-) -> tuple[StoppingShape, float, float]:
+) -> tuple[EarlyExitShape, float, float]:
     """Decode with whole chains, fit, choose the threshold; the policy with its expected tokens a round and a second.
 
     Args:
@@ -127,5 +127,5 @@ def train_stopper(
         sum(seconds for part, seconds in stats.round_parts.items() if part not in ("draft", "target")),
     )
     threshold = max(THRESHOLDS, key=lambda each: simulated(recorder.rounds, weights, each, prices)[1])
-    policy = StoppingShape(head.max_depth, threshold, weights=tuple(round(weight, 4) for weight in weights))
+    policy = EarlyExitShape(head.max_depth, threshold, weights=tuple(round(weight, 4) for weight in weights))
     return policy, *simulated(recorder.rounds, policy.weights, threshold, prices)

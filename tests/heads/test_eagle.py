@@ -8,9 +8,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import EagleHead
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.heads.eagle import STEP
-from headstart.heads.layers import TrainingTimeTest
+from headstart.heads.layers.decoder_layer import TrainingTimeTest
 from headstart.inference import Target
 
 GAIN = 1.7
@@ -31,7 +31,7 @@ def target() -> Target:
 def started(target: Target, **options: object) -> EagleHead:
     head = build_head("eagle", options, target.info).double()
     assert isinstance(head, EagleHead)
-    head.initialize(target.ends, torch.ones(12, dtype=torch.int64))
+    head.initialize(target.modules, torch.ones(12, dtype=torch.int64))
     return head
 
 

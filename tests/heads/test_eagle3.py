@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import DraftState, Eagle3Head, TargetFeatures, TargetInfo
-from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
-from headstart.heads.layers import TrainingTimeTest
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads.layers.decoder_layer import TrainingTimeTest
 from headstart.inference import Target
 
 VOCAB, WIDTH, BLOCKS, DEPTH = 47, 32, 7, 4
@@ -82,7 +82,7 @@ def build(name: str, target: Target, dtype: torch.dtype = torch.float32, seed: i
     torch.manual_seed(seed)
     head = build_head("eagle3", {"depth": DEPTH, **OPTIONS[name]}, target.info)
     assert isinstance(head, Eagle3Head)
-    head.initialize(target.ends, torch.randperm(VOCAB) + 1)
+    head.initialize(target.modules, torch.randperm(VOCAB) + 1)
     for parameter in head.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return head.to(dtype).eval()
@@ -92,9 +92,9 @@ def read(target: Target, head: Eagle3Head, tokens_BT: Tensor, mask_BT: Tensor | 
     """The batch as training sees it; all of it answer unless a mask says otherwise."""
     features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
     dtype = head.fc.weight.dtype
-    ends = target.ends
+    ends = target.modules
     if dtype != target.dtype:
-        ends = replace(ends, embed=lambda tokens: target.ends.embed(tokens).to(dtype))
+        ends = replace(ends, embed=lambda tokens: target.modules.embed(tokens).to(dtype))
     mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask_BT is None else mask_BT
     return TargetFeatures(features_BTF.to(dtype), last_BTD.to(dtype), tokens_BT, mask_BT, ends)
 
@@ -107,7 +107,7 @@ def trained_logits(head: Eagle3Head, features: TargetFeatures) -> Tensor:
 
 
 def start(head: Eagle3Head, features: TargetFeatures, nodes: int = 8, capacity: int = 40) -> DraftState:
-    return head.begin(features.ends, len(features.tokens_BT), capacity, head.max_depth, nodes)
+    return head.begin(features.modules, len(features.tokens_BT), capacity, head.max_depth, nodes)
 
 
 def committed(
@@ -295,7 +295,7 @@ def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> N
     head = build_head("eagle3", {"draft_vocab_size": size}, target.info)
     assert isinstance(head, Eagle3Head)
     counts_V = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(size)) + 1
-    head.initialize(target.ends, counts_V)
+    head.initialize(target.modules, counts_V)
     chosen = sorted(sorted(range(VOCAB), key=lambda token: -int(counts_V[token]))[:size])
     assert head.d2t.dtype == torch.int64 and head.t2d.dtype == torch.bool
     assert head.d2t.tolist() == [token - i for i, token in enumerate(chosen)]
@@ -303,7 +303,7 @@ def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> N
     assert head.draft_vocab_size == size and head.lm_head.weight.shape == (size, WIDTH)
     assert head.target_tokens(torch.arange(size)).tolist() == chosen
     assert head.target_tokens(torch.tensor([[0], [size - 1]])).tolist() == [[chosen[0]], [chosen[-1]]]
-    assert torch.equal(head.lm_head.weight, target.ends.lm_head.weight[chosen])
+    assert torch.equal(head.lm_head.weight, target.modules.lm_head.weight[chosen])
 
 
 def test_a_new_heads_maps_agree_before_any_data_is_seen(target: Target) -> None:
@@ -328,7 +328,7 @@ def test_a_head_may_begin_with_the_weights_of_a_block(
 ) -> None:
     head = build_head("eagle3", {"start": start_at, "num_layers": layers}, target.info)
     assert isinstance(head, Eagle3Head)
-    head.initialize(target.ends, torch.ones(VOCAB))
+    head.initialize(target.modules, torch.ones(VOCAB))
     theirs = target.model.model.layers[block].state_dict()
     first = head.midlayer.state_dict()
     for kind in "qkv":
@@ -348,7 +348,7 @@ def test_a_head_that_begins_with_a_block_is_that_block(layer: int, target: Targe
     """Fed with the output of the block before it, its first step is the block's own output, whatever the tokens."""
     head = build_head("eagle3", {"start": layer + 1, "feature_layers": [2, layer]}, target.info)
     assert isinstance(head, Eagle3Head)
-    head.initialize(target.ends, torch.ones(VOCAB))
+    head.initialize(target.modules, torch.ones(VOCAB))
     tokens_BT = torch.randint(VOCAB, (2, 10))
     with torch.no_grad():
         (first, *_) = head.drafts(read(target, head, tokens_BT), TrainingTimeTest(1), 1)
@@ -360,17 +360,17 @@ def test_the_lm_head_and_the_final_norm_begin_as_the_targets_unless_told_otherwi
     for asked in (True, False):
         head = build_head("eagle3", {"start_lm_head": asked}, target.info)
         assert isinstance(head, Eagle3Head)
-        head.initialize(target.ends, torch.ones(VOCAB))
-        assert torch.equal(head.lm_head.weight, target.ends.lm_head.weight) == asked
-        assert torch.equal(head.norm.weight, target.ends.norm.weight) == asked
-        assert head.lm_head.weight.data_ptr() != target.ends.lm_head.weight.data_ptr()
+        head.initialize(target.modules, torch.ones(VOCAB))
+        assert torch.equal(head.lm_head.weight, target.modules.lm_head.weight) == asked
+        assert torch.equal(head.norm.weight, target.modules.norm.weight) == asked
+        assert head.lm_head.weight.data_ptr() != target.modules.lm_head.weight.data_ptr()
 
 
 def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(target: Target) -> None:
     head = build_head("eagle3", OPTIONS["narrow"], target.info)
     assert isinstance(head, Eagle3Head)
     before = head.lm_head.weight.clone()
-    head.initialize(target.ends, torch.ones(VOCAB))
+    head.initialize(target.modules, torch.ones(VOCAB))
     assert torch.equal(head.lm_head.weight, before) and head.embed_tokens.weight.shape == (VOCAB, 16)
 
 
@@ -426,15 +426,15 @@ def test_a_saved_head_has_the_tensors_that_servers_read_and_loads_bit_for_bit(
     name: str, dtype: torch.dtype, target: Target, tmp_path: Path
 ) -> None:
     head = build(name, target, dtype)
-    facts = HeadFacts(tree="dynamic:24:4:8", measured={"prompts": 3})
-    save_head(head, tmp_path / "head", facts)
+    metadata = CheckpointMetadata(tree="dynamic:24:4:8", measured={"prompts": 3})
+    save_head(head, tmp_path / "head", metadata)
     saved = load_file(tmp_path / "head" / "model.safetensors")
     assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == expected_tensors(OPTIONS[name])
     whole = {"d2t": torch.int64, "t2d": torch.bool}
     assert all(tensor.dtype == whole.get(key, dtype) for key, tensor in saved.items())
     loaded, loaded_facts = load_head(tmp_path / "head", target.info)
     assert type(loaded) is Eagle3Head and loaded.config == head.config and loaded.target == head.target
-    assert loaded_facts == facts and loaded.feature_layers == head.feature_layers
+    assert loaded_facts == metadata and loaded.feature_layers == head.feature_layers
     ours, theirs = loaded.state_dict(), head.state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
     if dtype == target.dtype:
@@ -447,7 +447,7 @@ def test_config_has_the_keys_of_servers_with_both_ways_of_counting_layers(
     name: str, target: Target, tmp_path: Path
 ) -> None:
     options = OPTIONS[name]
-    save_head(build(name, target), tmp_path / "head", HeadFacts())
+    save_head(build(name, target), tmp_path / "head", CheckpointMetadata())
     config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
     layers = options.get("feature_layers", [1, 2, 3])
     section = config.pop("headstart")
@@ -561,9 +561,9 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> N
     counts_V = torch.zeros(VOCAB, dtype=torch.int64)
     counts_V[10:15] = 3
     with pytest.raises(ValueError, match=r"eagle3 draft_vocab_size 6 is larger than the 5 different answer tokens"):
-        head.initialize(target.ends, counts_V)
+        head.initialize(target.modules, counts_V)
     counts_V[2] = 1
-    head.initialize(target.ends, counts_V)
+    head.initialize(target.modules, counts_V)
     assert head.target_tokens(torch.arange(6)).tolist() == [2, 10, 11, 12, 13, 14]
 
 
@@ -585,14 +585,14 @@ def test_a_start_from_a_block_of_other_dimensions_is_refused(
 ) -> None:
     head = build_head("eagle3", {"start": "last", **options}, target.info)
     with pytest.raises(ValueError, match=message):
-        head.initialize(target.ends, torch.ones(VOCAB))
+        head.initialize(target.modules, torch.ones(VOCAB))
 
 
 @pytest.mark.parametrize("block", [BLOCKS, 99, -BLOCKS - 1])
 def test_a_start_from_a_block_that_is_not_there_is_refused(block: int, target: Target) -> None:
     head = build_head("eagle3", {"start": block}, target.info)
     with pytest.raises(ValueError, match=f"eagle3 cannot start from block {block}: the target has {BLOCKS}; choose"):
-        head.initialize(target.ends, torch.ones(VOCAB))
+        head.initialize(target.modules, torch.ones(VOCAB))
 
 
 def test_a_start_from_a_block_of_another_family_is_refused() -> None:
@@ -600,11 +600,11 @@ def test_a_start_from_a_block_of_another_family_is_refused() -> None:
     other = Target(model)
     head = build_head("eagle3", {"start": "last", "feature_layers": [0, 1]}, other.info)
     with pytest.raises(ValueError, match=r"eagle3 cannot start from block .*; choose start: random"):
-        head.initialize(other.ends, torch.ones(9))
+        head.initialize(other.modules, torch.ones(9))
 
 
 def test_a_head_for_another_target_is_refused_with_every_difference(target: Target, tmp_path: Path) -> None:
-    save_head(build("plain", target), tmp_path / "head", HeadFacts())
+    save_head(build("plain", target), tmp_path / "head", CheckpointMetadata())
     other: TargetInfo = replace(target.info, name="other", hidden_size=40, num_layers=9)
     with pytest.raises(ValueError, match=r"hidden size 32 \(head\) and 40 \(target\); num layers 7 \(head\) and 9"):
         load_head(tmp_path / "head", other)
@@ -614,7 +614,7 @@ def test_every_tensor_is_needed_and_no_other_is_taken(target: Target, tmp_path: 
     from safetensors.torch import save_file
 
     head = build("everything", target)
-    save_head(head, tmp_path / "head", HeadFacts())
+    save_head(head, tmp_path / "head", CheckpointMetadata())
     path = tmp_path / "head" / "model.safetensors"
     whole = load_file(path)
     changes: dict[str, Callable[[dict[str, Tensor]], object]] = {

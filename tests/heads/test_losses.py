@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headstart.heads import HeadOutput, TargetEnds, TargetFeatures, losses
-from headstart.heads.losses import LOSSES, Anchors, Objective, draft_loss
+from headstart.heads import HeadOutput, TargetFeatures, TargetModules, losses
+from headstart.heads.losses import LOSSES, DraftPositions, Objective, draft_loss
 
 WIDTH, TARGET_WIDTH, VOCAB, ROWS = 5, 6, 21, 64
 """A draft's states may be narrower than the target's; no chunk is smaller than ROWS."""
@@ -30,7 +30,7 @@ class Problem:
     """A batch with the drafts of all its anchors."""
 
     features: TargetFeatures
-    anchors: Anchors
+    anchors: DraftPositions
     hiddens: list[Tensor]
     lm_heads: list[Tensor]
     vocabulary_V: Tensor | None
@@ -70,9 +70,9 @@ def build(
     lm_head.weight = nn.Parameter(draw(vocab, TARGET_WIDTH), requires_grad=False)
     last_BTD = draw(*mask_BT.shape, TARGET_WIDTH)
     tokens_BT = torch.randint(vocab, mask_BT.shape, generator=random)
-    ends = TargetEnds(nn.Embedding(vocab, TARGET_WIDTH), lm_head, nn.Identity(), ())
+    ends = TargetModules(nn.Embedding(vocab, TARGET_WIDTH), lm_head, nn.Identity(), ())
     features = TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, ends)
-    anchors = Anchors.of(features, depths)
+    anchors = DraftPositions.of(features, depths)
     hiddens = [draw(len(anchors.index_N), WIDTH).requires_grad_() for _ in range(depths)]
     lm_heads = [draw(drafted or vocab, WIDTH).requires_grad_() for _ in range(1 if shared else depths)]
     chosen = torch.randperm(vocab, generator=random)[:drafted].sort().values if drafted else None
@@ -128,7 +128,7 @@ def naive(
     """Position by position and depth by depth."""
     features, depths = problem.features, len(problem.hiddens)
     drafted = list(range(VOCAB)) if problem.vocabulary_V is None else problem.vocabulary_V.tolist()
-    target_BTV = features.ends.lm_head(features.last_BTD).softmax(-1)
+    target_BTV = features.modules.lm_head(features.last_BTD).softmax(-1)
     rows: dict[tuple[int, int], tuple[Tensor, int, Tensor]] = {}
     hits = [[0] * ranks for _ in range(depths)]
     for depth in range(depths):
@@ -210,12 +210,12 @@ def test_of_the_target_only_its_most_likely_tokens_are_looked_at(loss: str, draf
 @pytest.mark.parametrize("loss", LOSSES)
 def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_them(loss: str) -> None:
     problem = build(answers(14), drafted=9)
-    ends = problem.features.ends
+    ends = problem.features.modules
     poisoned = ends.lm_head.weight.detach().clone()
     poisoned[[token for token in range(VOCAB) if token not in problem.vocabulary_V.tolist()]] = math.nan
     lm_head = nn.Linear(TARGET_WIDTH, VOCAB, bias=False)
     lm_head.weight = nn.Parameter(poisoned, requires_grad=False)
-    features = dataclasses.replace(problem.features, ends=dataclasses.replace(ends, lm_head=lm_head))
+    features = dataclasses.replace(problem.features, modules=dataclasses.replace(ends, lm_head=lm_head))
     found = dataclasses.replace(problem, features=features).solve({loss: 1.0}).loss
     if loss in losses.NEED_MASS:
         assert found.isnan()
@@ -299,7 +299,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> N
 def test_the_target_learns_nothing() -> None:
     problem = build(answers(14))
     last_BTD = problem.features.last_BTD.requires_grad_()
-    weight = problem.features.ends.lm_head.weight.requires_grad_()
+    weight = problem.features.modules.lm_head.weight.requires_grad_()
     problem.solve(MIX).loss.backward()
     assert last_BTD.grad is None and weight.grad is None
 
@@ -387,7 +387,7 @@ def one_position(seed: int, drafted: int | None = None, agree: bool = False) -> 
     problem = build(torch.ones(1, 3, dtype=torch.bool), depths=1, drafted=drafted, seed=seed)
     if not agree:
         return problem
-    weight = problem.features.ends.lm_head.weight
+    weight = problem.features.modules.lm_head.weight
     rows = weight if problem.vocabulary_V is None else weight[problem.vocabulary_V]
     state = problem.features.last_BTD[0, 1:2]
     return dataclasses.replace(problem, hiddens=[state.clone().requires_grad_()], lm_heads=[rows.clone()])
@@ -399,7 +399,7 @@ def value(problem: Problem, name: str) -> float:
 
 def chances(problem: Problem) -> tuple[Tensor, Tensor]:
     """What target and draft give to the tokens that can be drafted."""
-    p_V = problem.features.ends.lm_head(problem.features.last_BTD[0, 1]).softmax(-1)
+    p_V = problem.features.modules.lm_head(problem.features.last_BTD[0, 1]).softmax(-1)
     rows = slice(None) if problem.vocabulary_V is None else problem.vocabulary_V
     return p_V[rows], (problem.hiddens[0] @ problem.lm_heads[0].T).softmax(-1)[0].detach()
 
@@ -457,7 +457,7 @@ def test_distributions_that_have_nothing_in_common_give_finite_losses(dtype: tor
     problem = build(answers(14), dtype=dtype)
     far = [(scale * hidden).detach().requires_grad_() for hidden in problem.hiddens]
     problem = dataclasses.replace(problem, hiddens=far)
-    problem.features.ends.lm_head.weight.mul_(scale)
+    problem.features.modules.lm_head.weight.mul_(scale)
     for name, weights in itertools.product(LOSSES, ("decay", "d_pace")):
         found = problem.solve({name: 1.0}, weights)
         assert found.loss.isfinite() and found.losses_K.isfinite().all(), name
@@ -485,12 +485,12 @@ def test_losses_are_at_least_float32(name: str, dtype: torch.dtype, wanted: torc
     assert found.loss.dtype == wanted and found.losses_K.dtype == wanted
     # the same logits, but everything after them in float64
     logits = [hidden.detach() @ weight.detach().T for hidden, weight in zip(problem.hiddens, problem.lm_heads)]
-    target_BTV = problem.features.ends.lm_head(problem.features.last_BTD).double()
-    ends = dataclasses.replace(problem.features.ends, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double())
+    target_BTV = problem.features.modules.lm_head(problem.features.last_BTD).double()
+    ends = dataclasses.replace(problem.features.modules, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double())
     ends.lm_head.weight = nn.Parameter(torch.eye(VOCAB, dtype=torch.float64))
     plain = dataclasses.replace(
         problem,
-        features=dataclasses.replace(problem.features, last_BTD=target_BTV, ends=ends),
+        features=dataclasses.replace(problem.features, last_BTD=target_BTV, modules=ends),
         hiddens=[part.double() for part in logits],
         lm_heads=[torch.eye(VOCAB, dtype=torch.float64)] * 3,
     )
@@ -529,12 +529,12 @@ class Wide(TorchDispatchMode):
 def watch(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int, int]:
     """Rows of the largest wide tensor, and the most elements at any time, with `count` anchors."""
     problem = build(torch.ones(1, count + 2, dtype=torch.bool), drafted=151, vocab=301, dtype=dtype)
-    with Wide({151, 301}) as wide:
+    with Wide({151, 301}) as at_least_fp32:
         loss = problem.solve({name: 1.0}, weights, ranks=2).loss
-        assert wide.alive() == 0, "something as wide as the vocabulary outlives the forward"
+        assert at_least_fp32.alive() == 0, "something as wide as the vocabulary outlives the forward"
         loss.backward()
     assert all(leaf.grad is not None for leaf in problem.leaves())
-    return wide.largest, wide.most
+    return at_least_fp32.largest, at_least_fp32.most
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -571,7 +571,7 @@ def masked(rows: list[tuple[bool, ...]]) -> TargetFeatures:
 def test_anchors_are_those_of_brute_force_for_every_mask(time: int, depths: int) -> None:
     """All masks of a length are the rows of one batch, so that no row's drafts may reach into the next."""
     rows = list(itertools.product((False, True), repeat=time))
-    found = Anchors.of(masked(rows), depths)
+    found = DraftPositions.of(masked(rows), depths)
     wanted = {}
     for row, mask in enumerate(rows):
         for here in range(time):
@@ -589,7 +589,7 @@ def test_anchors_are_those_of_brute_force_for_every_mask(time: int, depths: int)
 @pytest.mark.parametrize("time", range(1, 8))
 def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time: int) -> None:
     rows = list(itertools.product((False, True), repeat=time))
-    found = Anchors.of_answers(masked(rows))
+    found = DraftPositions.of_answers(masked(rows))
     wanted = [row * time + here for row, mask in enumerate(rows) for here in range(time - 1) if mask[here + 1]]
     assert found.index_N.tolist() == wanted and found.rows_NK.tolist() == [[place] for place in wanted]
     assert found.valid_NK.all() and found.valid_NK.shape == (len(wanted), 1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads import MedusaConfig, MedusaHead, TargetEnds, TargetFeatures, TargetInfo
-from headstart.heads.checkpoint import build_head
+from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures, TargetInfo, TargetModules
+from headstart.heads.checkpoints.save_load import build_head
 
 VOCAB, WIDTH = 23, 12
 INFO = TargetInfo(
@@ -43,10 +43,10 @@ def name_of(config: MedusaConfig) -> str:
     return f"{config.num_layers}layers-{'bias' if config.bias else 'plain'}-{config.lm_head}-{config.draft_vocab_size}"
 
 
-def build_ends(seed: int = 0) -> TargetEnds:
+def build_ends(seed: int = 0) -> TargetModules:
     torch.manual_seed(seed)
     embed, lm_head = nn.Embedding(VOCAB, WIDTH).double(), nn.Linear(WIDTH, VOCAB, bias=False).double()
-    return TargetEnds(embed, lm_head, nn.Identity(), ())
+    return TargetModules(embed, lm_head, nn.Identity(), ())
 
 
 def build_medusa(config: MedusaConfig, seed: int = 0) -> MedusaHead:
@@ -60,13 +60,13 @@ def build_medusa(config: MedusaConfig, seed: int = 0) -> MedusaHead:
     return head
 
 
-def build_features(mask_BT: Tensor, ends: TargetEnds, seed: int = 0) -> TargetFeatures:
+def build_features(mask_BT: Tensor, ends: TargetModules, seed: int = 0) -> TargetFeatures:
     torch.manual_seed(seed)
     last_BTD = torch.randn(*mask_BT.shape, WIDTH, dtype=torch.float64)
     return TargetFeatures(last_BTD, last_BTD, torch.randint(VOCAB, mask_BT.shape), mask_BT, ends)
 
 
-def draft_logits(head: MedusaHead, ends: TargetEnds, features_BTF: Tensor, tokens_BT: Tensor, lengths_B: Tensor):
+def draft_logits(head: MedusaHead, ends: TargetModules, features_BTF: Tensor, tokens_BT: Tensor, lengths_B: Tensor):
     """What decoding sees at each depth after `observe`: logits_BKV."""
     state = head.begin(ends, len(tokens_BT), tokens_BT.shape[1], head.max_depth, head.max_depth)
     state = head.observe(state, features_BTF, tokens_BT, lengths_B)
@@ -99,13 +99,13 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(confi
     outside = 0
     for place in range(time - 2):
         drafted_KV = draft_logits(
-            head, target.ends, features_BTF[:, : place + 1], tokens_BT[:, 1 : place + 2], torch.tensor([place + 1])
+            head, target.modules, features_BTF[:, : place + 1], tokens_BT[:, 1 : place + 2], torch.tensor([place + 1])
         )[0]
         for depth in range(min(head.max_depth, time - 2 - place)):
             label = int(tokens_BT[0, place + 2 + depth])
             mask_BT = torch.zeros(1, time, dtype=torch.bool)
             mask_BT[:, place + 1 : place + 3 + depth] = True
-            output = head(TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.ends), ranks=ranks)
+            output = head(TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.modules), ranks=ranks)
             assert int(output.counts_K[depth]) == 1
             classes = head.target_tokens(torch.arange(ranks)).tolist()
             if label not in classes:
@@ -171,7 +171,7 @@ def naive(head: MedusaHead, features: TargetFeatures) -> tuple[list[float], list
         x = features.last_BTD[row, place]
         for layer in head.blocks[depth].layers:
             x = x + F.silu(layer(x))
-        lm_head = features.ends.lm_head if head.config.lm_head == "shared" else head.lm_heads[depth]
+        lm_head = features.modules.lm_head if head.config.lm_head == "shared" else head.lm_heads[depth]
         logits = lm_head(x)
         losses[depth] -= logits.log_softmax(-1)[classes.index(label)].item()
         hits[depth] += classes[int(logits.argmax())] == label
@@ -311,11 +311,11 @@ def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
     """The target's ends are neither parameters nor in the state, and no gradient is gathered on them."""
     target = tiny_target(vocab_size=40)
     head = MedusaHead(MedusaConfig(num_heads=2, lm_head=lm_head), target.info).double()
-    head.initialize(target.ends, torch.ones(40))
+    head.initialize(target.modules, torch.ones(40))
     tokens_BT = torch.randint(40, (2, 8))
     features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
     head(
-        TargetFeatures(features_BTF, last_BTD, tokens_BT, torch.ones(2, 8, dtype=torch.bool), target.ends)
+        TargetFeatures(features_BTF, last_BTD, tokens_BT, torch.ones(2, 8, dtype=torch.bool), target.modules)
     ).loss.backward()
     assert all(parameter.grad is not None for parameter in head.parameters())
     frozen = {id(parameter) for parameter in target.model.parameters()}

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
-from headstart.inference.adaptive import Speeds
 from headstart.inference.conversation import shared_length
-from headstart.inference.drafters import draft_model
+from headstart.inference.drafters.adaptive import Speeds
+from headstart.inference.drafters.by_name import draft_model
 
 VOCAB, NEW = 20, 11
 HEADS = {
@@ -42,7 +42,7 @@ def decoder(target, kind, tree="dynamic:9:3:3", **options):
     if kind in HEADS:
         torch.manual_seed(2)
         head = build_head(kind, HEADS[kind], target.info).double()
-        head.initialize(target.ends, torch.ones(VOCAB, dtype=torch.int64))
+        head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         return SpeculativeLM.from_pretrained(target, head, tree=tree, **{"fallback": False} | options)

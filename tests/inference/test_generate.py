@@ -15,9 +15,10 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from headstart.heads.checkpoint import HeadFacts, build_head, save_head
-from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, guessing, loop
-from headstart.inference.planning import machine
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
+from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
+from headstart.inference.drafters import head_drafter as guessing
+from headstart.inference.tuning.tree_search import machine
 
 VOCAB = 31
 ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
@@ -44,7 +45,7 @@ def a_head(target, kind="eagle3", seed=0, **options):
         "cut": {"depth": 4},
     }[kind] | options
     head = build_head(kind, options, target.info).to(target.dtype)
-    head.initialize(target.ends, torch.arange(VOCAB) + 1)
+    head.initialize(target.modules, torch.arange(VOCAB) + 1)
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
@@ -247,7 +248,7 @@ def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
 def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_target, monkeypatch, tmp_path, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     here = {"fastest": {machine(target.device, compiled=True): tree}}
-    save_head(a_head(target), tmp_path / "head", HeadFacts(measured=here))
+    save_head(a_head(target), tmp_path / "head", CheckpointMetadata(measured=here))
     lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", fallback=False)
     budget = lm.drafter.max_nodes
     seen, forward = [], target.forward_tree
@@ -272,7 +273,7 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_t
 def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     head = a_head(target)
-    save_head(head, tmp_path / "head", HeadFacts(tree="dynamic:9:3:3"))
+    save_head(head, tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
     given = {"head": {"head": head}, "folder": {"head": tmp_path / "head"}, "drafter": {"drafter": "prompt-lookup"}}
     method = custom_generate(**given[source])
     input_ids, mask = padded(ROWS)
@@ -298,7 +299,7 @@ def test_a_plain_model_is_left_as_it_was_and_others_may_follow(tiny_target):
 
 def test_a_heads_folder_is_a_decoding_method_of_plain_generate(tiny_target, tmp_path, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    save_head(a_head(target), tmp_path / "head", HeadFacts(tree="dynamic:9:3:3"))
+    save_head(a_head(target), tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
     input_ids, mask = padded(ROWS)
     written = target.model.generate(
         input_ids, attention_mask=mask, custom_generate=str(tmp_path / "head"), trust_remote_code=True, **PLAIN

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
 
 VOCAB = 20
@@ -30,7 +30,7 @@ def head_of(name, target):
         return None
     torch.manual_seed(2)
     head = build_head(name, HEADS[name], target.info).to(target.dtype)
-    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head

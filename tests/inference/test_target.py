@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from headstart.inference import DraftTree, Target
-from headstart.inference.cache import BUCKET
+from headstart.inference.kv_cache import BUCKET
 
 VOCAB = 31
 
@@ -95,7 +95,7 @@ def test_the_last_state_is_the_one_that_the_lm_head_reads(tiny_target):
     text = tokens(1, 6)
     _, last_BTD = target.read(text, ())
     with torch.no_grad():
-        assert torch.allclose(target.ends.lm_head(last_BTD), target.model(text).logits, atol=1e-12)
+        assert torch.allclose(target.modules.lm_head(last_BTD), target.model(text).logits, atol=1e-12)
 
 
 @pytest.mark.parametrize("layer", [-2, 1, 7])

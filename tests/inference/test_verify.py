@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference import DraftTree
-from headstart.inference.rounds import Round, TargetOutput, Verdict
+from headstart.inference.drafters.base import StepResult, TargetOutput, VerifyResult
 from headstart.inference.verify import follow, greedy, point_mass
 
 PROCESSORS = {
@@ -69,7 +69,7 @@ class World:
         tree, scores = self.tree(rows), self.scores(rows)
         verdict = verify(tree, scores, draws)
         output = TargetOutput(scores, torch.zeros(rows, self.shape.size, 0))
-        emitted = Round.of(tree, output, output.logits_BNV, verdict).emitted_BA.tolist()
+        emitted = StepResult.of(tree, output, output.logits_BNV, verdict).emitted_BA.tolist()
         mass = {}
         for tokens, length, weight in zip(emitted, verdict.lengths_B.tolist(), draws.weights.tolist()):
             mass[tuple(tokens[:length])] = mass.get(tuple(tokens[:length]), 0.0) + weight
@@ -163,8 +163,8 @@ def test_padding_beyond_a_rows_size_never_matches():
 
 def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token():
     tree = DraftTree(torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2)
-    verdict = Verdict(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
+    verdict = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
-    finished = Round.of(tree, output, output.logits_BNV, verdict)
+    finished = StepResult.of(tree, output, output.logits_BNV, verdict)
     assert finished.emitted_BA.tolist() == [[6, 4, 9]]
     assert finished.features_BAF.flatten().tolist() == [0, 2, 3]

@@ -17,11 +17,11 @@ import torch
 import yaml
 
 from headstart.heads import HEADS, MedusaConfig, MedusaHead
-from headstart.heads.checkpoint import HeadFacts, head_config, save_head
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, head_config, save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
 from headstart.scripts.command import options
-from headstart.train import answer, benchmark, calibrate, checkup, datastore, demo, exchange, loop, precompute, selfmade
+from headstart.train import answer, benchmark, calibrate, checkup, datastore, demo, exchange, loop
 from headstart.train.commands import (
     BenchConfig,
     DatastoreConfig,
@@ -35,6 +35,8 @@ from headstart.train.commands import (
     VerifyConfig,
 )
 from headstart.train.config import AdapterConfig, TrainConfig
+from headstart.train.data import self_made as selfmade
+from headstart.train.features import precompute
 
 COMMANDS = {
     "data": (SelfMadeConfig, selfmade, "make_conversations"),
@@ -103,8 +105,8 @@ def parsed(run, monkeypatch):
 def head_folder(target_folder, tmp_path):
     target = Target.from_pretrained(target_folder)
     head = MedusaHead(MedusaConfig(num_heads=2), target.info)
-    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    save_head(head, tmp_path / "head", HeadFacts(tree=[[0], [1], [0, 0]]))
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    save_head(head, tmp_path / "head", CheckpointMetadata(tree=[[0], [1], [0, 0]]))
     return str(tmp_path / "head")
 
 

@@ -25,9 +25,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from headstart.scripts.command import options
-from headstart.train import evaluate, features, loop, precision
+from headstart.train import evaluate, loop, precision
 from headstart.train.config import TrainConfig
 from headstart.train.console import Stopped, show_on_console
+from headstart.train.features import online as features
 
 RANK = os.environ["RANK"]
 

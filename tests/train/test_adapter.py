@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.commands import ExportConfig
 from headstart.train.config import AdapterConfig
 from headstart.train.console import Stopped
-from headstart.train.data import collate, read_conversations
+from headstart.train.data.chat_template import collate, read_conversations
 from headstart.train.evaluate import prompt_of
 from headstart.train.exchange import export_foreign
 from headstart.train.loop import train
@@ -149,7 +149,7 @@ def parts(taught, held_out):
     """A head, a target with an adapter, and a batch."""
     target = Target.from_pretrained(taught, torch.float32)
     head = MedusaHead(MedusaConfig(num_heads=2), target.info)
-    head.initialize(target.ends, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     config = AdapterConfig(rank=4, alpha=8, modules=MODULES, keep_base=2.5)
     return JointModule(target, head, config), target, collate(held_out)
 
@@ -166,7 +166,7 @@ def naive_loss(module, taught, batch):
     tokens, mask = batch.tokens_BT, batch.loss_mask_BT
     states = module.peft(input_ids=tokens, output_hidden_states=True, use_cache=False)
     last = states.hidden_states[-1]
-    ends = Target.from_pretrained(taught, torch.float32).ends
+    ends = Target.from_pretrained(taught, torch.float32).modules
     heads = module.head(TargetFeatures(last, last, tokens, mask, ends)).loss
     base = base_model(taught)(input_ids=tokens).logits.detach().log_softmax(-1)
     adapted = states.logits.log_softmax(-1)
@@ -234,8 +234,8 @@ def test_the_model_without_its_adapter_is_the_base_to_the_last_bit(trained, taug
 @pytest.mark.parametrize("name", ["best", "last"])
 def test_the_checkpoint_holds_the_head_and_the_adapter_as_peft_reads_it(trained, taught, held_out, name):
     folder = trained.folder / name
-    _, facts = load_head(folder)
-    assert facts.adapted
+    _, metadata = load_head(folder)
+    assert metadata.adapted
     written = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert (written["peft_type"], written["r"], written["lora_alpha"]) == ("LORA", 4, 8)
     assert sorted(written["target_modules"]) == sorted(MODULES)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.inference import DynamicShape, SpeculativeLM, Stats, TreeShape, tree_policy
-from headstart.inference.planning import best_static_tree
+from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.train.config import EvalConfig
-from headstart.train.data import Example
+from headstart.train.data.chat_template import Example
 from headstart.train.evaluate import RANKS, evaluate, in_turns, prompt_of, real_acceptance, summary, teacher_forced
 
 VOCAB = 24
@@ -40,7 +40,7 @@ def build_head(target, draft_vocab_size=None):
     head = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=draft_vocab_size), target.info)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     counts[::2] = 1  # every other token, if the draft vocabulary is half of all
-    head.initialize(target.ends, counts)
+    head.initialize(target.modules, counts)
     torch.manual_seed(5)
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -59,7 +59,7 @@ def naive(target, head, examples):
                 label = here + depth + 2
                 if label >= len(tokens) or not all(example.loss_mask[here + 1 : label + 1]):
                     continue
-                state = head.begin(target.ends, 1, len(tokens), 3, 3)
+                state = head.begin(target.modules, 1, len(tokens), 3, 3)
                 state = head.observe(state, features, tokens[None, 1 : here + 2], torch.tensor([here + 1]))
                 for level in range(depth + 1):
                     parent = torch.tensor([[-1 if level == 0 else 0]])

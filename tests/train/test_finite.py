@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads import MedusaHead
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target, load_tokenizer
-from headstart.train import features, loop
-from headstart.train.data import encode, read_conversations
+from headstart.train import loop
+from headstart.train.data.chat_template import encode, read_conversations
+from headstart.train.features import online as features
 from headstart.train.loop import train
 from headstart.train.setup import split_examples
 

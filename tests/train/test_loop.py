@@ -23,15 +23,16 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoint import build_head, json_ready, load_head
+from headstart.heads.checkpoints.save_load import build_head, json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.scripts.command import options as options_of
-from headstart.train import evaluate, features, loop
+from headstart.train import evaluate, loop
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.console import Stopped, StopRequest
-from headstart.train.data import collate, count_answer_tokens, read_conversations
+from headstart.train.data.chat_template import collate, count_answer_tokens, read_conversations
 from headstart.train.evaluate import prompt_of
-from headstart.train.features import online_features
+from headstart.train.features import online as features
+from headstart.train.features.online import online_features
 from headstart.train.loop import train
 from headstart.train.setup import split_examples
 
@@ -96,15 +97,15 @@ def test_a_runs_folder_holds_its_options_its_log_and_heads_that_load(undisturbed
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows if "eval" in row] == [20, 40, STEPS]
     for name in ("best", "last"):
-        head, facts = load_head(undisturbed / name)
+        head, metadata = load_head(undisturbed / name)
         assert head.max_depth == 2
-        trees = facts.measured["trees"]
+        trees = metadata.measured["trees"]
         assert {tree: row["nodes"] for tree, row in trees.items()} == {"chain": 3, "static": 6, "dynamic": 6}
         best = max(trees, key=lambda tree: trees[tree]["acceptance_length"])
-        assert tree_policy(facts.tree).size == trees[best]["nodes"]
-        assert facts.training["config"]["optim"]["lr"] == options.optim.lr
-        assert facts.training["versions"]["torch"] == torch.__version__
-        assert {"hardware", "git_revision"} <= facts.training.keys()
+        assert tree_policy(metadata.tree).size == trees[best]["nodes"]
+        assert metadata.training["config"]["optim"]["lr"] == options.optim.lr
+        assert metadata.training["versions"]["torch"] == torch.__version__
+        assert {"hardware", "git_revision"} <= metadata.training.keys()
         assert (undisturbed / name / "README.md").is_file()
 
 
@@ -121,11 +122,11 @@ def test_the_recipe_on_a_heads_card_is_the_run_again(undisturbed, tmp_path):
 def test_the_best_head_is_the_one_with_the_longest_acceptance(undisturbed):
     rows = {row["step"]: row for row in log_of(undisturbed) if "eval" in row}
     lengths = {step: max(tree["acceptance_length"] for tree in row["eval"].values()) for step, row in rows.items()}
-    _, facts = load_head(undisturbed / "best")
+    _, metadata = load_head(undisturbed / "best")
     assert lengths[20] < max(lengths.values())  # it got better, so the first was replaced
-    assert lengths[facts.training["step"]] == max(lengths.values())
-    assert max(row["acceptance_length"] for row in facts.measured["trees"].values()) == max(lengths.values())
-    assert facts.tree == rows[facts.training["step"]]["tree"]
+    assert lengths[metadata.training["step"]] == max(lengths.values())
+    assert max(row["acceptance_length"] for row in metadata.measured["trees"].values()) == max(lengths.values())
+    assert metadata.tree == rows[metadata.training["step"]]["tree"]
 
 
 @pytest.mark.parametrize("place", ["auto", "chain:2", "dynamic:6:2:2"])
@@ -172,7 +173,7 @@ def test_the_gradient_is_that_of_the_mean_over_answer_tokens(options, changed):
         read_conversations(options.data.sources[0]), options, target, load_tokenizer(options.target)
     )
     head = build_head("medusa", {"num_heads": 2}, target.info)
-    head.initialize(target.ends, count_answer_tokens(training, target.info.vocab_size))
+    head.initialize(target.modules, count_answer_tokens(training, target.info.vocab_size))
     tokens = sum(sum(example.loss_mask) for example in training)
     (head(online_features(target, head, collate(training))).loss / tokens).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in head.parameters()])
@@ -183,13 +184,13 @@ def test_the_gradient_is_that_of_the_mean_over_answer_tokens(options, changed):
 def test_the_coverage_is_the_draft_vocabularys_share_of_the_answers(options, changed, capsys, size):
     head = {"type": "medusa", "num_heads": 2, "draft_vocab_size": size}
     folder = train(changed(options, head=head, loop={"max_steps": 1}))
-    loaded, facts = load_head(folder / "last")
+    loaded, metadata = load_head(folder / "last")
     target, tokenizer = Target.from_pretrained(options.target, torch.float32), load_tokenizer(options.target)
     training, _ = split_examples(read_conversations(options.data.sources[0]), options, target, tokenizer)
     said = [t for example in training for t, own in zip(example.tokens, example.loss_mask, strict=True) if own]
     drafted = set(range(target.info.vocab_size)) if size is None else set(loaded.token_map.tolist())
     covered = sum(token in drafted for token in said) / len(said)
-    assert facts.measured["coverage"] == pytest.approx(covered)
+    assert metadata.measured["coverage"] == pytest.approx(covered)
     assert f"its {size or 258} tokens cover {covered:.2%} of the answers" in capsys.readouterr().out
     assert (covered == 1) == (size is None or len(set(said)) <= size)
 
@@ -607,7 +608,7 @@ def test_a_second_start_tokenizes_nothing_and_sigterm_to_the_group_stops_a_run_w
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped at step" in said
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.train.sequences.encode", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr("headstart.train.data.sequences.encode", lambda *_: pytest.fail("tokenized again"))
         train(changed(options, data={"workers": 1}))
     assert same_outcome(folder, undisturbed)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 
 from headstart.heads import HEADS
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.train.config import OptimConfig
 from headstart.train.console import Stopped
 from headstart.train.loop import train
@@ -25,7 +25,7 @@ def head_of(kind, tiny_target, **options):
     target = tiny_target(vocab_size=24, layers=4, dtype=torch.float32)
     torch.manual_seed(1)
     head = build_head(kind, OPTIONS.get(kind, {}) | options, target.info)
-    head.initialize(target.ends, torch.ones(24, dtype=torch.int64))
+    head.initialize(target.modules, torch.ones(24, dtype=torch.int64))
     return head
 
 

@@ -12,14 +12,14 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from headstart.heads.checkpoint import load_head
-from headstart.inference import machine
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference.tuning import machine
 from headstart.train import loop, precision
 from headstart.train.commands import SelfMadeConfig
 from headstart.train.config import DataConfig, LoopConfig, TrainConfig
+from headstart.train.data.self_made import make_conversations
 from headstart.train.loop import train
 from headstart.train.precision import as_begun, formats, resolved, with_formats
-from headstart.train.selfmade import make_conversations
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WORDS = ("auto", "float32", "bfloat16", "float16")

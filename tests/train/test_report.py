@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoint import build_head
+from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import Stats
 from headstart.inference.stats import RoundRecord
 from headstart.train import final_report, loop, report
 from headstart.train.console import Stopped
-from headstart.train.data import Example
+from headstart.train.data.chat_template import Example
 from headstart.train.loop import train
 from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
 
@@ -134,7 +134,7 @@ def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cac
     target = tiny_target(vocab_size=24)
     head = build_head("medusa", {"num_heads": 2}, target.info).double()
     examples = [Example([1, 2, 3, 4, 5, 6], [False] * 2 + [True] * 4)] * 3
-    blocks = sum(p.numel() for block in target.ends.blocks for p in block.parameters() if p.ndim == 2)
+    blocks = sum(p.numel() for block in target.modules.blocks for p in block.parameters() if p.ndim == 2)
     heads = sum(p.numel() for p in head.parameters() if p.ndim == 2)
     judged = 3 * (2 + 3) / 2  # anchors of a sequence that has 3 drafts at the first depth and 2 at the second
     times = 0 if cached else 3 if adapted else 1
@@ -142,7 +142,7 @@ def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cac
     before = torch.random.get_rng_state()
     found = 12 * count_flops(target, head, examples, cached, adapted)
     assert torch.equal(torch.random.get_rng_state(), before)
-    lm_head = 2 * target.ends.lm_head.weight.numel() * 12 * 3
+    lm_head = 2 * target.modules.lm_head.weight.numel() * 12 * 3
     assert least <= found < 1.3 * least + lm_head + 18 * 6 * 2 * 32 * 2 * 2 * times * 2
 
 

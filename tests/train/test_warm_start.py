@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoint import HeadFacts, build_head, load_head, save_head
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
 from headstart.inference import Target
-from headstart.train import features, loop
+from headstart.train import loop
+from headstart.train.features import online as features
 from headstart.train.loop import train
 from headstart.train.setup import warm_start
 
@@ -95,12 +96,12 @@ def test_the_draft_vocabulary_comes_along(warm, earlier, changed, tmp_path, firs
     rows = [[{"role": "user", "content": "go"}, {"role": "assistant", "content": text}] for text in words]
     path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
     options = changed(warm, data={"sources": [str(path)]}, loop={"max_steps": 1})
-    head, facts = load_head(train(options) / "last")
+    head, metadata = load_head(train(options) / "last")
     old = load_file(earlier / "last" / "model.safetensors")["token_map"]
     assert torch.equal(head.token_map, old)
     fresh = load_head(train(changed(options, output=options.output + "-fresh", init_from=None)) / "last")[0]
     assert not torch.equal(fresh.token_map, old)
-    assert facts.measured["coverage"] < load_head(earlier / "last")[1].measured["coverage"]
+    assert metadata.measured["coverage"] < load_head(earlier / "last")[1].measured["coverage"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,9 @@ def test_a_head_that_does_not_fit_is_refused_by_name(warm, changed, head, words)
 
 def test_a_head_for_another_target_is_refused(warm, changed, tiny_target, tmp_path):
     target = tiny_target(layers=3, dtype=torch.float32)
-    save_head(build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info), tmp_path / "h", HeadFacts())
+    save_head(
+        build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info), tmp_path / "h", CheckpointMetadata()
+    )
     with pytest.raises(ValueError, match=r"num layers 3 \(head\) and 2 \(target\)"):
         train(changed(warm, init_from=str(tmp_path / "h")))
 

@@ -1,0 +1,1 @@
+"""Layers that several heads share, and what their attention reads while training and while drafting."""

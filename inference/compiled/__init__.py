@@ -1,0 +1,1 @@
+"""Our CPU kernels and torch.compile, imported only when something is compiled."""

@@ -1,0 +1,327 @@
+"""A Llama-like decoder's forward over a tree, in our kernels: one call for all layers.
+
+Which models these are is seen by their parts (RMSNorm, rotary positions, gated MLP with SiLU; biases, and norms of
+queries and keys, if they have them) and then tried: a decoder is taken only if it gives the model's own logits.
+
+Letters in tensor names: B batch, N nodes, S slots of the cache, K wanted nodes, D hidden, F width of the chosen layers
+side by side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ...heads import DraftHead
+from ...heads.eagle3 import FusionLayer
+from ...heads.layers.decoder_layer import DecoderLayer, KVEntries
+from ..kv_cache import StateShape, TreeCache
+from .cpu_kernels import Packed, PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
+
+SILU = type(ACT2FN["silu"])
+"""The one activation that the kernels know."""
+WHOLE = 32
+"""Widths must be multiples of this."""
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""How far logits may be from the model's own, relative to the largest: numbers are added in another order."""
+PARTS = {
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"self_attn.{part}_norm.weight" for part in "qk"),
+    *(f"self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")),
+    *(f"mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")),
+}
+"""Parameters that a decoder layer may have."""
+INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of the source."""
+
+    _fields_ = (
+        *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, POINTER) for name in ("input_norm", "embed_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, POINTER) for name in ("keys", "values", "seen", "feature")),
+    )
+
+
+class Call(ctypes.Structure):
+    """`Call` of the source."""
+
+    _fields_ = (
+        *((name, INTEGER) for name in ("hidden", "heads", "groups", "size", "inner")),
+        *((name, INTEGER) for name in ("batch", "nodes", "slots", "capacity", "feature_step", "threads")),
+        *((name, DOUBLE) for name in ("eps", "scale")),
+        ("norm_before_residual", INTEGER),
+        *((name, POINTER) for name in ("places", "cosines", "sines", "embeds", "state")),
+    )
+
+
+class PackedLayers:
+    """Decoder layers of one shape, and the call that runs them."""
+
+    def __init__(self, layers: Sequence[Any], eps: float, dtype: torch.dtype) -> None:
+        """Pack their weights.
+
+        Args:
+            layers: modules with the parts of a Llama layer; the first may have a `hidden_norm`, for which see EAGLE-3.
+            eps: of all norms.
+            dtype: float32 or bfloat16, in which values are rounded and caches kept.
+        """
+        first = layers[0].self_attn
+        self.eps, self.dtype, self.size = eps, dtype, int(first.head_dim)
+        self.scale = float(getattr(first, "scaling", self.size**-0.5))
+        self.kept: list[Any] = []
+        """What the kernels' pointers point to."""
+        self.structs = (Layer * len(layers))()
+        for struct, layer in zip(self.structs, layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            linears = {
+                "query": attention.q_proj,
+                "key": attention.k_proj,
+                "value": attention.v_proj,
+                "out": attention.o_proj,
+                "gate": mlp.gate_proj,
+                "up": mlp.up_proj,
+                "down": mlp.down_proj,
+            }
+            for name, module in linears.items():
+                setattr(struct, name, self._weights(module))
+            fuses = hasattr(layer, "hidden_norm")
+            struct.input_norm = self._vector(layer.hidden_norm if fuses else layer.input_layernorm)
+            struct.embed_norm = self._vector(layer.input_layernorm) if fuses else None
+            struct.post_norm = self._vector(layer.post_attention_layernorm)
+            struct.query_norm, struct.key_norm = (
+                self._vector(getattr(attention, f"{part}_norm", None)) for part in "qk"
+            )
+        self.hidden = layers[0].self_attn.o_proj.out_features
+        self.heads, self.groups = (part.out_features // self.size for part in (first.q_proj, first.k_proj))
+        self.inner = layers[0].mlp.up_proj.out_features
+        self.norm_before_residual = bool(getattr(layers[0], "norm_before_residual", False))
+
+    def _weights(self, module: nn.Linear) -> Weights:
+        packed = pack(module.weight, module.bias)
+        self.kept.append(packed)
+        return packed.struct
+
+    def _vector(self, module: Any) -> int | None:
+        if not hasattr(module, "weight"):
+            return None
+        vector = module.weight.detach().float().contiguous()
+        self.kept.append(vector)
+        return pointer(vector)
+
+    def __call__(
+        self,
+        state_BND: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        slots_BN: Tensor,
+        seen_BNS: Sequence[Tensor],
+        features: dict[int, Tensor] | None = None,
+        embeds_BND: Tensor | None = None,
+    ) -> None:
+        """Run all layers over some new tokens.
+
+        Args:
+            state_BND: float32, contiguous; becomes the last layer's output.
+            rotary: cosines and sines, [B, N, head size].
+            caches: keys and values of each layer, [B, groups, capacity, head size], the first slots of rows that lie
+                one behind another.
+            slots_BN: where the new entries go.
+            seen_BNS: for each layer which slots each token sees, itself too; bool.
+            features: by a layer's number, where its output goes: [B, N, D], whose rows may lie apart.
+            embeds_BND: for a first layer that reads them beside its state.
+        """
+        batch, nodes, _ = state_BND.shape
+        cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
+        slots_BN, seen = slots_BN.contiguous(), [each.contiguous() for each in seen_BNS]
+        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]  # a view may show a part of the slots
+        whole = (self.groups * room * self.size, room * self.size, self.size, 1)
+        assert cosines.shape == (batch, nodes, self.size)
+        for number, (struct, (keys, values)) in enumerate(zip(self.structs, caches, strict=True)):
+            for states in (keys, values):
+                assert states.shape[:2] == (batch, self.groups) and slots <= states.shape[2] <= room
+                assert states.stride() == whole and states.dtype == self.dtype
+            assert seen[number].shape == (batch, nodes, slots) and seen[number].dtype == torch.bool
+            struct.keys, struct.values, struct.seen = keys.data_ptr(), values.data_ptr(), seen[number].data_ptr()
+            struct.feature = pointer((features or {}).get(number))
+        steps = {each.stride(1) for each in (features or {}).values()} or {0}
+        assert len(steps) == 1
+        call = Call(
+            hidden=self.hidden,
+            heads=self.heads,
+            groups=self.groups,
+            size=self.size,
+            inner=self.inner,
+            batch=batch,
+            nodes=nodes,
+            slots=slots,
+            capacity=room,
+            feature_step=steps.pop(),
+            threads=torch.get_num_threads(),
+            eps=self.eps,
+            scale=self.scale,
+            norm_before_residual=self.norm_before_residual,
+            places=slots_BN.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            embeds=pointer(embeds_BND),
+            state=state_BND.data_ptr(),
+        )
+        kernels().headstart_decoder(ctypes.byref(call), self.structs, len(self.structs), self.dtype == torch.bfloat16)
+
+
+class PackedDecoder:
+    """A causal LM's forward over the last nodes of a tree."""
+
+    def __init__(self, model: Any, kinds: Sequence[str]) -> None:
+        """Pack a model's weights; `kinds` says by which mask each layer attends."""
+        decoder = model.get_decoder()
+        self.embed, self.rotary, self.dtype = decoder.embed_tokens, decoder.rotary_emb, model.dtype
+        self.eps = float(decoder.norm.variance_epsilon)
+        self.layers = PackedLayers(decoder.layers, self.eps, model.dtype)
+        self.kinds = kinds
+        self.norm_D = decoder.norm.weight.detach().float().contiguous()
+        head = model.get_output_embeddings()
+        self.lm_head: Packed = pack(head.weight, head.bias)
+
+    def state_shapes(self) -> list[StateShape]:
+        """See `Target.state_shapes`."""
+        shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
+        return [shape] * (2 * len(self.layers.structs))
+
+    def __call__(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        seen: dict[str, Tensor],
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, K, V], float32, and features [B, N, F].
+
+        Args:
+            tokens_BN: new nodes, whose entries go to `cache.slots_BN`.
+            positions_BN: of each in its text.
+            seen: by kind of attention, which slots each sees, [B, N, S].
+            cache: keys and values.
+            layers: whose features are wanted; -1 is the state after the final norm.
+            kept_K: the nodes whose logits are wanted; None for all.
+        """
+        state_BND = self.embed(tokens_BN).float().contiguous()
+        rotary = self.rotary(state_BND.to(self.dtype), positions_BN)
+        width = state_BND.shape[-1]
+        features_BNF = state_BND.new_empty(*tokens_BN.shape, width * len(layers))
+        wanted = {layer: features_BNF[..., i * width : (i + 1) * width] for i, layer in enumerate(layers) if layer >= 0}
+        caches = list(zip(cache.keys, cache.values, strict=True))
+        self.layers(state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], wanted)
+        if -1 in layers:
+            place = layers.index(-1) * width
+            features_BNF[..., place : place + width] = self._normed(state_BND)
+        kept_BKD = state_BND if kept_K is None else state_BND[:, kept_K]
+        return self.logits(self._normed(kept_BKD.contiguous())), features_BNF.to(self.dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits [..., V], float32, of states [..., D] after the final norm."""
+        return linear(self.lm_head, states, self.dtype == torch.bfloat16)
+
+    def _normed(self, states_BND: Tensor) -> Tensor:
+        return norm(states_BND, self.norm_D, self.eps, self.dtype == torch.bfloat16)
+
+
+class PackedBlock(nn.Module):
+    """A decoder layer of a draft head, in the kernels."""
+
+    def __init__(self, layer: DecoderLayer | FusionLayer) -> None:
+        """Pack a layer's weights."""
+        super().__init__()
+        self.dtype = layer.self_attn.q_proj.weight.dtype
+        self.fuses = isinstance(layer, FusionLayer)
+        self.layers = PackedLayers([layer], layer.post_attention_layernorm.eps or 0.0, self.dtype)
+
+    def forward(self, *given: Any) -> Tensor:
+        """As `FusionLayer.forward` or `DecoderLayer.forward`."""
+        embeds_BTD, state_BTD, rotary, memory, layer = (*given, 0) if self.fuses else (None, *given)
+        assert isinstance(memory, KVEntries)
+        like_BGTE = torch.empty(len(state_BTD), self.layers.groups, 0, self.layers.size, dtype=self.dtype)
+        out_BTD = state_BTD.float().clone(memory_format=torch.contiguous_format)
+        self.layers(
+            out_BTD,
+            rotary,
+            [memory.of_layer(layer, like_BGTE)],
+            memory.places_BT(),
+            [memory.visible_BTS],
+            embeds_BND=None if embeds_BTD is None else embeds_BTD.float().contiguous(),
+        )
+        return out_BTD.to(self.dtype)
+
+
+def packed_head(head: DraftHead) -> DraftHead:
+    """A head that drafts in the kernels; the head itself stays as it is, and is returned where they can do nothing."""
+
+    def in_kernels(head: nn.Module) -> bool:
+        return any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules())
+
+    if library() is None or in_kernels(head):
+        return head
+
+    def block(module: nn.Module) -> nn.Module | None:
+        if isinstance(module, DecoderLayer | FusionLayer) and _fits(module) and type(module.mlp.act) is SILU:
+            return PackedBlock(module)
+        return None
+
+    packed = cast(DraftHead, packed_copy(head, block))
+    return packed if in_kernels(packed) else head
+
+
+def packed_decoder(model: Any, kinds: Sequence[str]) -> PackedDecoder | None:
+    """A decoder whose logits are the model's; None for a model of another kind."""
+    decoder = model.get_decoder()
+    known = all(hasattr(decoder, part) for part in ("embed_tokens", "rotary_emb", "layers", "norm"))
+    if not known or model.dtype not in CLOSE or not hasattr(decoder.norm, "variance_epsilon"):
+        return None
+    packed = PackedDecoder(model, kinds) if all(map(_llama_like, decoder.layers)) else None
+    return packed if packed is not None and _agrees(packed, model) else None
+
+
+def _llama_like(layer: Any) -> bool:
+    """Whether a layer has the parts that the kernels know, and no others, all of sizes that fit."""
+    parts = {name for name, _ in layer.named_parameters()}
+    needed = {name for name in PARTS if name.endswith("weight") and "_norm" not in name.split(".")[-2]}
+    return needed <= parts <= PARTS and not any(True for _ in layer.buffers()) and _fits(layer)
+
+
+def _fits(layer: Any) -> bool:
+    """Whether a layer's sizes are multiples of what the kernels' registers hold, on any machine."""
+    attention, size = layer.self_attn, layer.self_attn.head_dim
+    widths = (size, attention.o_proj.out_features, layer.mlp.up_proj.out_features)
+    norms = [getattr(getattr(attention, f"{part}_norm", None), "weight", None) for part in "qk"]
+    return all(width % WHOLE == 0 for width in widths) and all(norm is None or norm.shape == (size,) for norm in norms)
+
+
+@torch.inference_mode()
+def _agrees(packed: PackedDecoder, model: Any) -> bool:
+    """Whether a text, read in two parts, gets the model's own logits."""
+    length, part = 12, 7
+    tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.outputs
+    expected_BNV = model(tokens_BN, use_cache=False).logits.float()
+    cache = TreeCache(packed.state_shapes(), 1, torch.device("cpu"))
+    found = []
+    for start, stop in ((0, part), (part, length)):
+        cache.place(stop - start, start)
+        slots_S = torch.arange(cache.used)
+        seen = slots_S <= cache.slots_BN[..., None]
+        positions_BN = cache.slots_BN
+        found.append(
+            packed(tokens_BN[:, start:stop], positions_BN, dict.fromkeys(packed.kinds, seen), cache, (), None)[0]
+        )
+        cache.commit(torch.tensor([stop - start]))
+    difference = (torch.cat(found, dim=1) - expected_BNV).abs().max()
+    return bool(difference <= CLOSE[packed.dtype] * expected_BNV.abs().max())

@@ -1,0 +1,356 @@
+"""Our kernels for a CPU: linear layers and decoder layers of a few tokens, over weights in the shortest exact format.
+
+`cpu_kernels.cpp` is compiled once for each machine, in seconds, into a folder of the user's own. Its arithmetic is that
+of float32 (with the roundings of bfloat16, where a model is bfloat16), whatever format the weights are held in: one
+that was bfloat16, or an integer times a scale plus an offset, before it was float32, is read back from that exactly, at
+a half to a sixth of the bytes. Those bytes are what a forward of a few tokens costs.
+
+Letters in tensor names: O outputs, I inputs, C outputs that lie side by side, N rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..tuning.machine import cache_folder, processor
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+GROUP = 32
+"""Inputs that share a scale and an offset, as in GGUF's formats."""
+ROWS_AT_ONCE = 2**15
+"""Outputs that are packed at once, for the memory of it."""
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
+INSTRUCTIONS = {
+    "AVX512": ("-march=native",),
+    "AVX2": ("-march=native", "-mno-avx512f"),
+    "DEFAULT": (),
+}
+"""Compiler flags by what torch finds the processor capable of, or is told to use."""
+
+
+class Weights(ctypes.Structure):
+    """`Weights` of the source."""
+
+    _fields_ = (
+        ("format", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("words", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+def serve(device: torch.device) -> bool:
+    """Whether these kernels do here what compiled graphs do on accelerators."""
+    return device.type == "cpu"
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, compiled for this machine if they are not on disk yet; None, with one warning, where that fails."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        warnings.warn("decoding on this CPU is slower than it could be: there is no C++ compiler (g++)", stacklevel=2)
+        return None
+    command = [
+        *shlex.split(compiler),
+        *FLAGS,
+        *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-mcpu=native",)),
+    ]
+    try:
+        return _load(_built(command))
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        reason = next((line for line in told.strip().splitlines() if "error" in line), told.strip())
+        warnings.warn(
+            f"decoding on this CPU is slower than it could be: {SOURCE.name} cannot be compiled: {reason}", stacklevel=2
+        )
+        return None
+
+
+def _built(command: list[str]) -> Path:
+    """The path of the compiled library."""
+    made_of = [*command, processor(), _features(), SOURCE.read_text(encoding="utf-8")]
+    key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+    name = f"cpu_kernels-{key}.so"
+    for folder in _folders():
+        path = folder / name
+        if _loads(path):
+            return path
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / name
+                subprocess.run(
+                    [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True, timeout=300
+                )
+                made.replace(path)  # at once: another process may be doing the same
+            return path
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _loads(path: Path) -> bool:
+    """Whether a library is there, and whole."""
+    with suppress(OSError):
+        return bool(ctypes.CDLL(str(path)))
+    return False
+
+
+def _features() -> str:
+    """What the processor says that it can do: a home may be shared by machines of one name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _folders() -> Iterator[Path]:
+    """Where a library may lie: the user's cache, or for this process alone where that cannot be written."""
+    with suppress(RuntimeError):  # no home
+        yield cache_folder()
+    yield Path(tempfile.mkdtemp(prefix="headstart-"))
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    loaded.headstart_columns.restype = ctypes.c_int64
+    for name in ("headstart_linear", "headstart_uniform", "headstart_norm", "headstart_decoder"):
+        getattr(loaded, name).restype = None
+    i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    loaded.headstart_linear.argtypes = (p, p, i, p, i, i)
+    loaded.headstart_uniform.argtypes = (p, i, i, p, i)
+    loaded.headstart_norm.argtypes = (p, p, i, i, d, i, p)
+    loaded.headstart_decoder.argtypes = (p, p, i, i)
+    return loaded
+
+
+def in_use() -> bool:
+    """Whether somebody has asked for the kernels, and they are there."""
+    return library.cache_info().currsize > 0 and library() is not None
+
+
+def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
+    """Minus a uniform number in (0, 1) for each of `width` steps from each key on, float32 [P, width]."""
+    keys_P, numbers_PV = keys_P.contiguous(), torch.empty(len(keys_P), width)
+    kernels().headstart_uniform(keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads())
+    return numbers_PV
+
+
+# Weights
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A linear layer's weights as the kernels read them."""
+
+    format: str
+    inputs: int
+    outputs: int
+    words: Tensor
+    """int32, [blocks of C outputs, words of inputs, C]."""
+    scales: Tensor | None
+    """float16, [blocks, groups of inputs, scale and offset, C]."""
+    bias: Tensor | None
+    """float32, outputs rounded up to whole blocks."""
+
+    @property
+    def width(self) -> int:
+        """Outputs, rounded up to whole blocks."""
+        return self.words.shape[0] * self.words.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights."""
+        return self.words.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @cached_property
+    def struct(self) -> Weights:
+        """For the kernels; it must not outlive the tensors."""
+        return Weights(
+            list(FORMATS).index(self.format),
+            self.inputs,
+            self.outputs,
+            *map(pointer, (self.words, self.scales, self.bias)),
+        )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Of a tensor's data; None for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
+    """Weights in the shortest format that holds them exactly.
+
+    Args:
+        weight_OI: float32 or bfloat16.
+        bias_O: the layer's bias.
+    """
+    columns = kernels().headstart_columns()
+    (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
+    weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
+    parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
+    name, held = next(filter(None, (_held(parts, name) for name in FORMATS)))
+    words = torch.cat([_side_by_side(words, columns) for words, _ in held])
+    scales = [_side_by_side(scales, columns) for _, scales in held if scales is not None]
+    bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
+    return Packed(name, inputs, outputs, words, torch.cat(scales) if scales else None, bias)
+
+
+Held = tuple[Tensor, Tensor | None] | None
+"""Words [O, words of inputs], int32, and scales with offsets [O, groups of inputs, 2]; None for what is not exact."""
+
+
+def _held(parts: Sequence[Tensor], name: str) -> tuple[str, list[tuple[Tensor, Tensor | None]]] | None:
+    """All parts in a format; None where it does not hold one of them, which a few rows mostly show."""
+    unit, hold = FORMATS[name]
+    if parts[0].shape[1] % unit or hold(parts[0][:32].float()) is None:
+        return None
+    held = []
+    for part in parts:
+        if (found := hold(part.float())) is None:
+            return None
+        held.append(found)
+    return name, held
+
+
+def _affine4(weight_OI: Tensor) -> Held:
+    """Q4_1 spans 15 steps from a group's least weight to its largest; Q4_0 centres 16 on zero."""
+    groups = weight_OI.unflatten(1, (-1, GROUP))
+    least, most = groups.aminmax(dim=2, keepdim=True)
+    largest = torch.where(most > -least, most, least)
+    guesses = (((most - least) / 15, least), (largest / -8, -8 * (largest / -8).half().float()))
+    for scale, offset in guesses:
+        if (numbers := _numbers(groups, scale, offset, 4)) is not None:
+            halves = numbers.flatten(1).unflatten(1, (-1, 2, 4))  # four inputs in the low halves of a word's bytes
+            bytes_ = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+            return bytes_.view(torch.int32), torch.cat([scale, offset], dim=2).half()
+    return None
+
+
+def _affine8(weight_OI: Tensor) -> Held:
+    """Q8_0 has 127 steps on either side of zero."""
+    groups = weight_OI.unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
+    numbers = _numbers(groups, scale, -128 * scale, 8)
+    if numbers is None:
+        return None
+    return numbers.flatten(1).contiguous().view(torch.int32), torch.cat([scale, -128 * scale], dim=2).half()
+
+
+def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
+    """Integers, uint8, that the kernels make the weights of: (2^bits + number) * scale + (offset - 2^bits * scale)."""
+    base, scale, offset = 2**bits, scale.half().float(), offset.half().float()
+    numbers = ((groups - offset) / scale).nan_to_num_(0.0).round_().clamp_(0, base - 1)
+    exact = torch.equal((numbers + base) * scale + (offset - base * scale), groups)
+    return numbers.byte() if exact else None
+
+
+def _bfloat16(weight_OI: Tensor) -> Held:
+    halves = weight_OI.bfloat16()
+    return (halves.view(torch.int32), None) if torch.equal(halves.float(), weight_OI) else None
+
+
+def _float32(weight_OI: Tensor) -> Held:
+    return weight_OI.contiguous().view(torch.int32), None
+
+
+FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
+    "affine4": (GROUP, _affine4),
+    "affine8": (GROUP, _affine8),
+    "bfloat16": (2, _bfloat16),
+    "float32": (1, _float32),
+}
+"""Formats by their names, the shortest first, in the order of the kernels' numbers: of how many inputs a row is a
+multiple, and what makes words of weights."""
+
+
+def _side_by_side(values: Tensor, columns: int) -> Tensor:
+    """[O, ...] as [blocks, ..., columns]."""
+    return values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous()
+
+
+def kernels() -> ctypes.CDLL:
+    """The kernels, where they are known to be there."""
+    found = library()
+    assert found is not None
+    return found
+
+
+def version() -> str:
+    """By what these kernels differ from those of another source, compiler or processor."""
+    return Path(kernels()._name).stem.removeprefix("cpu_kernels-")
+
+
+def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:
+    """Products of rows [..., inputs] with the weights, [..., outputs], float32; if `rounds`, of bfloat16 values."""
+    flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
+    assert flat.device.type == "cpu" and flat.shape[1] == packed.inputs
+    out = flat.new_empty(len(flat), packed.width)
+    kernels().headstart_linear(
+        ctypes.byref(packed.struct), flat.data_ptr(), len(flat), out.data_ptr(), rounds, torch.get_num_threads()
+    )
+    return out[:, : packed.outputs].reshape(*rows.shape[:-1], packed.outputs)
+
+
+def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
+    """RMSNorm of float32 rows."""
+    out = torch.empty_like(rows)
+    kernels().headstart_norm(
+        rows.data_ptr(), weight.data_ptr(), rows.shape[:-1].numel(), rows.shape[-1], eps, rounds, out.data_ptr()
+    )
+    return out
+
+
+def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None] = lambda module: None) -> nn.Module:
+    """A module whose linear layers run in the kernels; all else is shared with the module, which stays as it is.
+
+    Args:
+        module: on a CPU.
+        block: what takes the place of a whole block; None for its parts.
+    """
+    own = block(module)
+    if own is not None:
+        return own
+    if type(module) is nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
+        return PackedLinear(module)
+    twin = copy.copy(module)
+    # transformers hooks a model when its hidden states are first asked for: each of the two must get hooks of its own.
+    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
+    twin.__dict__.update(hooks)
+    twin.__dict__["_modules"] = {name: packed_copy(child, block) for name, child in module.named_children()}
+    return twin
+
+
+class PackedLinear(nn.Module):
+    """A linear layer by the kernels; the weights that it shares with the layer are there for whoever asks for them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Pack a layer's weights."""
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.packed = pack(layer.weight, layer.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """As the layer."""
+        return linear(self.packed, rows, self.weight.dtype == torch.bfloat16).to(rows.dtype)

@@ -1,0 +1,152 @@
+"""Plain `model.generate` with a head: a function for its `custom_generate`, and what a checkpoint's generate.py calls.
+
+model.generate(**inputs, custom_generate=custom_generate(head="examples/smollm2-135m-eagle3"))
+model.generate(**inputs, custom_generate="user/head", trust_remote_code=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..heads import DraftHead
+from .drafters.base import Drafter
+from .logits import RandomSampler
+from .sequences import Streamer
+from .speculative_lm import GenerateOutput, SpeculativeLM, with_stop_strings
+from .tree import TreePolicy
+
+
+def custom_generate(
+    head: str | Path | DraftHead | None = None,
+    tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
+    verifier: str = "auto",
+    lossy: bool = False,
+    generator: torch.Generator | None = None,
+    streamer: Streamer | None = None,
+    head_revision: str | None = None,
+    drafter: str | Drafter | None = None,
+    fallback: bool = True,
+    compile: bool | str = "auto",
+    dtype: torch.dtype | str = "auto",
+) -> Callable[..., Tensor | GenerateOutput]:
+    """What drafts for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
+
+    Args:
+        head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none.
+        tree: see `SpeculativeLM.from_pretrained`.
+        verifier: see `SpeculativeLM`.
+        lossy: see `SpeculativeLM`.
+        generator: of the random draws; None for torch's global one.
+        streamer: transformers hands its own on to no decoding method but its own, so it is given here.
+        head_revision: of the head's Hub id.
+        drafter: see `SpeculativeLM.from_pretrained`.
+        fallback: see `SpeculativeLM.from_pretrained`.
+        compile: see `SpeculativeLM.from_pretrained`.
+        dtype: that the model must have, for it is loaded already; "auto" takes it as it is.
+
+    Returns:
+        A function that keeps what it loaded for a model as long as both live. It returns the sequences, or with
+        `return_dict_in_generate` a `GenerateOutput`. transformers keeps the tokenizer from it: give stop strings as a
+        `StopStringCriteria`.
+    """
+
+    def decode(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
+        engine = _engine(
+            decode,
+            model,
+            head=head,
+            dtype=dtype,
+            tree=tree,
+            verifier=verifier,
+            lossy=lossy,
+            head_revision=head_revision,
+            compile=compile,
+            drafter=drafter,
+            fallback=fallback,
+        )
+        return _method(engine, generator, streamer)(model, *args, **inputs)
+
+    return decode
+
+
+def generate_from(
+    head: str,
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    streamer: Streamer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    compile: bool | str = "auto",
+    dtype: torch.dtype | str = "auto",
+    **settings: Any,
+) -> Tensor | GenerateOutput:
+    """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: what a checkpoint's generate.py calls.
+
+    Args:
+        head: a checkpoint folder or Hub id.
+        model: the target.
+        generation_config: as given by the user, unprepared; so are the rest.
+        streamer: see `SpeculativeLM.generate`.
+        tokenizer: needed for `stop_strings`.
+        compile: see `custom_generate`, as for `dtype`.
+        dtype: see `custom_generate`.
+        settings: all other arguments of `model.generate`.
+    """
+    # A folder's generate.py is called anew for every text.
+    engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype)
+    generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
+    return generate(
+        generation_config=generation_config,
+        streamer=streamer,
+        custom_generate=_method(engine, None, streamer),
+        **with_stop_strings(settings, generation_config, tokenizer),
+    )
+
+
+class _Engines(WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], SpeculativeLM]]):
+    """What decodes a model for whoever asks, with its options: for each its last one.
+
+    An engine holds its model, so whatever holds the engine keeps the model alive; the model itself may. Copies of the
+    model, and files that it is pickled to, get None in its place.
+    """
+
+    NAME = "_headstart_engines"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _engine(asking: Callable[..., Any], model: PreTrainedModel, **options: Any) -> SpeculativeLM:
+    """The one that was loaded before for this function, this model and these options; or a new one."""
+    engines = vars(model).get(_Engines.NAME)
+    if engines is None:
+        engines = vars(model)[_Engines.NAME] = _Engines()
+    if asking in engines:
+        before, engine = engines[asking]
+        if before == options and engine.target.model is model:
+            return engine
+    engine = SpeculativeLM.from_pretrained(model, **options)
+    engines[asking] = options, engine
+    return engine
+
+
+def _method(
+    lm: SpeculativeLM, generator: torch.Generator | None, streamer: Streamer | None
+) -> Callable[..., Tensor | GenerateOutput]:
+    """A decoding method that returns what transformers' own return."""
+    method = lm.decoding_method(RandomSampler(generator), streamer)
+
+    def decode(model: PreTrainedModel, *args: Any, generation_config: GenerationConfig, **inputs: Any) -> Any:
+        output = method(model, *args, generation_config=generation_config, **inputs)
+        return output if generation_config.return_dict_in_generate else output.sequences
+
+    return decode

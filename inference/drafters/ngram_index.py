@@ -1,0 +1,182 @@
+"""Texts in which earlier occurrences of a few tokens are found at once: the one being written, and a store on disk.
+
+Both answer the same question: after these tokens, what came next? `NgramIndex` indexes every n-gram as the text grows.
+A `Datastore` holds all places of a corpus sorted by the tokens that follow them, so that the places of an n-gram lie
+side by side and two binary searches find them (REST, arXiv:2311.08252); its files are memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+SORTED_TOKENS = 16
+"""Tokens by which the places of a datastore are sorted; the longest n-gram that can be looked for."""
+MANIFEST_FILE, TOKENS_FILE, ORDER_FILE = "datastore.json", "tokens.npy", "order.npy"
+SEPARATOR = -1
+"""Stands between the texts of a datastore; no token has this number."""
+
+
+class Corpus(Protocol):
+    """Where n-grams are looked for."""
+
+    def places(self, gram: Sequence[int], most: int) -> np.ndarray:
+        """Indices of what follows the gram, up to `most` of them."""
+
+    def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that follow the gram, and how often each does."""
+
+    def read(self, start: int, length: int) -> list[int]:
+        """A stretch of the text, shorter at its end."""
+
+
+class NgramIndex:
+    """A text that grows, with an index of its n-grams."""
+
+    def __init__(self, longest: int) -> None:
+        """An empty text; `longest` is the length of the n-grams that can be looked for."""
+        self.tokens: list[int] = []
+        self.longest = longest
+        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Grow."""
+        for token in tokens:
+            end = len(self.tokens)
+            for length in range(min(self.longest, end) + 1):
+                self._places[tuple(self.tokens[end - length :])].append(end)
+            self.tokens.append(token)
+
+    def places(self, gram: Sequence[int], most: int) -> np.ndarray:
+        """The newest first."""
+        return np.array(self._places.get(tuple(gram), [])[: -most - 1 : -1], dtype=np.int64)
+
+    def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """See `Corpus`."""
+        found = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
+        return np.unique(np.array(found, dtype=np.int64), return_counts=True)
+
+    def read(self, start: int, length: int) -> list[int]:
+        """See `Corpus`."""
+        return self.tokens[start : start + length]
+
+
+class Datastore:
+    """The texts of a corpus as token ids, and the order of their places."""
+
+    def __init__(self, tokens: np.ndarray, order: np.ndarray, tokenizer: str) -> None:
+        self.tokens, self.order, self.tokenizer = tokens, order, tokenizer
+
+    @cached_property
+    def unigrams(self) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens, and how often each stands there; counted once, through the whole corpus."""
+        counted = np.asarray(self.tokens)
+        return np.unique(counted[counted != SEPARATOR].astype(np.int64), return_counts=True)
+
+    @classmethod
+    def of(cls, texts: Iterable[Sequence[int]], tokenizer: str = "") -> Datastore:
+        """Sort a corpus.
+
+        Args:
+            texts: token ids of each.
+            tokenizer: by which they were made; see `sources.tokenizer_origin`.
+
+        Raises:
+            ValueError: no tokens at all.
+        """
+        parts = [np.array([*text, SEPARATOR], dtype=np.int32) for text in texts if len(text) > 0]
+        if not parts:
+            raise ValueError("the corpus is empty: there is nothing to look up")
+        tokens = np.concatenate(parts)
+        behind = np.concatenate([tokens, np.full(SORTED_TOKENS, SEPARATOR, dtype=np.int32)])
+        keys = [behind[i : i + len(tokens)] for i in reversed(range(SORTED_TOKENS))]
+        return cls(tokens, np.lexsort(keys).astype(np.int64), tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token, which begins the last place of all."""
+        return int(self.tokens[self.order[-1]]) + 1
+
+    def save(self, folder: Path) -> None:
+        """Write the files; the manifest, without which nothing is a datastore, comes last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / TOKENS_FILE, self.tokens)
+        np.save(folder / ORDER_FILE, self.order)
+        manifest = {"tokenizer": self.tokenizer, "tokens": len(self.tokens)}
+        (folder / MANIFEST_FILE).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Datastore:
+        """Map the files of a datastore.
+
+        Raises:
+            ValueError: no datastore.
+        """
+        manifest = Path(folder) / MANIFEST_FILE
+        if not manifest.is_file():
+            raise ValueError(
+                f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore` makes one"
+            )
+        made_with = json.loads(manifest.read_text(encoding="utf-8"))["tokenizer"]
+        tokens, order = (np.load(Path(folder) / name, mmap_mode="r") for name in (TOKENS_FILE, ORDER_FILE))
+        return cls(tokens, order, made_with)
+
+    def check(self, tokenizer: str, where: str) -> None:
+        """Refuse another tokenizer's ids.
+
+        Raises:
+            ValueError: naming both tokenizers.
+        """
+        if self.tokenizer != tokenizer:
+            raise ValueError(
+                f"the datastore {where!r} was made with tokenizer {self.tokenizer}, the target has {tokenizer}: make "
+                "it again for this target"
+            )
+
+    def places(self, gram: Sequence[int], most: int) -> np.ndarray:
+        """Evenly out of all, for neighbours go on alike."""
+        first, last = self._range(gram)
+        chosen = np.linspace(first, last, min(most, last - first), endpoint=False).astype(np.int64)
+        return np.asarray(self.order[chosen]) + len(gram)
+
+    def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """See `Corpus`."""
+        if not gram:
+            return self.unigrams
+        first, last = self._range(gram)
+        found = np.asarray(self.tokens)[np.asarray(self.order[first:last]) + len(gram)].astype(np.int64)
+        return np.unique(found[found != SEPARATOR], return_counts=True)
+
+    def read(self, start: int, length: int) -> list[int]:
+        """See `Corpus`; no text is left."""
+        found = self.tokens[start : start + length].tolist()
+        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
+
+    def _range(self, gram: Sequence[int]) -> tuple[int, int]:
+        """The places that begin with the gram, as a stretch of `order`."""
+        assert 0 < len(gram) <= SORTED_TOKENS
+        first, last = 0, len(self.order)
+        for depth, token in enumerate(gram):  # a token at a time, within the stretch of those before
+            first, last = (
+                self._bisect(first, last, depth, token, after=False),
+                self._bisect(first, last, depth, token, after=True),
+            )
+        return first, last
+
+    def _bisect(self, first: int, last: int, depth: int, token: int, after: bool) -> int:
+        """The first place of a stretch whose token at `depth` is not less than `token`, or is greater."""
+        while first < last:
+            middle = (first + last) // 2
+            place = int(self.order[middle]) + depth
+            found = int(self.tokens[place]) if place < len(self.tokens) else SEPARATOR
+            if found < token or (after and found == token):
+                first = middle + 1
+            else:
+                last = middle
+        return first

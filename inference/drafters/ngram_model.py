@@ -1,0 +1,120 @@
+"""N-gram models as drafts: true probabilities from counts, so that every tree and every acceptance rule fits them.
+
+P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
+
+with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
+smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is that alone: uniformly random guesses.
+
+Counted on the host; see `on_host` for targets on another device.
+
+Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...heads import TargetInfo, TargetModules
+from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
+
+
+@dataclass(frozen=True)
+class NgramState:
+    """What each row has written; it grows in place."""
+
+    texts: list[NgramIndex]
+    dtype: torch.dtype
+    contexts: list[list[tuple[int, ...]]] | None = None
+    """What stands before the children of each node of the newest frontier; None before the root was expanded."""
+
+    def select(self, rows_R: Tensor) -> NgramState:
+        """These rows only."""
+        return dataclasses.replace(self, texts=[self.texts[row] for row in rows_R.tolist()])
+
+    def replace(self, rows_R: Tensor, other: NgramState) -> NgramState:
+        """With another one's rows in the places of these."""
+        for row, text in zip(rows_R.tolist(), other.texts, strict=True):
+            self.texts[row] = text
+        return self
+
+
+class NgramModel:
+    """Counts as a draft; see `heads.DraftHead` for who calls what."""
+
+    feature_layers: tuple[int, ...] = ()
+    reads_from_start = True
+
+    def __init__(self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None) -> None:
+        """Choose what is counted.
+
+        Args:
+            target: whose tokens are guessed.
+            order: 1 for single tokens, 2 for pairs, 3 for triples; 0 for none, which is uniformly random.
+            max_depth: tokens of the longest draft.
+            corpus: what is counted beside the text itself.
+
+        Raises:
+            ValueError: an order that is negative or too long.
+        """
+        if not 0 <= order <= SORTED_TOKENS:
+            raise ValueError(f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}")
+        self.target, self.order, self.max_depth, self.corpus = target, order, max_depth, corpus
+        self.draft_vocab_size = target.vocab_size
+        self._uniform = np.full(target.vocab_size, 1 / target.vocab_size)
+
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> NgramState:
+        """Empty texts."""
+        texts = [NgramIndex(max(self.order - 1, 0)) for _ in range(batch_size)]
+        double = modules.lm_head.weight.dtype == torch.float64
+        return NgramState(texts, torch.float64 if double else torch.float32)
+
+    def observe(self, state: NgramState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor) -> NgramState:
+        """Count what was written."""
+        for text, tokens, length in zip(state.texts, tokens_BA.tolist(), lengths_B.tolist(), strict=True):
+            text.append(tokens[:length])
+        return dataclasses.replace(state, contexts=None)
+
+    def expand(self, state: NgramState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, NgramState]:
+        """Log-probabilities of what follows each node."""
+        rows = list(zip(state.texts, tokens_BW.tolist(), parents_BW.tolist(), strict=True))
+        if state.contexts is None:
+            contexts = [[self._context(text.tokens)] for text, _, _ in rows]
+        else:
+            contexts = [
+                [self._context((*before[parent], token)) for token, parent in zip(tokens, parents, strict=True)]
+                for before, (_, tokens, parents) in zip(state.contexts, rows, strict=True)
+            ]
+        probs = [
+            [self.probabilities(text, context) for context in row]
+            for (text, _, _), row in zip(rows, contexts, strict=True)
+        ]
+        logits_BWV = torch.from_numpy(np.log(np.array(probs))).to(tokens_BW.device, state.dtype)
+        return logits_BWV, dataclasses.replace(state, contexts=contexts)
+
+    def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
+        """What may follow the context, in a text like this one: [V], its sum 1."""
+        probs = self._uniform.copy()
+        for size in range(min(len(context) + 1, self.order)):
+            gram = context[len(context) - size :]
+            for counted in (self.corpus, text):
+                if counted is not None:
+                    tokens, counts = counted.following(gram)
+                    types, total = len(tokens), counts.sum()
+                    if types > 0:
+                        probs *= types / (total + types)
+                        probs[tokens] += counts / (total + types)
+        return probs
+
+    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
+        """Its ids are the target's."""
+        return draft_tokens
+
+    def _context(self, text: Sequence[int]) -> tuple[int, ...]:
+        """The end of a text that is looked at."""
+        return tuple(text[max(len(text) - self.order + 1, 0) :]) if self.order > 1 else ()

@@ -1,0 +1,310 @@
+"""A preallocated KV cache with a length per row, for trees of tokens.
+
+Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
+in node order, and every query sees the whole capacity through its mask, so shapes change only when the capacity grows
+by a bucket. `keep` then moves the accepted nodes' entries together and the rest is forgotten by being overwritten.
+
+Keys and values of all layers that look alike lie in one tensor, a block, so that to move, select or replace entries
+takes as many operations as there are blocks: one or two for most models. Blocks of generations that ended are pooled.
+
+Letters in tensor names: L layers, B batch, G heads of keys and values, S slots, E head size, A accepted, R rows, N
+nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..heads.layers.decoder_layer import STEP, counting, rounded, row_numbers, write_slots
+
+BUCKET = 256
+"""Slots by which the capacity grows."""
+POOLED = 2
+"""Caches of generations that ended which are kept for the next ones, at most."""
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes, those that torch holds without using them too; infinite for a device that does not tell."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + held)
+    return float(psutil.virtual_memory().available) if device.type == "cpu" else float("inf")
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Keys, or values, of a layer: what is the same in every generation."""
+
+    heads: int
+    size: int
+    """Of a head."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class Pool:
+    """Blocks of caches that are no longer used, the newest last.
+
+    The next generation of the same size finds them where they were: the addresses that a CUDA graph was recorded with
+    outlive a call.
+    """
+
+    blocks: list[list[Tensor]] = field(default_factory=list)
+
+    def take(self, shapes: Sequence[tuple[StateShape, int]], rows: int, slots: int) -> list[Tensor]:
+        """Blocks [L, B, G, S, E] for so many layers of each shape, with anything in them."""
+        sizes = [(layers, rows, shape.heads, slots, shape.size) for shape, layers in shapes]
+        for number, blocks in enumerate(self.blocks):
+            usable = all(block.is_inference() == torch.is_inference_mode_enabled() for block in blocks)
+            if usable and [block.shape for block in blocks] == sizes:
+                return self.blocks.pop(number)
+        return [
+            torch.empty(size, dtype=shape.dtype, device=shape.device)
+            for size, (shape, _) in zip(sizes, shapes, strict=True)
+        ]
+
+    def give(self, blocks: list[Tensor]) -> None:
+        """Keep the blocks of a cache that ended; the oldest leave."""
+        self.blocks = [*self.blocks, blocks][-POOLED:]
+
+
+def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device, pool: Pool) -> None:
+    """Refuse what the device cannot hold, before anything is read.
+
+    Args:
+        needed: bytes, by what they are for.
+        rows: decoded at once.
+        tokens: that a row may come to hold.
+        device: of all of it.
+        pool: emptied where there is too little.
+
+    Raises:
+        ValueError: naming each size in GiB, what is free, and what would make it smaller.
+    """
+    free, whole = free_memory(device), sum(needed.values())
+    if whole > free and pool.blocks:
+        pool.blocks.clear()
+        free = free_memory(device)
+    if whole > free:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+        raise ValueError(
+            f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
+            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (slots)"
+        )
+
+
+def _scattered(path_BA: Tensor, lengths_B: Tensor) -> bool:
+    """Whether the first `lengths_B` nodes of any path are others than those that were written first."""
+    new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
+    return bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
+
+
+class TreeCache(Cache):
+    """The cache of one `generate` call."""
+
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        batch_size: int,
+        device: torch.device,
+        tokens: int = 0,
+        rows: int = 0,
+        pool: Pool | None = None,
+    ) -> None:
+        """An empty cache.
+
+        Args:
+            shapes: of the keys of each layer, then of the values of each.
+            batch_size: rows.
+            device: of the tokens.
+            tokens: of each row that there is to be room for; it grows where this was too little.
+            rows: that it may come to have; `batch_size` at least.
+            pool: where blocks come from.
+        """
+        layers = len(shapes) // 2
+        super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])
+        self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.pool = Pool() if pool is None else pool
+        self._places: dict[StateShape, list[int]] = {}
+        """By shape, which of all keys and values lie in its block, in order."""
+        for number, shape in enumerate(shapes):
+            self._places.setdefault(shape, []).append(number)
+        self._rows, self._room = max(rows, batch_size), rounded(tokens + 1, BUCKET) if tokens else 0
+        self.capacity = 0
+        """Slots that forwards look at."""
+        self.used = 0
+        """Slots, in whole steps, that hold all rows and the next forward's tokens."""
+        self.blocks: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        """Of each layer, [B, G, S, E]: views of the blocks."""
+        self.values: list[Tensor] = []
+        self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        """Where the next forward's entries go."""
+        self._slots: dict[torch.device, Tensor] = {}
+        """The same on other devices, where layers lie."""
+        self.read = 0
+        """Tokens of every row that came with the prompts, padding too."""
+        self.shown: int | None = None
+        """Slots that the next forward is shown; None for the whole capacity."""
+        self.start = 0
+        """Place of the next forward's first token, for models that know no position ids; others are given them."""
+        self.crossed: Cache | None = None
+        """Of an encoder-decoder: what its decoder has read of the encoder."""
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens of each row, which are known to come."""
+        self._resize(self._rows, rounded(tokens + 1, BUCKET))
+
+    def release(self) -> None:
+        """Leave the blocks to the next generation; this cache must not be used again."""
+        if self.blocks:
+            self.pool.give(self.blocks)
+        self.blocks, self.keys, self.values = [], [], []
+
+    def place(self, new_tokens: int, longest: int, guesses: int = 0) -> None:
+        """Make room for `new_tokens` a row and direct the next forward's entries there.
+
+        Args:
+            new_tokens: tokens of every row in the next forward.
+            longest: length of the longest row; the host knows it, so the device need not be asked.
+            guesses: tokens of every row that forwards before wrote behind the committed ones, and that stay.
+        """
+        self.used = rounded(longest + guesses + new_tokens, STEP)
+        self._grow(rounded(self.used + 1, BUCKET))  # never all of it: that would be a graph of its own
+        new_N = counting(guesses + new_tokens, self.lengths_B.device)
+        self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[guesses:] if guesses else new_N), {}
+        self.shown = None
+
+    def keep(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
+        """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote.
+
+        Args:
+            path_BA: of each row.
+            lengths_B: its nodes that count.
+            in_order: whether all paths are known to be the first nodes in their order, which lie where they should.
+        """
+        # Every other path does, too. A CPU can be asked; another device would be waited for.
+        if not in_order and (path_BA.device.type != "cpu" or _scattered(path_BA, lengths_B)):
+            self.move(path_BA)
+        self.commit(lengths_B)
+
+    def move(self, path_BA: Tensor) -> None:
+        """Bring the nodes of `path_BA` together behind the committed tokens; see `keep`."""
+        accepted = path_BA.shape[1]
+        if accepted == 1:
+            return
+        source_BA, target_BA = self.slots_BN.gather(1, path_BA), self.slots_BN[:, :accepted]
+        batch = len(source_BA)
+        for block in self.blocks:
+            source, target = (slots.to(block.device) for slots in (source_BA, target_BA))
+            if batch == 1:
+                block[:, :1].index_copy_(3, target[0], block[:, :1].index_select(3, source[0]))
+            else:
+                slots_LBSGE = block[:, :batch].transpose(2, 3)
+                rows_B1 = row_numbers(source)
+                slots_LBSGE[:, rows_B1, target] = slots_LBSGE[:, rows_B1, source]
+
+    def commit(self, lengths_B: Tensor) -> None:
+        """Commit the first `lengths_B` tokens of the last forward where they lie: a chain needs no moving."""
+        self.lengths_B = self.lengths_B + lengths_B
+
+    def rewind(self, lengths_B: Tensor) -> None:
+        """Forget what lies behind each row's first `lengths_B` tokens."""
+        self.lengths_B = lengths_B
+
+    def select(self, rows_R: Tensor) -> None:
+        """Keep these rows only; a row may be named again and again."""
+        rows = len(rows_R)
+        if rows > self._rows:
+            self._resize(rows, self._room)
+        for block in self.blocks:
+            shown = block[:, :, :, : self.capacity]
+            shown[:, :rows] = shown[:, rows_R.to(block.device)]
+        self.lengths_B = self.lengths_B[rows_R]
+        self._view()
+
+    def replace(self, rows_R: Tensor, other: TreeCache) -> None:
+        """Put the rows of another cache in the places of these."""
+        self._grow(other.capacity)
+        for block, theirs in zip(self.blocks, other.blocks, strict=True):
+            block[:, rows_R.to(block.device), :, : other.capacity] = theirs[:, : len(rows_R), :, : other.capacity]
+        self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
+
+    def sizes(self) -> list[tuple[Tensor, int]]:
+        """All tensors, with the dimensions whose size differs between rounds: rows and slots."""
+        return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new entries and return all that is shown; called by the model's attention, layer by layer."""
+        slots_BN = self.slots_BN
+        if keys.device != slots_BN.device:  # of a model that is spread over several
+            if keys.device not in self._slots:
+                self._slots[keys.device] = slots_BN.to(keys.device)
+            slots_BN = self._slots[keys.device]
+        write_slots(self.keys[layer], slots_BN, keys)
+        write_slots(self.values[layer], slots_BN, values)
+        return self.keys[layer][:, :, : self.shown], self.values[layer][:, :, : self.shown]
+
+    def _grow(self, capacity: int) -> None:
+        """Look at so many slots at least; what was not looked at before is made 0, for it may be no number."""
+        if self.blocks and capacity <= self.capacity:
+            return
+        self._resize(self._rows, capacity)
+        for block in self.blocks:
+            block[:, :, :, self.capacity : capacity] = 0
+        self.capacity = capacity
+        self._view()
+
+    def _resize(self, rows: int, slots: int) -> None:
+        """Room for as many rows and slots at least."""
+        if self.blocks and rows <= self._rows and slots <= self._room:
+            return
+        self._rows, self._room = max(rows, self._rows), max(slots, self._room)
+        sizes = [(shape, len(numbers)) for shape, numbers in self._places.items()]
+        before, self.blocks = self.blocks, self.pool.take(sizes, self._rows, self._room)
+        for old, new in zip(before, self.blocks, strict=False):
+            new[:, : old.shape[1], :, : self.capacity] = old[:, :, :, : self.capacity]
+        self._view()
+
+    def _view(self) -> None:
+        """Show the model each layer's part of the blocks."""
+        states: dict[int, Tensor] = {}
+        for block, numbers in zip(self.blocks, self._places.values(), strict=False):
+            shown = block[:, : len(self.lengths_B), :, : self.capacity]
+            states.update(zip(numbers, shown.unbind(0), strict=True))
+        each = [states[number] for number in sorted(states)]
+        self.keys, self.values = each[: len(each) // 2], each[len(each) // 2 :]
+
+
+class _TreeLayer(CacheLayerMixin):
+    """What transformers sees of one layer; everything is kept by the `TreeCache`."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.index = index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self.cache.write(self.index, key_states, value_states)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("a TreeCache allocates all layers at once")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.capacity, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.start
+
+    def get_max_length(self) -> int:
+        return -1

@@ -1,0 +1,375 @@
+"""Logits to scores and probabilities, by transformers' own processors, and the draws from them.
+
+A processor that looks at the logits alone runs on all nodes of a tree at once. One that reads the text before them
+runs once per row and depth of the tree, every node with the text that it would have if its path were accepted. All of
+a list run in its order; rows are shown to processors without their padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as known
+
+from ..heads.base import at_least_fp32
+from ..heads.layers.decoder_layer import row_numbers
+from .compiled import cpu_kernels
+from .tree import DraftTree
+
+PREFIX_FREE = (
+    known.EpsilonLogitsWarper,
+    known.EtaLogitsWarper,
+    known.InfNanRemoveLogitsProcessor,
+    known.LogitNormalization,
+    known.MinPLogitsWarper,
+    known.SuppressTokensLogitsProcessor,
+    known.TemperatureLogitsWarper,
+    known.TopHLogitsWarper,
+    known.TopKLogitsWarper,
+    known.TopPLogitsWarper,
+    known.TypicalLogitsWarper,
+)
+"""Processors whose result depends on the logits alone."""
+READS_LENGTH = (
+    known.ExponentialDecayLengthPenalty,
+    known.ForcedEOSTokenLogitsProcessor,
+    known.MinNewTokensLengthLogitsProcessor,
+    known.SuppressTokensAtBeginLogitsProcessor,
+)
+"""Processors that compare the text's length with one that `generate` counted over the padded prompt."""
+READS_TEXT = (
+    known.ForcedBOSTokenLogitsProcessor,
+    known.MinLengthLogitsProcessor,
+    known.NoBadWordsLogitsProcessor,
+    known.NoRepeatNGramLogitsProcessor,
+    known.PrefixConstrainedLogitsProcessor,
+    known.RepetitionPenaltyLogitsProcessor,
+    known.SequenceBiasLogitsProcessor,
+    known.WatermarkLogitsProcessor,
+)
+"""Processors that read the tokens before."""
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no other: Apple's."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Sampler(Protocol):
+    """Where drafts and verdicts get their randomness, so that a test can enumerate instead of sampling."""
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One class per distribution: [..., V] to [...]."""
+
+    def accept(self, probs: Tensor) -> Tensor:
+        """True with each of these probabilities; same shape."""
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """`count` classes per distribution, one after the other without replacement: [..., V] to [..., count].
+
+        A distribution with fewer possible classes is filled up with impossible ones.
+        """
+
+
+class RandomSampler:
+    """Draws from a `torch.Generator`, or the global one if None."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers in [0, 1), float64 where there is that."""
+        return torch.rand(shape, dtype=finest(device), device=device, generator=self.generator)
+
+    def on_host(self) -> RandomSampler:
+        """Draws of tensors on the host, that repeat with these; a seed is drawn for them."""
+        if self.generator is None or self.generator.device.type == "cpu":
+            return self
+        seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
+        return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """By inverting the cumulative distribution."""
+        cumulative = probs.cumsum(-1, dtype=finest(probs.device))
+        uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
+        # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
+        return drawn.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers: the caller finds out
+
+    def accept(self, probs: Tensor) -> Tensor:
+        """By comparing with a uniform number in [0, 1)."""
+        return self.uniform(probs.shape, probs.device) < probs
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059).
+
+        One alone needs no race.
+        """
+        if count == 1:
+            return self.categorical(probs)[..., None]
+        times = torch.empty_like(probs).exponential_(generator=self.generator)
+        return (probs / times).topk(count, dim=-1).indices
+
+
+GOLDEN, MIX_1, MIX_2 = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
+"""Of SplitMix64 (Steele, Lea, Flood 2014): the step of its counter, and the factors of what mixes it."""
+
+
+def mixed(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's number at each counter."""
+    z = (counter ^ (counter >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    return z ^ (z >> 31)
+
+
+class PositionNoise:
+    """For each place of each row, and each token v, a number E_v, exponential of rate 1 and independent of all others.
+
+    The token at a place is the v with the least E_v / p_v: it has the distribution p, whatever was drawn elsewhere, and
+    depends on no draft. A draft that takes the least E_v / q_v, by the same numbers, agrees with it with a probability
+    of at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv:2408.07978).
+
+    The numbers are computed from seeds, of which there is one a row, and not kept: they are the same on every device.
+    """
+
+    def __init__(self, draw: RandomSampler, rows: int, places: int, vocab_size: int, device: torch.device) -> None:
+        """Draw a seed for each row of a call.
+
+        Args:
+            draw: where from.
+            rows: of the call.
+            places: that a round may decide.
+            vocab_size: tokens that may be drawn.
+            device: of the numbers.
+        """
+        source = device if draw.generator is None else draw.generator.device
+        bounds = -(2**63), 2**63 - 1
+        seeds_R = torch.randint(*bounds, (rows,), generator=draw.generator, device=source)
+        self._seeds_R = seeds_R.cpu().numpy().astype(np.uint64)  # sync: once a call
+        self._ahead_P = np.arange(places, dtype=np.uint64)
+        self._vocab_size, self._device = vocab_size, device
+
+    def move(self, places: Sequence[tuple[int, int]]) -> None:
+        """Go to where the rows of the batch are: each one's number in the call, and that of its next place."""
+        rows_B, next_B = np.array(places, dtype=np.uint64).T
+        counter_BP = self._seeds_R[rows_B.astype(np.int64), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
+        self._keys_BP = torch.from_numpy(mixed(counter_BP).astype(np.int64)).to(self._device)
+        self._ready_BKV = torch.empty(len(places), 0, self._vocab_size, device=self._device)
+
+    def next(self, count: int) -> Tensor:
+        """E_BKV of the next K = `count` places of each row; float32."""
+        known = self._ready_BKV.shape[1]
+        if known < count:
+            more_BKV = exponential(self._keys_BP[:, known:count], self._vocab_size)
+            self._ready_BKV = more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
+        return self._ready_BKV[:, :count]
+
+    def of(self, tree: DraftTree) -> Tensor:
+        """E_BNV of the places that a tree's nodes decide: a node at depth d that of d places further on."""
+        numbers_BKV = self.next(tree.max_depth + 1)
+        if tree.in_order:
+            return numbers_BKV
+        rows_B1 = row_numbers(tree.depths_BN)
+        return numbers_BKV[rows_B1, tree.depths_BN]
+
+
+def _signed(number: np.uint64) -> int:
+    return int(number.astype(np.int64))
+
+
+@lru_cache(maxsize=8)
+def _steps(width: int, device: torch.device) -> Tensor:
+    """What SplitMix64 adds to its counter for each of so many numbers."""
+    return torch.arange(width, device=device) * _signed(GOLDEN)
+
+
+def exponential(keys_BK: Tensor, width: int) -> Tensor:
+    """Exponential numbers of rate 1, float32 [B, K, width]: -log(1 - u), u SplitMix64's in (0, 1) from each key on."""
+    if keys_BK.device.type == "cpu" and cpu_kernels.in_use():
+        minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
+    else:
+        z = keys_BK[..., None] + _steps(width, keys_BK.device)
+        for shift, factor in ((30, MIX_1), (27, MIX_2)):
+            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)  # >> keeps the sign
+        z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(finest(z.device))
+        minus_u = ((z + 0.5) * -(2.0**-53)).float()
+    # u that rounds to 1 would be infinite, and all tokens alike
+    return minus_u.clamp_(min=-(1 - 2.0**-24)).log1p_().neg_()
+
+
+class PositionSampler(RandomSampler):
+    """Draws of one class per node, by numbers of the node's place: see `PositionNoise`."""
+
+    def __init__(self, exponential_BNV: Tensor) -> None:
+        """Take the numbers of a tree's nodes."""
+        super().__init__()
+        self.exponential_BNV = exponential_BNV
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """The first of a race in which class v arrives at rate probs[v]."""
+        return (probs / self.exponential_BNV).argmax(-1)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """A rule that asks for more numbers than one a node must not draw by place."""
+        raise NotImplementedError
+
+
+class PrecomputedSampler(RandomSampler):
+    """Draws by uniform numbers that were drawn before, each used once."""
+
+    def __init__(self, uniform_BU: Tensor) -> None:
+        """Take the numbers, as many for each row as will be asked for or more."""
+        super().__init__()
+        self.uniform_BU, self.used = uniform_BU, 0
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The next ones; the batch is the first dimension."""
+        count = math.prod(shape[1:])
+        taken_BU = self.uniform_BU[:, self.used : self.used + count]
+        self.used += count
+        return taken_BU.reshape(shape)
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """Rules draw no siblings; a race would draw numbers of its own."""
+        raise NotImplementedError
+
+
+class Texts(Protocol):
+    """The rows that are being decoded; see `Sequences`."""
+
+    active: list[int]
+
+    def text(self, row: int) -> Tensor:
+        """Prompt and written tokens of a row, [T]."""
+
+
+class TreeLogitsProcessor:
+    """A call's logits processors, applied to trees."""
+
+    def __init__(
+        self, processors: LogitsProcessorList, paddings: Sequence[int], min_length_counts_padding: bool = False
+    ) -> None:
+        """Take what `generate` prepared.
+
+        Args:
+            processors: in its order.
+            paddings: padding tokens of each row's prompt.
+            min_length_counts_padding: whether the minimum length was counted over the padded prompt.
+
+        Raises:
+            ValueError: a processor that depends on more than one row's text and logits; named.
+        """
+        for processor in processors:
+            theirs = type(processor).__module__ == known.__name__
+            if theirs and not isinstance(processor, (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT)):
+                names = sorted(kind.__name__ for kind in (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT))
+                raise ValueError(
+                    f"{type(processor).__name__} is not supported; choose from {', '.join(names)}, or a processor of "
+                    "your own that maps one row's text and logits to scores"
+                )
+        self._processors, self._paddings = processors, paddings
+        self._counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
+        self._reads_text = not all(isinstance(processor, PREFIX_FREE) for processor in processors)
+        self._on: dict[torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]] = {}
+        """By the logits' device: the processors that look at nothing else, and for each row all of its own with how
+        much padding each wants to see."""
+
+    def __call__(self, logits_BNV: Tensor, tree: DraftTree, texts: Texts) -> Tensor:
+        """Scores of every node, in at least float32; `texts` end with the tree's roots."""
+        if not self._reads_text:
+            return self._flat(logits_BNV)
+        # sync: processors that read text are asked depth by depth, and may read it on the host themselves
+        tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
+        scores_BNV, by_row = at_least_fp32(logits_BNV).clone(), self._for(logits_BNV.device)[1]
+        for place, row in enumerate(texts.active):
+            nodes, text_T = slice(sizes[place]), texts.text(row).to(logits_BNV.device)
+            self._score_row(scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], text_T, by_row[row])
+        return scores_BNV
+
+    @property
+    def temperature(self) -> float:
+        """By which logits are divided."""
+        warpers = [each for each in self._processors if isinstance(each, known.TemperatureLogitsWarper)]
+        return math.prod(float(each.temperature) for each in warpers)
+
+    def draft_probs(self, logits: Tensor) -> Tensor:
+        """What a draft draws from, [..., V] to [..., V]: warped as the target, but for what reads the text."""
+        return self._flat(logits).softmax(-1)
+
+    def _flat(self, logits: Tensor) -> Tensor:
+        if not self._processors:
+            return at_least_fp32(logits)
+        flat = at_least_fp32(logits).reshape(-1, logits.shape[-1])
+        no_text: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
+        return self._for(logits.device)[0](no_text, flat).reshape(logits.shape)
+
+    def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
+        """See `_on`; `generate` made the processors on the inputs' device, which need not be the model's."""
+        if device not in self._on:
+            here = [_moved(processor, device) for processor in self._processors]
+            by_row = [
+                [(_for_row(p, row), padding if isinstance(p, self._counting) else 0) for p in here]
+                for row, padding in enumerate(self._paddings)
+            ]
+            self._on[device] = LogitsProcessorList([p for p in here if isinstance(p, PREFIX_FREE)]), by_row
+        return self._on[device]
+
+    @staticmethod
+    def _score_row(
+        scores_NV: Tensor,
+        tokens: list[int],
+        parents: list[int],
+        text_T: Tensor,
+        processors: list[tuple[LogitsProcessor, int]],
+    ) -> None:
+        """Process one row's nodes in place, depth by depth.
+
+        A node that its parent's scores forbid can never be accepted. It is left alone: a constraint need not know
+        how to go on after a text that it did not allow.
+        """
+        paths: dict[int, list[int]] = {0: []}
+        while paths:
+            nodes = list(paths)
+            more_ND = torch.tensor(list(paths.values()), dtype=text_T.dtype, device=text_T.device)
+            texts_NT = torch.cat([text_T.expand(len(nodes), -1), more_ND.reshape(len(nodes), -1)], dim=1)
+            found_NV = scores_NV[nodes]
+            for processor, padding in processors:
+                found_NV = processor(F.pad(texts_NT, (padding, 0)), found_NV)
+            scores_NV[nodes] = found_NV
+            children = [node for node, parent in enumerate(parents) if parent in paths]
+            own = scores_NV[[parents[node] for node in children], [tokens[node] for node in children]].tolist()
+            allowed = [node for node, score in zip(children, own, strict=True) if score > -torch.inf]
+            paths = {node: [*paths[parents[node]], tokens[node]] for node in allowed}
+
+
+def _moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
+    """A copy of transformers' processor with its tensors on a device; one of the user's own as it is."""
+    if type(processor).__module__ != known.__name__:
+        return processor
+    other = copy.copy(processor)
+    for name, value in vars(other).items():
+        if isinstance(value, Tensor):
+            setattr(other, name, value.to(device))
+    return other
+
+
+def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """As one row by itself, without padding, would have it."""
+    # A tensor is how `generate` tells the penalty of the padding.
+    told = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(told, Tensor):
+        return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
+    if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return known.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)
+    return processor

@@ -1,0 +1,1 @@
+"""Loading a target model: names, number formats, what is supported."""

@@ -1,0 +1,161 @@
+"""Which number format a model runs in: `dtype="auto"` is the fastest on this machine of those that are right for it.
+
+Right are the checkpoint's own format, and on a CPU float32 too, which holds every number of a 16-bit format exactly. A
+GGUF file that is dequantised here is right in float32 only. On an accelerator the checkpoint's own format is taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+
+from ...heads.base import dtype_name
+from ..kv_cache import free_memory
+from ..tuning.machine import measured_once, positive, seconds_in_turns, tell_once
+from .loading import config_of
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Formats that float32 holds exactly, and that a CPU may be slow in."""
+WIDTH, INNER, LAYERS = 1024, 4096, 4
+"""Of the linear layers whose forwards are timed: as wide as a model of half a billion parameters has them, and together
+larger than most processors' caches."""
+ROWS = (1, 8)
+"""Tokens of the forwards that are timed: a plain step, and the check of a small tree."""
+REPEATS, LIMIT = 7, 1.0
+"""Calls of each, at most, and seconds after which there are no more."""
+SLOW = 1.25
+"""A format that somebody names is told to be slow if it takes so many times as long as the best right one."""
+ROOM = 0.8
+"""Share of the free memory that a model's weights may take in float32: caches and a head need some too."""
+
+
+def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
+    """A format, by its word or as it is.
+
+    Raises:
+        ValueError: an unknown word.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"unknown dtype {dtype!r}; choose from auto, float32, bfloat16, float16")
+    return found
+
+
+def chosen_dtype(
+    dtype: torch.dtype | str,
+    source: str | Path,
+    device: torch.device | None,
+    revision: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> torch.dtype:
+    """What "auto" means for a checkpoint; or the format that was named, with a warning if it is known to be slow here.
+
+    Args:
+        dtype: as the user gave it.
+        source: a folder, a Hub id, a GGUF file, or `package:NAME`.
+        device: where the model goes; None for several.
+        revision: of a Hub id.
+        options: of `sources.MODEL_OPTIONS`.
+
+    Raises:
+        ValueError: an unknown word for `dtype`, or no config at `source`.
+    """
+    named = None if dtype == "auto" else dtype_named(dtype)
+    if named is not None and (named not in (torch.float32, *HALVES) or not _on_cpu(device)):
+        return named
+    own, config = own_dtype(source, revision, options)
+    if named is not None:
+        warn_if_slow(named, own)
+        return named
+    quantized = getattr(config, "quantization_config", None) or (options or {}).get("quantization_config")
+    if config is None or quantized or own not in HALVES or not _on_cpu(device) or against_float32(own) < 1:
+        return own
+    return torch.float32 if fits(config) else own
+
+
+def _on_cpu(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cpu"
+
+
+def own_dtype(
+    source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
+) -> tuple[torch.dtype, PreTrainedConfig | None]:
+    """A checkpoint's own format, float32 if it does not say; and its config, None for a GGUF file.
+
+    Raises:
+        ValueError: no config at `source`.
+    """
+    config = config_of(source, revision, options)
+    if config is None:
+        return torch.float32, None
+    own: Any = config.dtype or config.get_text_config().dtype or torch.float32
+    return own, config
+
+
+def fits(config: PreTrainedConfig) -> bool:
+    """Whether this machine's free memory holds a model's weights in float32."""
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    weights = sum(weight.numel() for weight in model.parameters())
+    return torch.float32.itemsize * weights < ROOM * free_memory(torch.device("cpu"))
+
+
+def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
+    """Warn, once, of a format that takes longer on this machine's CPU than another that is right.
+
+    Args:
+        named: the format that a user asked for.
+        own: the checkpoint's.
+    """
+    others = {torch.float32, own} & {torch.float32, *HALVES} - {named}
+    if not others:
+        return
+    taken = {each: 1.0 if each == torch.float32 else against_float32(each) for each in (named, *others)}
+    best = min(others, key=lambda each: taken[each])
+    if taken[named] >= SLOW * taken[best]:
+        tell_once(
+            f"on this machine linear layers take {taken[named] / taken[best]:.1f} times as long in {dtype_name(named)} "
+            f"as in {dtype_name(best)}, which is as right for this model; dtype='auto' takes it"
+        )
+
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""Rows [R, in] and a weight [out, in] to [R, out]."""
+
+
+def against_float32(dtype: torch.dtype, linear: Linear = F.linear) -> float:
+    """How many times as long as in float32 linear layers take on this machine's CPU; measured once.
+
+    Args:
+        dtype: of rows and weights.
+        linear: by what the layers will be computed.
+    """
+    name = f"{linear.__name__} of {ROWS} rows in {dtype_name(dtype)} over float32"
+    return measured_once(torch.device("cpu"), name, lambda: _timed(dtype, linear), positive)
+
+
+@torch.inference_mode()
+def _timed(dtype: torch.dtype, linear: Linear) -> float:
+    """The medians of all `ROWS` together, over those in float32."""
+
+    def forward(rows_RD: Tensor, weights: list[Tensor]) -> None:
+        for weight_OI in weights:
+            rows_RD = linear(rows_RD, weight_OI)
+
+    shapes = [(INNER, WIDTH), (WIDTH, INNER)] * (LAYERS // 2)
+    calls: dict[tuple[torch.dtype, int], Callable[[], None]] = {}
+    for kind in (torch.float32, dtype):
+        weights = [torch.full(shape, 1 / INNER, dtype=kind) for shape in shapes]
+        calls |= {(kind, rows): partial(forward, torch.ones(rows, WIDTH, dtype=kind), weights) for rows in ROWS}
+    taken = {call: statistics.median(times) for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()}
+    in_float32, in_dtype = (sum(taken[kind, rows] for rows in ROWS) for kind in (torch.float32, dtype))
+    return in_dtype / in_float32

@@ -1,0 +1,160 @@
+"""Encoder-decoders (T5): the encoder runs once a text, the decoder is asked as a decoder-only target is.
+
+T5 knows no position ids: a token's place is its slot in the cache, and one relative bias serves the whole batch. So
+guesses form a chain, and one row is decoded at a time; trees and batches are refused. The papers' own case
+(arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its draft.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..drafters.base import TargetOutput
+from ..kv_cache import StateShape, TreeCache
+from ..target import Target
+from ..tree import DraftTree
+from .loading import config_of
+
+FAMILIES = ("t5", "mt5")
+"""Model types whose decoder places tokens by the cache alone."""
+
+
+def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[str, Any] | None = None) -> bool:
+    """Whether a loaded model, or a folder or Hub id, is one; what cannot be read is left to who loads it."""
+    if isinstance(source, PreTrainedModel):
+        return bool(source.config.is_encoder_decoder)
+    if isinstance(source, Target):
+        return isinstance(source, Seq2SeqTarget)
+    try:
+        config = config_of(source, revision, options)
+    except ValueError:
+        return False
+    return config is not None and bool(config.is_encoder_decoder)
+
+
+class Seq2SeqTarget(Target):
+    """A frozen encoder-decoder; see `Target`."""
+
+    loader = AutoModelForSeq2SeqLM
+    shares_prompts = False
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        """Wrap a loaded model.
+
+        Raises:
+            ValueError: another family than T5.
+        """
+        super().__init__(model, name)
+        self.encoded: BaseModelOutput | None = None
+        self.encoded_mask: Tensor | None = None
+
+    @staticmethod
+    def kinds(model: PreTrainedModel) -> tuple[str, ...]:
+        """See `Target.kinds`."""
+        if model.config.model_type not in FAMILIES:
+            raise ValueError(
+                f"{type(model).__name__} is an encoder-decoder of type {model.config.model_type!r}; choose from "
+                + ", ".join(FAMILIES)
+            )
+        return ("full_attention",)
+
+    def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
+        """Read what is to be answered; the decoder sees it from then on.
+
+        Raises:
+            ValueError: see `hear`.
+        """
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        with torch.inference_mode():
+            encoded = self.model.get_encoder()(input_ids, attention_mask=mask, return_dict=True)
+        self.hear(encoded, mask)
+        return encoded
+
+    def hear(self, encoded: BaseModelOutput, mask: Tensor | None) -> None:
+        """Take what the encoder has read.
+
+        Raises:
+            ValueError: more than one row.
+        """
+        states_BTD = encoded.last_hidden_state
+        assert states_BTD is not None
+        if len(states_BTD) > 1:
+            raise ValueError(
+                f"{self.name!r} decodes one row at a time, not {len(states_BTD)}: one relative bias serves a batch, so "
+                "its rows would have to be equally long"
+            )
+        self.encoded, self.encoded_mask = encoded, mask
+
+    def check_heard(self) -> None:
+        """Refuse to draft for a text that this model was not shown.
+
+        Raises:
+            ValueError: naming the way out.
+        """
+        if self.encoded is None:
+            raise ValueError(
+                f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which only "
+                "SpeculativeLM.generate hands on; call that"
+            )
+
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        """No head reads an encoder-decoder.
+
+        Raises:
+            ValueError: naming the model.
+        """
+        if layers:
+            raise ValueError(f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a drafter")
+
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
+        """An empty cache; the encoder's keys and values join it at the first forward."""
+        cache = super().new_cache(batch_size, tokens, rows)
+        cache.crossed = DynamicCache()
+        return cache
+
+    @cached_property
+    def state_shapes(self) -> list[StateShape]:
+        """See `Target.state_shapes`."""
+        shape = StateShape(self.config.num_heads, self.config.d_kv, self.dtype, self.device)
+        return [shape] * (2 * self.config.num_decoder_layers)
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        """See `Target.forward_tree`.
+
+        Raises:
+            ValueError: a tree that is no chain.
+        """
+        chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=self.device)
+        if not bool((tree.parents_BN == chain_N).all()):  # sync: decoding one row waits for its tokens anyway
+            raise ValueError(
+                f"{self.name!r} places tokens by the cache alone, so only chains can be checked; choose chain:LENGTH"
+            )
+        return super().forward_tree(tree, longest, cache, layers)
+
+    def _run(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Any,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits, and no features."""
+        cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
+        output = self.model(
+            encoder_outputs=self.encoded,
+            attention_mask=self.encoded_mask,
+            decoder_input_ids=tokens_BN,
+            decoder_attention_mask=masks,
+            past_key_values=EncoderDecoderCache(cache, cache.crossed),
+            use_cache=True,
+        )
+        kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]
+        return kept, self._features((), layers, tokens_BN)

@@ -1,0 +1,98 @@
+"""The attention function that the target's own layers call in place of transformers' sdpa.
+
+transformers copies keys and values once for every query head of their group when a mask is given, at every layer of
+every round. Ours does not; and a passage of a prompt comes to it without a mask, for it is causal.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..heads.layers.attention import causal_attention, masked_attention
+
+NAME = "headstart"
+"""What the function is registered as."""
+BEYOND = ("softcap", "s_aux", "position_bias")
+"""What some layers ask of attention: a bound on scores, a sink, a bias by distance."""
+
+
+def usable(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether the decoder's layers would call our function: they look by this config, and run sdpa now."""
+    looked_up = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+    return looked_up and all(getattr(each, "config", config) is config for each in model.get_decoder().modules())
+
+
+_here = threading.local()
+"""`inside`: whether this thread is in a forward of ours."""
+_forwards: Counter[int] = Counter()
+"""Forwards of ours that run now, by their model's config."""
+_counting = threading.Lock()
+
+
+@contextmanager
+def attending(config: PreTrainedConfig) -> Iterator[None]:
+    """In this thread the model of this config calls our function; in others it computes what it did before."""
+    with _counting:
+        _forwards[id(config)] += 1
+        config._attn_implementation = NAME
+    before, _here.inside = getattr(_here, "inside", False), True
+    try:
+        yield
+    finally:
+        _here.inside = before
+        with _counting:
+            _forwards[id(config)] -= 1
+            if not _forwards[id(config)]:
+                del _forwards[id(config)]
+                config._attn_implementation = "sdpa"  # which it is where `usable` says so
+
+
+def masks(*given: Any, **named: Any) -> Any:
+    """What transformers asks for a mask: none in a forward of ours, which brings its own; else sdpa's."""
+    return None if getattr(_here, "inside", False) else sdpa_mask(*given, **named)
+
+
+def attention(
+    module: torch.nn.Module,
+    query_BHNE: Tensor,
+    key_BGSE: Tensor,
+    value_BGSE: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers expects of an attention function: [B, N, H, E], and no weights.
+
+    Without a mask the queries are the last N of S tokens, each seeing itself and all before. Slots behind the end of a
+    mask are not looked at.
+
+    Raises:
+        ValueError: the model asks for what sdpa does not do either.
+    """
+    if not getattr(_here, "inside", False):  # somebody else's forward, while one of ours runs in another thread
+        return sdpa_attention_forward(
+            module, query_BHNE, key_BGSE, value_BGSE, attention_mask, scaling=scaling, **options
+        )
+    beyond = [name for name in BEYOND if options.get(name) is not None]
+    if beyond:
+        raise ValueError(f"{type(module).__name__} asks for {beyond[0]}: load it with attn_implementation='eager'")
+    if attention_mask is None:
+        found = causal_attention(query_BHNE, key_BGSE, value_BGSE, scaling)
+    else:
+        seen = attention_mask.shape[-1]
+        found = masked_attention(query_BHNE, key_BGSE[:, :, :seen], value_BGSE[:, :, :seen], attention_mask, scaling)
+    return found.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, masks)

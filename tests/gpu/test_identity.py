@@ -1,0 +1,196 @@
+"""On an accelerator as on the CPU: every head, tree, acceptance rule, processor, padding and kind of batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerator_helpers import VOCAB, head_for
+from conftest import build_model
+
+from headstart.heads import HEADS
+from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target
+
+pytestmark = pytest.mark.gpu
+PADDED = torch.tensor([[0, 0, 0, 5, 6], [9, 8, 7, 6, 5], [0, 3, 1, 2, 4]])
+GREEDY = ("chain:3", "branch:2x2", "dynamic:8:3:2", "stop:0.05:chain:3", "root", "auto")
+DRAWN = {
+    "drawn:chain:3": ("point_mass", "token", "with_replacement", "without_replacement", "block", "traversal"),
+    "drawn:branch:2x2": ("point_mass", "without_replacement", "traversal"),
+    "independent:branch:2x2": ("point_mass", "with_replacement"),
+    "stop:0.05:drawn:chain:3": ("block",),
+    "dynamic:8:3:2": ("point_mass", "typical"),
+}
+SOURCES = ("prompt-lookup", "lookahead", "ngram:2", "random")
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9},
+    "penalty": {"do_sample": False, "repetition_penalty": 1.3},
+    "shortest": {"do_sample": False, "min_new_tokens": 12, "eos_token_id": [3, 7]},
+    "no repeats": {"do_sample": True, "no_repeat_ngram_size": 2, "bad_words_ids": [[4], [5, 6]]},
+    "suppressed": {"do_sample": True, "suppress_tokens": [1, 2], "begin_suppress_tokens": [8]},
+    "biased": {"do_sample": False, "sequence_bias": [[[9], 2.0]], "forced_eos_token_id": 3},
+    "ends": {"do_sample": False, "eos_token_id": [3, 7, 11, 20]},
+}
+
+
+def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
+    torch.manual_seed(seed)
+    settings = {"do_sample": False, "pad_token_id": 0, **settings}
+    mask = (prompts != 0).long()
+    return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, slots=slots, **settings)
+
+
+def both(on_cpu, there, kind=None, drafter=None, **options):
+    """Our decoder on the CPU, eager as on the accelerator, and there."""
+    head = None if kind is None else head_for(on_cpu, kind)
+    lms = []
+    for target in (on_cpu, there):
+        own = None if head is None else copy.deepcopy(head).to(target.device)
+        lms.append(SpeculativeLM.from_pretrained(target, own, compile=False, drafter=drafter, **options))
+    return lms
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.parametrize("tree", GREEDY)
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_head_with_every_tree(on_cpu, there, device, kind, tree, slots):
+    here, away = both(on_cpu, there, kind, tree=tree)
+    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
+    assert torch.equal(text(here, PADDED).sequences, expected)
+    found = text(away, PADDED.to(device), slots=slots)
+    assert found.sequences.device == device and torch.equal(found.sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize(("tree", "verifier"), [(tree, word) for tree, words in DRAWN.items() for word in words])
+def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, tree, verifier):
+    """The simulated device draws the CPU's numbers; a GPU draws others."""
+    options = {"tree": tree, "verifier": verifier, "lossy": verifier == "typical", "fallback": False}
+    here, away = both(on_cpu, there, "eagle3", **options)
+    expected = text(here, PADDED, do_sample=True)
+    found = text(away, PADDED.to(device), do_sample=True)
+    assert found.sequences.shape[1] > PADDED.shape[1]
+    if device.type == "sim" and not tree.startswith("stop"):  # a CPU is asked sooner, and draws fewer numbers
+        assert torch.equal(found.sequences.cpu(), expected.sequences)
+        assert found.stats.acceptance_length == expected.stats.acceptance_length
+
+
+@pytest.mark.parametrize("inputs_on_cpu", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("tree", ["dynamic:8:3:2", "drawn:chain:2"])
+def test_every_setting(on_cpu, there, device, tree, name, inputs_on_cpu):
+    here, away = both(on_cpu, there, "medusa", tree=tree, fallback=False)
+    expected = text(here, PADDED, **SETTINGS[name]).sequences
+    found = text(away, PADDED if inputs_on_cpu else PADDED.to(device), **SETTINGS[name]).sequences
+    if device.type == "sim" or not SETTINGS[name]["do_sample"]:
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("generator", ["cpu", "none"])
+def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, generator):
+    """With picked trees and a generator on the CPU, on any device."""
+    draw = torch.Generator().manual_seed(7) if generator == "cpu" else None
+    plain = SpeculativeLM(on_cpu)
+    expected = text(plain, PADDED, do_sample=True, generator=draw).sequences
+    _, away = both(on_cpu, there, "medusa", tree="branch:2x2")
+    draw = torch.Generator().manual_seed(7) if generator == "cpu" else None
+    found = text(away, PADDED.to(device), do_sample=True, generator=draw).sequences
+    if device.type == "sim" or generator == "cpu":
+        assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "beside"), [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")]
+)
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("slots", [None, 2])
+def test_every_source(on_cpu, there, device, word, beside, fallback, slots):
+    tree = "auto" if beside is None else "dynamic:6:3:2"
+    here, away = both(on_cpu, there, beside, word, tree=tree, fallback=fallback)
+    repeating = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]])
+    expected = text(here, repeating)
+    found = text(away, repeating.to(device), slots=slots)
+    assert torch.equal(found.sequences.cpu(), expected.sequences)
+    if not fallback and slots is None:
+        assert found.stats.acceptance_length == expected.stats.acceptance_length
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "drawn:chain:3", "branch:2x2"])
+def test_a_second_model(on_cpu, there, device, tree):
+    from headstart.inference.drafters.by_name import draft_model
+
+    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
+    for model in (there, Target(build_model(vocab_size=VOCAB, seed=1).requires_grad_(False).to(device))):
+        lm = SpeculativeLM.from_pretrained(there, drafter=draft_model(model, there, tree), compile=False)
+        assert torch.equal(text(lm, PADDED.to(device)).sequences.cpu(), expected)
+
+
+class Mine(Drafter):
+    """A drafter of somebody's own, made on the host."""
+
+    max_nodes = 3
+
+    def propose(self, roots_B):
+        tokens = torch.full((len(roots_B), 3), 5)
+        tokens[:, 0] = roots_B.cpu()
+        parents = torch.tensor([-1, 0, 1]).expand(len(roots_B), -1)
+        return DraftTree(tokens, parents, torch.full((len(roots_B),), 3), max_depth=2)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.filterwarnings("error")
+def test_a_drafter_of_ones_own(on_cpu, there, device, slots):
+    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
+    lm = SpeculativeLM.from_pretrained(there, drafter=Mine(), compile=False, fallback=False)
+    found = text(lm, PADDED.to(device), slots=slots)
+    assert torch.equal(found.sequences.cpu(), expected) and found.stats.plain_rounds == 0
+
+
+def test_long_prompts_are_read_in_pieces(on_cpu, there, device, monkeypatch):
+    from headstart.inference import loop
+
+    monkeypatch.setattr(loop, "PREFILL_TOKENS", 7)
+    here, away = both(on_cpu, there, "eagle3", tree="chain:3")
+    rows = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
+    expected = text(here, rows).sequences
+    assert torch.equal(text(away, rows.to(device)).sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "hydra++"])
+def test_a_model_over_two_devices(on_cpu, device, kind):
+    """As accelerate spreads it; a GPU alone is given twice."""
+    from accelerate import dispatch_model
+
+    first, second = (device, torch.device(device.type, 1 if device.type == "sim" else 0))
+    model = copy.deepcopy(on_cpu.model)
+    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
+    places |= {f"model.layers.{i}": first if i < 3 else second for i in range(on_cpu.info.num_layers)}
+    spread = Target(dispatch_model(model, places, main_device=first, force_hooks=True))
+    head = head_for(on_cpu, kind).to(spread.device)
+    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
+    for tree in ("branch:2x2", "dynamic:8:3:2"):
+        lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, fallback=False)
+        assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize("kind", ["cut", "eagle3", "hydra++", "medusa"])
+def test_a_conversation(on_cpu, there, device, kind):
+    here, away = both(on_cpu, there, kind, tree="branch:2x2", fallback=False)
+    prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()
+    for more in ([4, 4], [7], []):
+        expected, found = text(here, prompt), text(away, prompt.to(device), past_key_values=past)
+        assert torch.equal(found.sequences.cpu(), expected.sequences)
+        assert found.stats.rows == expected.stats.rows
+        prompt = torch.cat([expected.sequences, torch.tensor([more], dtype=torch.int64)], dim=1)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_what_prompts_share(on_cpu, there, device, slots):
+    beginning = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
+    rows = [torch.cat([beginning, torch.tensor(more)]) for more in ([1], [2, 3], [1], [4, 5, 6])]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    here, away = both(on_cpu, there, "eagle3", tree="chain:3", fallback=False)
+    expected = text(SpeculativeLM(on_cpu), padded).sequences
+    assert torch.equal(text(here, padded).sequences, expected)
+    assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)

@@ -1,0 +1,114 @@
+"""What a round costs an accelerator besides arithmetic: waits, uploads, and operations that are asked for one by one.
+
+The table of benchmarks/rounds.md:
+
+    HEADSTART_TEST_DEVICE=sim PYTHONPATH=tests:tests/gpu python tests/gpu/test_rounds.py
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import statistics
+import sys
+
+import pytest
+import simulated
+import torch
+from accelerator_helpers import head_for
+
+from headstart.heads import HEADS
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.drafters.by_name import draft_model
+from headstart.inference.drafters.draft_model import AssistantModel
+
+WAITS, UPLOADS = 1, 2
+SAMPLED = 50
+"""Operations more where tokens are drawn: by numbers for every token, computed on the device, of all depths at once."""
+CASES = {
+    "plain": ({}, 20),
+    **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 40) for kind in HEADS},
+    "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 55),
+    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 95),
+    "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 100),
+    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 200),
+    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 140),
+    "prompt lookup": ({"drafter": "prompt-lookup"}, 65),
+    "lookahead": ({"drafter": "lookahead"}, 65),
+    "n-grams": ({"drafter": "ngram:2"}, 35),
+    "random": ({"drafter": "random"}, 35),
+    "a second model": ({"drafter": "model"}, 40),
+}
+"""What decodes, and how many operations of a round are its own, at most: those of the forwards of target and drafts are
+not counted."""
+
+
+def lm_of(there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False) -> SpeculativeLM:
+    head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
+    if drafter == "model":
+        drafter = draft_model(there, there, "chain:3")
+    return SpeculativeLM.from_pretrained(there, head, tree=tree, compile=False, drafter=drafter, fallback=fallback)
+
+
+def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[int, int, int]], simulated.Counts]:
+    """Waits, uploads and operations of each round but the first ones, without the forwards of target and drafts."""
+
+    def not_counted(owner, name):
+        original = getattr(owner, name)
+
+        def call(*given, **named):
+            with simulated.uncounted():
+                return original(*given, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    not_counted(Target, "_run")
+    for head in (*HEADS.values(), AssistantModel):
+        for name in ("expand", "observe"):
+            not_counted(head, name)
+    seen = []
+    with simulated.counted() as counts:
+        totals = lambda: tuple(each.total() for each in (counts.waits, counts.uploads, counts.operations))  # noqa: E731
+        lm.round_listeners.append(lambda _: seen.append(totals()))
+        prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
+        lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=48, **settings)
+        lm.round_listeners.clear()
+    rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])]
+    return rounds, counts
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
+    options, ceiling = CASES[name]
+    lm = lm_of(there, on_cpu, **options)
+    rounds, counts = counts_of(lm, monkeypatch, **settings)
+    assert len(rounds) > 3
+    waits, uploads, operations = zip(*rounds, strict=True)
+    assert statistics.median(waits) == max(waits) == WAITS, counts.waits
+    assert max(uploads) <= UPLOADS, counts.uploads
+    assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], counts.operations.most_common(9)
+
+
+def main() -> None:
+    """Print the table."""
+    sys.path.pop(0)  # this folder, which has a conftest of its own
+    from accelerator_helpers import VOCAB
+    from conftest import build_model
+
+    on_cpu = Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
+    there = Target(copy.deepcopy(on_cpu.model).to("sim:0"))
+    print("| drafts | waits | uploads | operations | drawn: waits | uploads | operations |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (options, _) in CASES.items():
+        cells = []
+        for sampling in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                rounds, _ = counts_of(lm_of(there, on_cpu, **options), patch, do_sample=sampling)
+            waits, uploads, operations = zip(*rounds, strict=True)
+            cells += [str(max(waits)), str(max(uploads)), f"{statistics.median(operations):.0f}"]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

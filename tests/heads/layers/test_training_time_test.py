@@ -1,0 +1,106 @@
+"""Attention of training-time test: every kernel finds what plain scores find, packed rows or not; gradients too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.utils.checkpoint import checkpoint
+
+from headstart.heads.layers import training_time_test as step_attention
+from headstart.heads.layers.training_time_test import PackedTexts, attend_step, by_chunks, by_flex
+
+HEADS, GROUPS, SIZE, TIME = 4, 2, 16, 150
+"""More positions than a block of flex_attention's mask."""
+PACKED = torch.tensor([[1] * 40 + [2] * 1 + [3] * 109, [1] * 150])
+Kernel = Callable[[Tensor, list[Tensor], list[Tensor], "Tensor | None"], Tensor]
+
+
+def drawn(steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A query, and keys and values of each step."""
+    random = torch.Generator().manual_seed(steps)
+
+    def draw(heads: int) -> Tensor:
+        states = torch.randn(2, TIME, heads, SIZE, dtype=torch.float64, generator=random).to(dtype)
+        return states.requires_grad_().transpose(1, 2)  # as a head's projections lie
+
+    keys = [draw(GROUPS) for _ in range(steps)]
+    return draw(HEADS), keys, [draw(GROUPS) for _ in range(steps)]
+
+
+def uncompiled(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
+    return by_flex(flex.flex_attention, query, keys, values, PackedTexts(sequences_BT))
+
+
+def usual(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
+    return attend_step(query, keys, values, PackedTexts(sequences_BT))
+
+
+def recomputed(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
+    found: Tensor = checkpoint(usual, query, keys, values, sequences_BT, use_reentrant=False)
+    return found
+
+
+@pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("kernel", [usual, recomputed, uncompiled])
+def test_every_kernel_finds_what_plain_scores_find(
+    kernel: Kernel, steps: int, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU has no backward of flex_attention; uncompiled it is made of operations that all have one.
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+    given = drawn(steps)
+    leaves = [given[0], *given[1], *given[2]]
+    scale = torch.randn(2, HEADS, TIME, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    sides = []
+    for one in (kernel, by_chunks):
+        found = one(*given, sequences_BT)
+        sides.append((found, *torch.autograd.grad((found * scale).sum(), leaves)))
+    for mine, plain in zip(*sides, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=1e-10)
+
+
+def test_a_text_sees_no_other_of_its_row() -> None:
+    query, keys, values = drawn(2)
+    packed, whole = (usual(query, keys, values, texts) for texts in (PACKED, None))
+    assert torch.equal(packed[1], whole[1]) or torch.allclose(packed[1], whole[1], atol=1e-12)
+    assert torch.allclose(packed[0, :, :40], whole[0, :, :40], atol=1e-12)
+    assert not torch.allclose(packed[0, :, 41:], whole[0, :, 41:], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_formats_round_as_plain_scores_do(dtype: torch.dtype) -> None:
+    exact = usual(*drawn(3), PACKED)
+    found, plain = (kernel(*drawn(3, dtype), PACKED) for kernel in (usual, by_chunks))
+    assert found.dtype == dtype
+    errors = [(side.double() - exact).abs().mean() for side in (found, plain)]
+    assert errors[0] < 1.5 * errors[1]
+
+
+def test_autocast_decides_the_format() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert usual(*drawn(2, torch.float32), None).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
+def test_a_cpu_makes_no_scores(sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_attention, "by_chunks", None)
+    found = usual(*drawn(3), sequences_BT)
+    kept = [tensor for tensor in found.grad_fn.saved_tensors if isinstance(tensor, Tensor)]  # type: ignore[union-attr]
+    assert kept and max(tensor.numel() for tensor in kept) <= 2 * HEADS * TIME * SIZE
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "wanted"),
+    [(torch.bfloat16, 64, True), (torch.float32, 128, True), (torch.float64, 64, False), (torch.float32, 8, False)],
+)
+def test_flex_attention_is_compiled_for_what_it_can(
+    dtype: torch.dtype, size: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_attention, "has_triton", lambda: True)
+    assert step_attention.compiles(dtype, size) == wanted
+    monkeypatch.setattr(step_attention, "has_triton", lambda: False)
+    assert not step_attention.compiles(dtype, size)

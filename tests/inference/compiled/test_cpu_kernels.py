@@ -1,0 +1,428 @@
+"""Our kernels on a CPU: a float32 model's own logits from fewer bytes, each row alike whatever stands beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import Drafter, SpeculativeLM, Target
+from headstart.inference.compiled import cpu_decoder, cpu_kernels
+from headstart.inference.compiled.cpu_decoder import PackedBlock, packed_head
+from headstart.inference.compiled.cpu_kernels import FORMATS, PackedLinear, linear, pack
+from headstart.inference.drafters.head_drafter import NoDraft
+from headstart.inference.tree import framed
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+KNOWN = {
+    "llama": LlamaConfig(**SIZES),
+    "one group": LlamaConfig(**SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "sliding": MistralConfig(**SIZES, sliding_window=20),
+    "both kinds": Qwen2Config(**SIZES, sliding_window=20, use_sliding_window=True, max_window_layers=2),
+}
+OTHERS = {
+    "gemma3": Gemma3TextConfig(**SIZES, query_pre_attn_scalar=32, sliding_window=20),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.3),
+    "gpt-neox": GPTNeoXConfig(**SIZES),
+    "narrow heads": LlamaConfig(**SIZES | {"head_dim": 16}),
+    "gelu": LlamaConfig(**SIZES, hidden_act="gelu"),
+}
+
+pytestmark = [
+    pytest.mark.isa,
+    pytest.mark.skipif(cpu_kernels.library() is None, reason="no C++ compiler: there are no kernels"),
+]
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    """Rows of one group are then one thread's, or several threads'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def held(name, outputs, inputs):
+    """Weights that a format holds exactly, and no shorter one."""
+    weight = drawn(outputs, inputs, seed=1)
+    if name == "float32":
+        return weight
+    if name == "bfloat16":
+        return weight.to(BF16).float()
+    bits = int(name[-1])
+    groups = (outputs, inputs // 32, 32)
+    numbers = torch.randint(2**bits, groups, generator=torch.Generator().manual_seed(2)).float()
+    numbers[..., 0], numbers[..., 1] = 2**bits - 1, 0
+    numbers = numbers if bits == 4 else numbers.clamp(min=1)
+    scale = drawn(*groups[:2], 1, seed=3).abs().half().float()
+    offset = drawn(*groups[:2], 1, seed=4).half().float() if bits == 4 else -128 * scale
+    return (numbers * scale + offset).flatten(1)
+
+
+@pytest.mark.parametrize("outputs", [1, 33, 96])
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_lie_in_the_shortest_format_that_holds_them_exactly(name, outputs):
+    weight = held(name, outputs, 64)
+    packed = pack(weight)
+    assert packed.format == name
+    assert torch.equal(linear(packed, torch.eye(64)).T, weight)
+    nearly = weight.clone()
+    nearly[-1, -1] *= 1 + 2.0**-20
+    assert torch.equal(linear(pack(nearly), torch.eye(64)).T, nearly)
+
+
+def test_weights_of_gguf_that_are_centred_on_zero_are_found():
+    numbers = torch.randint(16, (40, 2, 32), generator=torch.Generator().manual_seed(2)) - 8
+    numbers[..., 0] = -8
+    for sign in (1, -1):
+        scale = sign * drawn(40, 2, 1).abs().half().float()
+        weight = (scale * numbers).flatten(1)
+        packed = pack(weight)
+        assert packed.format == "affine4"
+        assert torch.equal(linear(packed, torch.eye(64)).T, weight)
+
+
+def test_groups_of_one_value_and_of_zeros_are_held():
+    weight = torch.zeros(40, 64)
+    weight[3, 32:] = 0.5
+    packed = pack(weight)
+    assert packed.format == "affine4" and torch.equal(linear(packed, torch.eye(64)).T, weight)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_layers_of_any_number_of_rows(name, biased, threads):
+    for inputs, outputs in ((32, 1), (96, 33), (64, 160)):
+        weight, bias = held(name, outputs, inputs), drawn(outputs, seed=5) if biased else None
+        packed = pack(weight, bias)
+        rows = drawn(40, inputs)
+        alone = torch.cat([linear(packed, row[None]) for row in rows])
+        exact = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+        limit = 1e-6 * F.linear(rows.abs(), weight.abs()) + 1e-6
+        for count in (*range(1, 16), 24, 25, 40):
+            found = linear(packed, rows[:count])
+            assert found.shape == (count, outputs) and ((found - exact[:count]).abs() <= limit[:count]).all()
+            assert torch.equal(found, alone[:count])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_that_are_no_numbers_give_none(name, broken):
+    rows = drawn(3, 64)
+    rows[1, 40] = broken
+    found = linear(pack(held(name, 40, 64)), rows)
+    assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+
+
+def test_odd_widths_and_any_leading_shape():
+    weight = drawn(40, 17)
+    rows = drawn(17, 2, 5).permute(1, 2, 0)
+    assert torch.allclose(linear(pack(weight), rows), F.linear(rows, weight), atol=1e-5)
+
+
+def target_of(config, dtype=FLOAT, seed=0):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        parameter.data *= 6 if parameter.ndim > 1 else 1
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.2)
+        elif parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return Target(model.to(dtype).eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_decoder_in_the_kernels_gives_the_models_logits_and_features(name, dtype, threads):
+    target = target_of(KNOWN[name], dtype)
+    text = torch.randint(90, (2, 70), generator=torch.Generator().manual_seed(1))
+    layers = (0, 2, -1)
+    lengths = torch.tensor([70, 70])
+    expected = target.model(text, output_hidden_states=True)
+    target.compile()
+    assert target.packed is not None
+    cache = target.new_cache(2)
+    found = target.read_chunk(text, 70, cache, layers, list(range(70)))
+    assert torch.equal(cache.lengths_B, lengths)
+    states = torch.cat([expected.hidden_states[i] for i in (1, 3, 4)], dim=-1)
+    close = 1e-4 if dtype == FLOAT else 0.1
+    for ours, theirs in ((found.logits_BNV, expected.logits), (found.features_BNF, states)):
+        assert (ours.float() - theirs.float()).abs().max() <= close * theirs.float().abs().max()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_not_mistaken_and_get_their_linear_layers(name):
+    target = target_of(OTHERS[name])
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 30, "do_sample": False}
+    expected = target.model.generate(prompt, **settings)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
+    assert target.packed is None
+    assert any(isinstance(module, PackedLinear) for module in target.packed_model.modules())
+    assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
+    assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (0,), (1, -1)])
+def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers):
+    """Whether or not a head reads the state that the logits are made of."""
+
+    class Reader(Drafter):
+        max_nodes, feature_layers = 1, layers
+
+        def read(self, passage):
+            shown.append(passage.features_BTF)
+
+        def propose(self, roots_B):
+            return NoDraft().propose(roots_B)
+
+    target, read = target_of(KNOWN["llama"]), []
+    lm, lengths = SpeculativeLM(target, Reader()).compile(), (3, 9, 5, 7)
+    padded = torch.zeros(4, 9, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        padded[row, :length] = torch.arange(1 + row, 1 + row + length)
+    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    original = cpu_decoder.linear
+    monkeypatch.setattr(
+        cpu_decoder, "linear", lambda packed, rows, *more: read.append(rows) or original(packed, rows, *more)
+    )
+    shown = []
+    found = lm.generate(padded, **settings).sequences[:, -1]
+    assert target.packed is not None and sum(rows.shape[:-1].numel() for rows in read) == 4
+    for row, length in enumerate(lengths):
+        alone = target.model(padded[row : row + 1, :length], output_hidden_states=True)
+        assert alone.logits[0, -1].argmax() == found[row]
+        states = [alone.hidden_states[layer + 1 if layer >= 0 else -1][0, :-1] for layer in layers]
+        if layers:
+            assert torch.allclose(shown[0][row, : length - 1], torch.cat(states, dim=-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_who_asks_the_model_for_its_states_does_not_change_ours(asked):
+    """transformers hooks a model at the first such call, and the copy in the kernels at its own."""
+    target, text = target_of(next(iter(OTHERS.values()))), torch.arange(1, 9)[None]
+    model = target.model
+    if asked == "before":
+        model(text, output_hidden_states=True)
+    target.compile()
+    expected = model(text, output_hidden_states=True).hidden_states[-1]
+    for _ in range(2):
+        found = target.read_chunk(text, 8, target.new_cache(1), (-1,), []).features_BNF
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "both kinds"])
+def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threads):
+    target = target_of(KNOWN[name], dtype)
+    target.compile()
+    text = torch.randint(90, (1, 60), generator=torch.Generator().manual_seed(1))
+    tree = torch.randint(90, (1, 8), generator=torch.Generator().manual_seed(2))
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6]
+    seen = torch.eye(8, dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        seen[node] |= seen[parent]
+    layers, cache = (0, -1), target.new_cache(1)
+    target.read_chunk(text, 60, cache, layers, [])
+    output = target.forward_nodes(tree, framed(seen[None]), seen.sum(-1)[None] - 1, 60, cache, layers)
+    for leaf in (4, 5, 7):
+        path = seen[leaf].nonzero()[:, 0]
+        alone = target.new_cache(1)
+        target.read_chunk(text, 60, alone, layers, [])
+        for step, node in enumerate(path):
+            one = target.forward_chain(tree[:, node, None], 60 + step, alone, layers)
+            alone.commit(torch.tensor([1]))
+            assert torch.equal(one.logits_BNV[:, 0], output.logits_BNV[:, node])
+            assert torch.equal(one.features_BNF[:, 0], output.features_BNF[:, node])
+
+
+def test_a_prompt_is_read_alike_in_pieces_of_any_size():
+    target = target_of(KNOWN["llama"])
+    target.compile()
+    text = torch.randint(90, (2, 600), generator=torch.Generator().manual_seed(1))
+    found = []
+    for size in (1, 7, 600):
+        cache = target.new_cache(2)
+        parts = text[:, :30].split(size, dim=1) if size == 1 else text.split(size, dim=1)
+        outputs = [target.read_chunk(part, 600, cache, (0,), list(range(part.shape[1]))) for part in parts]
+        found.append(torch.cat([output.logits_BNV for output in outputs], dim=1)[:, :30])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+
+
+HEADS = {
+    "eagle3": {"depth": 3, "feature_layers": [0, 1, -1]},
+    "eagle": {"depth": 3},
+    "cut": {"depth": 3},
+    "medusa": {"num_heads": 3},
+    "hydra++": {"num_heads": 3},
+}
+
+
+def head_of(target, name):
+    torch.manual_seed(2)
+    head = build_head(name, HEADS[name], target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return head.eval()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_draft_nearly_the_same_in_the_kernels(name, dtype):
+    target = target_of(KNOWN["llama"], dtype)
+    head = head_of(target, name)
+    packed = packed_head(head)
+    assert any(isinstance(module, PackedLinear | PackedBlock) for module in packed.modules())
+    features = torch.randn(2, 5, 64 * len(head.feature_layers), generator=torch.Generator().manual_seed(3)).to(dtype)
+    tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    found = []
+    with torch.inference_mode():
+        for each in (head, packed):
+            state = each.begin(target.modules, 2, 40, 3, 9)
+            state = each.observe(state, features, tokens, torch.tensor([5, 3]))
+            first, state = each.expand(state, tokens[:, -1:], torch.full((2, 1), -1))
+            second, state = each.expand(state, tokens[:, :2], torch.zeros(2, 2, dtype=torch.int64))
+            third, _ = each.expand(state, tokens[:, :2], torch.tensor([[0, 1], [1, 1]]))
+            found.append([logits.float() for logits in (first, second, third)])
+    for plain, fast in zip(*found):
+        assert (plain - fast).abs().max() <= (1e-4 if dtype == FLOAT else 0.05) * plain.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
+    target = target_of(KNOWN["llama"], dtype)
+    prompts = torch.randint(90, (3, 12), generator=torch.Generator().manual_seed(4))
+    settings = {
+        "attention_mask": torch.ones_like(prompts),
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    plain = SpeculativeLM.from_pretrained(target).generate(prompts, **settings)
+    for options in ({"head": head_of(target, "eagle3"), "tree": "dynamic:9:3:3"}, {"drafter": "prompt-lookup:6"}):
+        found = SpeculativeLM.from_pretrained(target, **options).generate(prompts, **settings)
+        assert torch.equal(found.sequences, plain.sequences)
+        assert torch.equal(torch.stack(found.logits), torch.stack(plain.logits))
+
+
+def test_float32_text_is_that_of_generate():
+    target = target_of(KNOWN["qwen3"])
+    prompts = torch.randint(90, (4, 12), generator=torch.Generator().manual_seed(4))
+    settings = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 60, "do_sample": False}
+    expected = target.model.generate(prompts, **settings)
+    for options in ({}, {"head": head_of(target, "eagle3")}, {"drafter": "prompt-lookup:6"}):
+        lm = SpeculativeLM.from_pretrained(target, **options)
+        assert target.packed is not None
+        assert torch.equal(lm.generate(prompts, **settings).sequences, expected)
+
+
+def test_weights_that_change_in_place_are_packed_again():
+    target, other = target_of(KNOWN["llama"]), target_of(KNOWN["llama"], seed=1)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    lm = SpeculativeLM.from_pretrained(target)
+    before = lm.generate(prompt, **settings).sequences
+    packed = target.packed
+    lm.generate(prompt, **settings)
+    assert target.packed is packed
+    target.model.load_state_dict(other.model.state_dict())
+    after = lm.generate(prompt, **settings).sequences
+    assert torch.equal(after, other.model.generate(prompt, **settings)) and not torch.equal(after, before)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As on a machine that has compiled nothing yet."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    cpu_kernels.library.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    cpu_kernels.library.cache_clear()
+    cpu_kernels.library()
+
+
+def test_the_library_lies_in_a_folder_of_the_users_own(fresh):
+    assert cpu_kernels.library() is not None
+    folder = fresh / "cache"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+
+
+def test_a_library_that_is_cut_in_half_is_made_anew(fresh):
+    assert cpu_kernels.library() is not None
+    (path,) = (fresh / "cache").iterdir()
+    whole = path.read_bytes()
+    path.unlink()  # a library that is loaded must not be written to
+    path.write_bytes(whole[: len(whole) // 2])
+    cpu_kernels.library.cache_clear()
+    assert cpu_kernels.library() is not None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(fresh, monkeypatch):
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "file" / "cache"))
+    assert cpu_kernels.library() is not None
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", "cat /nowhere"])
+def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    target = target_of(KNOWN["llama"])
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    with pytest.warns(UserWarning, match="slower than it could be"):
+        lm = SpeculativeLM.from_pretrained(target, head_of(target, "eagle3"))
+    assert target.packed is None and target.packed_model is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpeculativeLM.from_pretrained(target)
+        assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
+
+
+def test_nothing_of_torchs_compiler_is_imported_before_something_is_compiled(target_folder):
+    code = (
+        "import sys, torch\n"
+        "from headstart.inference import SpeculativeLM\n"
+        f"lm = SpeculativeLM.from_pretrained({str(target_folder)!r}, drafter='prompt-lookup')\n"
+        "lm.generate(torch.tensor([[1, 2, 3]]), torch.ones(1, 3), max_new_tokens=4)\n"
+        "print({'headstart.inference.compiled.graphs', 'torch._inductor.compile_fx'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

@@ -1,0 +1,309 @@
+"""Drafts without a trained head: whatever the source, the text is the target's; and each guesses what it says."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import SpeculativeLM
+from headstart.inference.drafters.by_name import WORDS, draft_model, drafter_from
+from headstart.inference.drafters.head_and_lookup import HeadAndLookup
+from headstart.inference.drafters.lookahead import Lookahead
+from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
+from headstart.inference.drafters.ngram_model import NgramModel
+from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, continuations, merged
+from headstart.inference.models.loading import load_tokenizer, tokenizer_origin
+from headstart.inference.verify import choose_rule
+
+VOCAB = 20
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def corpus(vocab=VOCAB, texts=30):
+    chance = random.Random(0)
+    return [[chance.randrange(vocab) for _ in range(chance.randrange(1, 40))] for _ in range(texts)]
+
+
+def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
+    """By a word of the command line, or what needs a file or a model."""
+    if word == "model":
+        return draft_model(tiny_target(vocab_size=vocab, layers=1, seed=3), target, tree)
+    if word == "itself":
+        return draft_model(target, target, tree)
+    if word == "retrieval":
+        return PromptLookupDrafter(12, 6, 4, corpus=Datastore.of(corpus(vocab)))
+    if word == "hybrid":
+        torch.manual_seed(1)
+        head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
+        head.initialize(target.modules, torch.ones(vocab, dtype=torch.int64))
+        small = PromptLookupDrafter(2, 1, 1) if tree == "chain:1" else PromptLookupDrafter(6, 4, 2)
+        return HeadAndLookup(SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False).drafter, small)
+    return drafter_from(word, target, tree)
+
+
+LOOKED_UP = ["prompt-lookup", "prompt-lookup:5:2:1", "lookahead", "lookahead:2:2:1", "retrieval", "hybrid"]
+COUNTED = ["ngram:1", "ngram:2", "ngram:3", "random", "model", "itself"]
+SOURCES = [(word, "auto") for word in LOOKED_UP] + [
+    (word, tree) for word in COUNTED for tree in ("chain:3", "branch:2x2x1", "dynamic:9:3:3", "drawn:chain:2")
+]
+SOURCES += [("model", "chain:1|branch:2x1|dynamic:6:2:2"), ("ngram:2", "root|chain:3")]
+
+
+def prompts(count, vocab=VOCAB):
+    """Of different lengths, and they repeat themselves."""
+    chance = random.Random(1)
+    rows = []
+    for i in range(count):
+        part = [chance.randrange(vocab) for _ in range(1 + 3 * i % 7)]
+        rows.append(torch.tensor((part * 3)[: 1 + 5 * i % 13]))
+    return rows
+
+
+@pytest.mark.parametrize(("word", "tree"), SOURCES)
+@pytest.mark.parametrize("slots", [None, 2])
+def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, slots):
+    rows = prompts(6)
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [3, 7], "pad_token_id": 0}
+    settings |= {"repetition_penalty": 1.1}
+    lm = SpeculativeLM(target, source(word, target, tiny_target, tree))
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    for _ in range(2):  # the second time with what the first has left
+        written = lm.generate(padded, attention_mask=mask, slots=slots, **settings).sequences[:, padded.shape[1] :]
+        for row, found in zip(rows, written.tolist(), strict=True):
+            stock = target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)
+            expected = stock[0, len(row) :].tolist()
+            assert found[: len(expected)] == expected and not any(found[len(expected) :])
+
+
+@pytest.mark.parametrize("tree", ["chain:1", "chain:3", "branch:2x1x1", "dynamic:4:3:1", "drawn:chain:3"])
+@pytest.mark.parametrize("slots", [None, 2])
+def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
+    """Its cache holds what was written, and its guesses see their paths."""
+    rows = prompts(5)
+    padded = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    lm = SpeculativeLM(target, draft_model(target, target, tree))
+    depth = lm.drafter.depth
+    for sampling in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        settings = {"max_new_tokens": 1 + 4 * (depth + 1), "do_sample": sampling, "pad_token_id": 0}
+        stats = lm.generate(padded, attention_mask=mask, slots=slots, generator=generator, **settings).stats
+        if not sampling or tree.startswith("drawn"):
+            assert {record.returned for row in stats.rows for record in row} == {depth + 1}
+
+
+@pytest.mark.parametrize(
+    ("word", "tree", "verifier", "new"),
+    [
+        ("ngram:2", "drawn:chain:2", "auto", 3),
+        ("ngram:3", "drawn:chain:1", "token", 3),
+        ("ngram:2", "drawn:branch:2", "auto", 2),
+        ("random", "drawn:chain:2", "token", 3),
+        ("random", "drawn:branch:2", "without_replacement", 2),
+        ("model", "drawn:chain:2", "auto", 3),
+        ("model", "drawn:branch:2", "traversal", 2),
+        ("model", "chain:2", "auto", 2),
+        ("ngram:1", "drawn:chain:1|drawn:chain:2", "auto", 2),
+        ("prompt-lookup:3:2:2", "auto", "auto", 3),
+        ("lookahead:1:2:1", "auto", "auto", 3),
+        ("hybrid", "chain:1", "auto", 3),
+    ],
+)
+def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, tree, verifier, new):
+    target = tiny_target(vocab_size=3)
+    prompt = torch.tensor([1, 2, 1, 2, 1])
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
+
+    def run(draw):
+        drafter = source(word, target, tiny_target, tree, 3)
+        rule = choose_rule(verifier, drafter.origin, lossy=False)
+        return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
+
+    found = tools.every_branch(run)
+    for text, weight in tools.exactly(target, prompt, new, 0.8).items():
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+
+
+def naive_places(texts, gram):
+    """(what follows, to the end of its text) wherever the gram stands."""
+    size = len(gram)
+    return [text[i + size :] for text in texts for i in range(len(text) - size + 1) if text[i : i + size] == list(gram)]
+
+
+def test_a_datastore_finds_what_a_search_finds(tmp_path):
+    texts = corpus(vocab=4)
+    Datastore.of(texts, "words").save(tmp_path / "store")
+    store = Datastore.load(tmp_path / "store")
+    for size in range(1, 6):
+        for gram in itertools.islice(itertools.product(range(4), repeat=size), 300):
+            naive = naive_places(texts, gram)
+            found = [store.read(place, 50) for place in store.places(gram, 10**6).tolist()]
+            assert sorted(found) == sorted(naive)
+            tokens, counts = store.following(gram)
+            first = [rest[0] for rest in naive if rest]
+            assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {t: first.count(t) for t in set(first)}
+            assert len(store.places(gram, 3)) == min(3, len(naive))
+
+
+def test_a_running_text_finds_what_a_search_finds_newest_first():
+    text = NgramIndex(3)
+    tokens = random.Random(2).choices(range(3), k=60)
+    text.append(tokens)
+    for size in range(4):
+        for gram in itertools.product(range(3), repeat=size):
+            naive = [rest for rest in naive_places([tokens], gram) if rest]
+            assert [text.read(place, 99) for place in text.places(gram, 99).tolist()] == naive[::-1]
+            assert text.following(gram)[1].sum() == len(naive)
+    assert continuations(text, [*tokens, 9, 9], 3, 1, 4) == []  # what never stood there
+
+
+def test_what_continuations_share_stays_and_newer_ones_come_first():
+    trie = merged(7, [[1, 2, 3], [4, 5], [4, 6], [1, 2, 8]], 5)
+    assert (trie.tokens, trie.parents) == ([7, 1, 2, 3, 4], [-1, 0, 1, 2, 0])
+    assert merged(7, [], 5).tokens == [7]
+    assert merged(7, [[1, 2, 3]], 3).tokens == [7, 1, 2]
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize("stored", [False, True])
+def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
+    store = Datastore.of(corpus()) if stored else None
+    model = NgramModel(target.info, order, 3, store)
+    text = NgramIndex(max(order - 1, 0))
+    text.append(corpus()[3] * 2)
+    counted = [*([store] if store else []), text]
+
+    def slow(context, token):
+        """From the longest context down to 1 / V."""
+        if context is None:
+            return 1 / VOCAB
+        shorter = slow(context[1:] if context else None, token)
+        for each in counted:
+            tokens, counts = each.following(context)
+            if len(tokens):
+                here = int(counts[tokens.tolist().index(token)]) if token in tokens else 0
+                shorter = (here + len(tokens) * shorter) / (counts.sum() + len(tokens))
+        return shorter
+
+    for end in range(len(text.tokens) - 4, len(text.tokens)):
+        context = model._context(text.tokens[:end])
+        probs = model.probabilities(text, context)
+        assert probs.sum() == pytest.approx(1) and (probs > 0).all()
+        expected = [slow(context if order else None, token) for token in range(VOCAB)]
+        np.testing.assert_allclose(probs, expected)
+
+
+@pytest.mark.parametrize("new_tokens", [5, 8, 10, 12, 60])
+def test_lookahead_learns_what_the_target_says_of_its_own_guesses(target, new_tokens):
+    """Every remembered n-gram is a trajectory: the target said each token after what stood before it in the tree."""
+    drafter = Lookahead(3, 3, 2)
+    trees = []
+    original = drafter.propose
+    drafter.propose = lambda roots: trees.append(original(roots)) or trees[-1]
+    lm = SpeculativeLM(target, drafter)
+    output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=new_tokens, do_sample=False)
+    window = drafter.windows[0]
+    assert len(window.rows) == 2 and all(len(row) == 3 for row in window.rows)
+    assert max(tree.tokens_BN.shape[1] for tree in trees) <= drafter.max_nodes
+    assert all(len(known) <= 2 for known in window.grams.values())
+    ids, committed = output.sequences[0].tolist(), 3 + 1 + sum(r.returned for r in output.stats.rows[0][:-1])
+    tree = trees[-1]
+    paths = {0: ids[:committed]}
+    for node in range(1, tree.tokens_BN.shape[1]):
+        paths[node] = paths[int(tree.parents_BN[0, node])] + [int(tree.tokens_BN[0, node])]
+    said = [int(target.model(torch.tensor([paths[node]])).logits[0, -1].argmax()) for node in window.below]
+    assert said == window.rows[-1]
+    if new_tokens == 60:  # a random model soon repeats itself, and so do its trajectories
+        assert output.stats.acceptance_length > 1.2
+    else:
+        assert len(set(said)) > 1
+
+
+def test_a_hybrid_joins_what_begins_alike_and_counts_whose_guesses_were_right(target, tiny_target):
+    drafter = source("hybrid", target, tiny_target)
+    lm = SpeculativeLM(target, drafter)
+    stats = lm.generate(torch.tensor([[5, 6, 5, 6, 5]]), max_new_tokens=50, do_sample=False).stats
+    accepted = sum(record.accepted for row in stats.rows for record in row)
+    assert sum(drafter.accepted.values()) == accepted and drafter.accepted["source"] + drafter.accepted["both"] > 0
+    # A model that drafts for itself stays right in company: it is shown what was written.
+    company = HeadAndLookup(draft_model(target, target, "chain:3"), PromptLookupDrafter(2, 1, 1))
+    stats = SpeculativeLM(target, company).generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False).stats
+    assert {record.returned for record in stats.rows[0][:-1]} == {4}
+    with pytest.raises(ValueError, match="must be one that looks things up"):
+        HeadAndLookup(drafter.head, Lookahead())
+    with pytest.raises(ValueError, match="cannot be joined"):
+        HeadAndLookup(drafter_from("random", target, "drawn:chain:2"), PromptLookupDrafter())
+
+
+@pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
+def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
+    """From the prompt's first token on, prompts of one token too."""
+    lm = SpeculativeLM(target, source(word, target, tiny_target))
+    for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
+        written = lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False).sequences[0].tolist()
+        texts = lm.drafter.state.texts if word == "ngram:2" else lm.drafter.texts
+        assert texts[0].tokens[: len(written)] == written
+
+
+def test_a_copy_of_a_drafter_is_independent(target, tiny_target):
+    """Continuous batching reads a new prompt with a copy while the others go on."""
+    for word in (*LOOKED_UP, "ngram:2", "model"):
+        drafter = source(word, target, tiny_target)
+        lm = SpeculativeLM(target, drafter)
+        lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+        before = copy.deepcopy(getattr(drafter, "texts", None)) and [list(t.tokens) for t in drafter.texts]
+        SpeculativeLM(target, copy.copy(drafter)).generate(torch.tensor([[9]]), max_new_tokens=5, do_sample=False)
+        assert before == (before and [list(text.tokens) for text in drafter.texts])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("prompt-lokup", "unknown drafter 'prompt-lokup'; choose from prompt-lookup"),
+        ("prompt-lookup:1", "at least 2 nodes"),
+        ("prompt-lookup:a", r"not understood; it is written prompt-lookup\[:NODES"),
+        ("lookahead:0", "window of at least 1 column"),
+        ("ngram:99", "an order from 0 to 16, not 99"),
+        ("prompt-lookup:12:10:50", "n-grams of 1 to 16; not 12, 10, and 1 to 50"),
+        ("random:3", "not understood; it is written random"),
+        ("retrieval", "needs a datastore"),
+        ("retrieval:nowhere", "no datastore in 'nowhere'"),
+        ("model", "needs a model"),
+    ],
+)
+def test_what_is_no_drafter_is_refused(target, word, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeLM.from_pretrained(target, drafter=word, fallback=False)
+    assert word.split(":")[0] in WORDS or "unknown" in message
+
+
+def test_a_tree_for_a_source_that_takes_none_is_refused(target):
+    with pytest.raises(ValueError, match="takes no tree 'chain:3'"):
+        SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", tree="chain:3", fallback=False)
+
+
+def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target, target_folder, tmp_path):
+    with pytest.raises(ValueError, match="has another vocabulary"):
+        draft_model(tiny_target(vocab_size=VOCAB + 1), target)
+    Datastore.of(corpus(), "another").save(tmp_path / "store")
+    with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
+        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False)
+    hash_of = tokenizer_origin(load_tokenizer(target_folder))["tokenizer"]
+    Datastore.of([[300, 1]], hash_of).save(tmp_path / "large")
+    with pytest.raises(ValueError, match="token 300"):
+        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False)
+    with pytest.raises(ValueError, match="corpus is empty"):
+        Datastore.of([[], []])

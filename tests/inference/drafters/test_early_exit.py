@@ -1,0 +1,103 @@
+"""Chains that stop where the draft is unsure: exact, and no longer than they should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import SpeculativeLM, tree_policy
+from headstart.inference.drafters.by_name import draft_model, drafter_from
+from headstart.inference.drafters.early_exit import signs, sureness
+from headstart.inference.tree import EarlyExitShape, tree_word
+from headstart.inference.verify import RULES, choose_rule
+
+VOCAB = 20
+WORDS = ["stop:0.3:chain:4", "stop:0.2:drawn:chain:3", "stop:0.5@1.0,-0.1,0.2,0.3:chain:2", "stop:1:chain:3"]
+
+
+def medusa(target, **options):
+    torch.manual_seed(1)
+    head = build_head("medusa", {"num_heads": 4} | options, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return head
+
+
+@pytest.mark.parametrize("tree", WORDS)
+@pytest.mark.parametrize("kind", ["head", "model", "counts"])
+def test_greedy_is_generate(tiny_target, tree, kind):
+    target = tiny_target(vocab_size=VOCAB)
+    drafters = {
+        "head": lambda: SpeculativeLM.from_pretrained(target, medusa(target), tree=tree, fallback=False).drafter,
+        "model": lambda: draft_model(tiny_target(vocab_size=VOCAB, layers=1, seed=2), target, tree),
+        "counts": lambda: drafter_from("ngram:2", target, tree),
+    }
+    lm = SpeculativeLM(target, drafters[kind]())
+    ids = torch.tensor([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]])
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
+    output = lm.generate(ids, **settings)
+    assert torch.equal(output.sequences, target.model.generate(ids, **settings))
+    drafted = {record.drafted for row in output.stats.rows for record in row}
+    assert drafted <= set(range(tree_policy(tree).length + 1))
+    if tree.startswith("stop:1:"):
+        assert drafted == {0}
+
+
+def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
+    """A model that drafts for itself: each length is where its own distribution first falls below the threshold."""
+    target = tiny_target(vocab_size=VOCAB)
+    threshold, length = 0.118, 5
+    lm = SpeculativeLM(target, draft_model(target, target, f"stop:{threshold}:chain:{length}"))
+    output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=60, do_sample=False)
+    ids, place = output.sequences[0].tolist(), 4
+    probs_TV = target.model(output.sequences).logits[0].softmax(-1)
+    drafted = []
+    for record in output.stats.rows[0][:-1]:
+        expected = 0
+        while expected < length and float(probs_TV[place - 1 + expected].max()) >= threshold:
+            expected += 1
+        assert record.drafted == record.accepted == expected
+        drafted.append(expected)
+        place += record.returned
+    assert place <= len(ids) and len(set(drafted)) > 2
+
+
+@pytest.mark.parametrize("verifier", [word for word, rule in RULES.items() if not rule.lossy])
+@pytest.mark.parametrize("tree", ["stop:0.5:drawn:chain:2", "stop:0.4@0.5,-0.5,-0.2,0.6:drawn:chain:2"])
+def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, verifier):
+    target = tiny_target(vocab_size=3)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
+    drafter = draft_model(tiny_target(vocab_size=3, layers=1, seed=3), target, tree)
+    rule, prompt, lengths = choose_rule(verifier, drafter.origin, lossy=False), torch.tensor([1, 2, 1]), set()
+    new = 2 if verifier == "point_mass" else 3  # which draws at every node, so that there are more branches
+
+    def run(draw):
+        rows, stats = tools.write(target, drafter, rule, [prompt], processors, draw, new)
+        lengths.update(record.drafted for record in stats.rows[0])
+        return tuple(rows[0])
+
+    found = tools.every_branch(run)
+    assert len(lengths) > 1  # some chains stop, and others do not
+    for text, weight in tools.exactly(target, prompt, new, 0.8).items():
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+
+
+def test_the_signs_are_those_of_the_distribution():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [9.0, 0.0, 0.0]])
+    found = signs(logits, 2)
+    assert found[0].tolist() == pytest.approx([-0.6931, 0.6931, 2, 1], abs=1e-4)
+    assert sureness(found, None).tolist() == pytest.approx(logits.softmax(-1).amax(-1).tolist())
+    assert sureness(found, (0.0, 0.0, 1.0, -2.0)).tolist() == [0.5, 0.5]
+
+
+def test_words_and_policies_mean_each_other():
+    for word in WORDS:
+        policy = tree_policy(word)
+        assert isinstance(policy, EarlyExitShape) and tree_policy(str(tree_word(policy))) == policy
+    with pytest.raises(ValueError, match=r"threshold from 0 to 1, not 3 and 1\.5"):
+        tree_policy("stop:1.5:chain:3")
+    with pytest.raises(ValueError, match="has 4 weights, not 2"):
+        tree_policy("stop:0.5@1,2:chain:3")
+    with pytest.raises(ValueError, match="unknown tree 'stop:x:chain:3'"):
+        tree_policy("stop:x:chain:3")

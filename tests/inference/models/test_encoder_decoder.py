@@ -1,0 +1,161 @@
+"""Encoder-decoders: a T5 with random weights, with a smaller one or with counts as its draft, one row and chains."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import SpeculativeLM
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
+from headstart.inference.drafters.by_name import draft_model, drafter_from
+from headstart.inference.logits import RandomSampler
+from headstart.inference.models.encoder_decoder import Seq2SeqTarget
+
+VOCAB = 12
+
+
+def t5(seed=0, layers=3, decoder_layers=3, vocab=VOCAB):
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=vocab,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=layers,
+        num_decoder_layers=decoder_layers,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+        dropout_rate=0.0,
+    )
+    model = T5ForConditionalGeneration(config).double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.ndim > 1 else 1
+    return model
+
+
+@pytest.fixture
+def target():
+    return Seq2SeqTarget(t5())
+
+
+def source(length, seed=0, vocab=VOCAB):
+    return torch.randint(2, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def drafters(target):
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
+    return {
+        "none": None,
+        "smaller": draft_model(small, target, "chain:3"),
+        "smaller, drawn": draft_model(small, target, "drawn:chain:2"),
+        "itself": draft_model(target, target, "chain:3"),
+        "counts": drafter_from("ngram:2", target, "chain:2"),
+        "random": drafter_from("random", target),
+        "lookup": drafter_from("prompt-lookup:2:1:2", target),
+        "adaptive": AdaptiveDrafter([draft_model(small, target, "chain:2")]),
+    }
+
+
+@pytest.mark.parametrize("name", drafters(Seq2SeqTarget(t5())))
+def test_greedy_is_generate(target, name):
+    lm = SpeculativeLM(target, drafters(target)[name])
+    for length in (1, 5, 40):
+        ids = source(length, seed=length)
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0  # padding that the encoder must not see
+        for given in (mask, torch.ones_like(ids)):
+            settings = {"max_new_tokens": 30, "do_sample": False, "min_new_tokens": 20}
+            expected = target.model.generate(ids, attention_mask=given, **settings)
+            output = lm.generate(ids, attention_mask=given, **settings)
+            assert torch.equal(output.sequences, expected)
+            if name == "itself":
+                assert output.stats.acceptance_length > 2.5  # it may want to end where that is forbidden
+
+
+@pytest.mark.parametrize("name", ["smaller", "smaller, drawn", "lookup"])
+def test_what_is_drawn_has_the_targets_distribution(tools, name):
+    vocab = 3
+    target = Seq2SeqTarget(t5(vocab=vocab))
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1, vocab=vocab))
+    ids = source(4, vocab=vocab)
+
+    def run(branch):
+        tree = "drawn:chain:2" if name == "smaller, drawn" else "chain:2"
+        drafter = drafter_from("prompt-lookup:2:1:1", target) if name == "lookup" else draft_model(small, target, tree)
+        lm = SpeculativeLM(target, drafter)
+        outputs = target.encode(ids, None)
+        small.encode(ids, None)
+        settings = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "min_new_tokens": 2, "temperature": 0.7}
+        found = target.model.generate(
+            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(branch), **settings
+        )
+        return tuple(found.sequences[0, 1:].tolist())
+
+    found = tools.every_branch(run)
+    for text in itertools.product((0, 2), repeat=2):  # 1 ends a text, which is not allowed yet
+        weight, written = 1.0, [0]
+        for token in text:
+            logits = target.model(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits[0, -1] / 0.7
+            logits[1] = -torch.inf
+            weight *= float(logits.softmax(-1)[token])
+            written.append(token)
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+
+
+def test_several_chains_are_chosen_from_and_a_text_that_was_not_shown_is_refused(target):
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
+    lm = SpeculativeLM(target, draft_model(small, target, "chain:1|chain:3"))
+    ids, settings = source(6), {"max_new_tokens": 20, "do_sample": False}
+    expected = target.model.generate(ids, **settings)
+    assert torch.equal(lm.generate(ids, **settings).sequences, expected)
+    with pytest.raises(ValueError, match="was not shown its input"):
+        target.model.generate(ids, custom_generate=lm.decoding_method(RandomSampler()), **settings)
+
+
+def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
+    big, small = t5(), t5(seed=1, layers=1, decoder_layers=1)
+    big.save_pretrained(tmp_path / "big")
+    small.save_pretrained(tmp_path / "small")
+    lm = SpeculativeLM.from_pretrained(
+        tmp_path / "big", dtype=torch.float64, drafter=f"model:{tmp_path / 'small'}", tree="chain:2", fallback=False
+    )
+    ids = source(6)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(lm.generate(ids, **settings).sequences, big.generate(ids, **settings))
+
+
+def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
+    lm = SpeculativeLM(target)
+    with pytest.raises(ValueError, match="one row at a time, not 2: one relative bias"):
+        lm.generate(source(4).expand(2, -1), max_new_tokens=3)
+    with pytest.raises(ValueError, match="only chains can be checked"):
+        SpeculativeLM(target, drafter_from("random", target, "branch:2x2")).generate(source(4), max_new_tokens=3)
+    assert lm.generate(source(4), max_new_tokens=3).sequences.shape[1] <= 4  # it stays usable
+    decoder_only = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
+        draft_model(decoder_only, target)
+    with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
+        draft_model(target, decoder_only)
+    head = build_head("medusa", {}, target.info).double()
+    with pytest.raises(ValueError, match="for which there are no draft heads"):
+        SpeculativeLM.from_pretrained(target, head)
+    bart = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=12,
+            d_model=8,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+        )
+    )
+    with pytest.raises(ValueError, match="of type 'bart'; choose from t5, mt5"):
+        SpeculativeLM.from_pretrained(bart)

@@ -1,0 +1,120 @@
+"""Plain `model.generate`: the options of `SpeculativeLM`, one engine as long as the model lives, and no longer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from conftest import build_model
+
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
+from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
+from headstart.inference import custom_generate as hook
+
+PROMPT = torch.arange(1, 6)[None]
+SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT)}
+
+
+@pytest.fixture
+def head(tmp_path):
+    """A head's folder."""
+    target = Target(build_model(layers=3))
+    save_head(
+        build_head("medusa", {"num_heads": 2}, target.info).double(),
+        tmp_path / "head",
+        CheckpointMetadata(tree="chain:2"),
+    )
+    return str(tmp_path / "head")
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The options of every engine that was loaded."""
+    options, original = [], SpeculativeLM.from_pretrained
+    monkeypatch.setattr(SpeculativeLM, "from_pretrained", lambda *a, **k: options.append(k) or original(*a, **k))
+    return options
+
+
+def by_folder(head, **options):
+    """As `model.generate(custom_generate=FOLDER)` does it."""
+    return lambda model: generate_from(head, model, inputs=PROMPT, **SETTINGS, **options)
+
+
+def by_function(head, **options):
+    method = custom_generate(head, **options)
+    return lambda model: model.generate(PROMPT, custom_generate=method, **SETTINGS)
+
+
+BOTH = pytest.mark.parametrize("entrance", [by_folder, by_function])
+
+
+@BOTH
+def test_an_engine_is_loaded_once_and_freed_with_its_model(head, loaded, entrance):
+    generate, model = entrance(head), build_model(layers=3)
+    expected = model.generate(PROMPT, **SETTINGS)
+    for _ in range(2):
+        assert torch.equal(generate(model), expected)
+    assert len(loaded) == 1
+    gone = [weakref.ref(model), weakref.ref(model.model.layers[0])]
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None, None]  # although the method is still there
+    assert torch.equal(generate(build_model(layers=3)), expected)
+    assert len(loaded) == 2
+
+
+def test_an_engine_is_freed_with_what_asked_for_it(head, loaded):
+    model = build_model(layers=3)
+    by_function(head)(model)
+    engine = weakref.ref(next(iter(vars(model)[hook._Engines.NAME].values()))[1])
+    gc.collect()
+    assert engine() is None
+
+
+@BOTH
+def test_several_models_keep_their_engines(head, loaded, entrance):
+    generate, models = entrance(head), [build_model(layers=3, seed=seed) for seed in (0, 1)]
+    for _ in range(2):
+        for model in models:
+            assert torch.equal(generate(model), model.generate(PROMPT, **SETTINGS))
+    assert len(loaded) == 2
+
+
+@BOTH
+def test_options_reach_the_engine_and_others_load_another(head, loaded, entrance):
+    model = build_model(layers=3)
+    generate = entrance(head, compile=False, dtype=torch.float64)
+    for _ in range(2):
+        generate(model)
+    assert [(each["compile"], each["dtype"]) for each in loaded] == [(False, torch.float64)]
+    entrance(head)(model)
+    assert [(each["compile"], each["dtype"]) for each in loaded[1:]] == [("auto", "auto")]
+    with pytest.raises(ValueError, match=r"dtype bfloat16 was given.*already, in torch\.float64"):
+        entrance(head, dtype="bfloat16")(model)
+    with pytest.raises(ValueError, match="compile must be True, False or 'auto', not 'yes'"):
+        entrance(head, compile="yes")(model)
+
+
+@BOTH
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_copies_of_a_model_have_engines_of_their_own(head, loaded, entrance, copied):
+    generate, model = entrance(head), build_model(layers=3)
+    generate(model)
+    other = copied(model)
+    for each in (other, model):
+        assert torch.equal(generate(each), model.generate(PROMPT, **SETTINGS))
+    assert len(loaded) in (2, 3)
+    assert set(model.state_dict()) == set(build_model(layers=3).state_dict())
+
+
+def test_a_pickled_model_needs_nothing_of_ours():
+    """Without features: transformers itself hangs on a model what shows them, and that cannot be pickled."""
+    method, model = custom_generate(drafter="prompt-lookup"), build_model(layers=3)
+    expected = model.generate(PROMPT, custom_generate=method, **SETTINGS)
+    written = pickle.dumps(model)
+    assert b"headstart" not in written.replace(hook._Engines.NAME.encode(), b"")
+    assert torch.equal(pickle.loads(written).generate(PROMPT, custom_generate=method, **SETTINGS), expected)

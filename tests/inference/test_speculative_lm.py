@@ -1,0 +1,551 @@
+"""The loop: greedy identity with `model.generate`, stopping, batches, streaming, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
+from headstart.inference.kv_cache import BUCKET, POOLED
+from headstart.inference.stats import PARTS
+
+VOCAB = 31
+
+
+def prompt(length, seed=0, vocab=VOCAB):
+    return torch.randint(1, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def stock(target, input_ids, **settings):
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
+    return target.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+
+
+def ours(lm, input_ids, **settings):
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
+    return lm.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+
+
+def oracle(tools, target, shape, input_ids, wrong=0.3, seed=0, length=48):
+    truth = stock(target, input_ids, max_new_tokens=length)[:, input_ids.shape[1] :].tolist()
+    return SpeculativeLM(target, tools.Oracle(shape, truth, VOCAB, wrong, seed))
+
+
+def medusa(target, num_heads=3, seed=0, **options):
+    torch.manual_seed(seed)
+    head = build_head("medusa", {"num_heads": num_heads, **options}, target.info).to(target.dtype)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+@pytest.mark.parametrize("length", [1, 7, BUCKET - 20, BUCKET, BUCKET + 3])
+@pytest.mark.parametrize("text", ["root", "chain:1", "chain:4"])
+def test_greedy_is_generate_on_chains(tiny_target, tools, length, text):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(length)
+    lm = oracle(tools, target, tree_policy(text), input_ids)
+    output = ours(lm, input_ids)
+    assert torch.equal(output.sequences, stock(target, input_ids))
+    assert text == "root" or output.stats.acceptance_length > 1.3  # long paths were really taken
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
+    target = tiny_target(vocab_size=VOCAB, seed=seed)
+    input_ids = prompt([1, 5, 33, BUCKET - 2][seed % 4], seed)
+    lm = oracle(tools, target, tools.random_shape(seed, max_nodes=20), input_ids, wrong=0.2, seed=seed)
+    assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
+
+
+@pytest.mark.parametrize("tree", ["auto", "chain:3", [[0], [1], [2], [0, 0], [2, 1], [0, 0, 4]]])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 8}, {"lm_head": "shared", "num_layers": 2, "bias": False}]
+)
+def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(9)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target, **options), tree=tree, fallback=False)
+    assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
+
+
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+FAMILIES = {
+    "mistral, window shorter than the text": lambda: MistralForCausalLM(MistralConfig(**BASE, sliding_window=3)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**BASE)),
+    "gemma3, alternating windows": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**BASE, sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2)
+    ),
+    "gpt2, learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_generate_for_other_families(tools, family, attention):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double().eval()
+    model.set_attn_implementation(attention)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 3
+    model.generation_config.eos_token_id = None
+    target, input_ids = Target(model), prompt(11)
+    # deeper than the windows are wide, and its nodes' places in the tree are not their depths
+    shape = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
+    output = ours(oracle(tools, target, shape, input_ids, wrong=0.1), input_ids)
+    assert torch.equal(output.sequences, stock(target, input_ids))
+    assert output.stats.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_of_a_batch_is_generate_for_it_alone(tiny_target, tools, side):
+    target = tiny_target(vocab_size=VOCAB)
+    rows = [prompt(length, length)[0] for length in (3, 12, 1)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    eos = [4, 9]
+    alone = [stock(target, row[None], eos_token_id=eos)[0, len(row) :].tolist() for row in rows]
+    truths = [stock(target, row[None], max_new_tokens=48)[0, len(row) :].tolist() for row in rows]
+    shape = tools.random_shape(3, max_nodes=10)
+    lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, wrong=0.3))
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": eos}
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    written = output.sequences[:, padded.shape[1] :].tolist()
+    width = max(map(len, alone))
+    assert written == [tokens + [0] * (width - len(tokens)) for tokens in alone]
+    assert [1 + sum(record.returned for record in row) for row in output.stats.rows] == list(map(len, alone))
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 7, 20])
+def test_it_stops_at_exactly_max_new_tokens(tiny_target, tools, new_tokens):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    lm = oracle(tools, target, TreeShape.chain(4), input_ids, wrong=0.0)
+    output = ours(lm, input_ids, max_new_tokens=new_tokens)
+    assert output.sequences.shape[1] == 5 + new_tokens
+    assert output.stats.tokens == new_tokens - 1
+    assert output.stats.rounds == -(-(new_tokens - 1) // 5)
+
+
+def test_it_stops_at_any_end_token_and_returns_nothing_past_it(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    whole = stock(target, input_ids)[0, 5:].tolist()
+    for place in range(12):
+        eos = [whole[place], VOCAB - 1]
+        lm = oracle(tools, target, TreeShape.chain(4), input_ids, wrong=0.0)
+        written = ours(lm, input_ids, eos_token_id=eos).sequences[0, 5:].tolist()
+        first = next(i for i, token in enumerate(whole) if token in eos)
+        assert written == whole[: first + 1]
+
+
+def test_nothing_asked_is_nothing_done(tiny_target):
+    input_ids = prompt(5)
+    output = SpeculativeLM(tiny_target(vocab_size=VOCAB)).generate(input_ids, max_new_tokens=0)
+    assert torch.equal(output.sequences, input_ids)
+    assert output.stats.rounds == 0
+
+
+def test_a_generation_config_means_what_it_means_in_generate(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=3, pad_token_id=0)
+    lm = oracle(tools, target, TreeShape.chain(2), input_ids)
+    mask = torch.ones_like(input_ids)
+    expected = target.model.generate(input_ids, attention_mask=mask, generation_config=config)
+    assert torch.equal(lm.generate(input_ids, attention_mask=mask, generation_config=config).sequences, expected)
+
+
+class Collect:
+    """A streamer that keeps everything."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_gets_the_prompt_and_then_every_returned_token_once(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    for new_tokens in range(1, 12):  # the last round is cut at any place
+        streamer = Collect()
+        lm = oracle(tools, target, TreeShape.chain(4), input_ids, wrong=0.0)
+        output = ours(lm, input_ids, streamer=streamer, max_new_tokens=new_tokens)
+        assert streamer.tokens == output.sequences[0].tolist()
+        assert streamer.ended
+
+
+def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_target):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target))
+    before = torch.random.get_rng_state()
+    first, second, other = (
+        ours(lm, input_ids, do_sample=True, top_k=0, generator=torch.Generator().manual_seed(seed)).sequences
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+ENGINES = [
+    *(([[0]], "auto"), ([[0], [1]], "auto"), ([[0], [0, 0]], "auto"), ("drawn:chain:1", "point_mass")),
+    *(("drawn:chain:2", word) for word in ("token", "with_replacement", "without_replacement", "block", "traversal")),
+    *(("drawn:[[0], [1], [0, 0]]", word) for word in ("without_replacement", "traversal", "auto")),
+    ("drawn:branch:3", "auto"),
+    *((tree, "auto") for tree in ("independent:branch:2", "independent:[[0], [1], [0, 0]]")),
+]
+
+
+@pytest.mark.parametrize("warped", [True, False], ids=["top-k 2", "as it is"])
+@pytest.mark.parametrize(("tree", "verifier"), ENGINES, ids=str)
+def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree, verifier, warped):
+    """The whole engine, prefill, drafts and rounds, by enumeration of every draw."""
+    vocab = 3
+    target = tiny_target(vocab_size=vocab, layers=1)
+    head = medusa(target, num_heads=2)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, verifier=verifier, fallback=False)
+    input_ids = prompt(2, vocab=vocab)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
+
+    def run(draw):
+        rows, _ = tools.write(target, lm.drafter, lm.sampling_rule, list(input_ids), processors, draw, 3)
+        return tuple(rows[0])
+
+    found = tools.every_branch(run)
+    assert sum(found.values()) == pytest.approx(1)
+    for text, mass in found.items():
+        expected = 1.0
+        with torch.no_grad():
+            for i, token in enumerate(text):
+                prefix = torch.cat([input_ids, torch.tensor([text[:i]], dtype=torch.int64)], dim=1)
+                scores = processors(None, target.model(prefix).logits[:, -1])[0]
+                expected *= float(scores.softmax(-1)[token])
+        assert mass == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "at least one token"),
+        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"must be \[batch, time\]"),
+        ({"input_ids": prompt(3), "attention_mask": torch.ones(1, 4)}, "attention_mask has shape"),
+        ({"input_ids": prompt(3), "attention_mask": torch.zeros(1, 3)}, "prompt 0 of the batch is all padding"),
+        ({"input_ids": prompt(1000)}, "1000 tokens and 40 new ones do not fit the 1024 positions"),
+        ({"input_ids": prompt(3).repeat(2, 1), "streamer": Collect()}, "takes one row, not a batch of 2"),
+        ({"input_ids": prompt(3), "guidance_scale": 1.5}, "ClassifierFreeGuidanceLogitsProcessor is not supported"),
+        ({"input_ids": prompt(3), "stop_strings": ["a"]}, "need the tokenizer"),
+        ({"input_ids": prompt(3), "no_such_option": 1}, "generate option 'no_such_option' is not supported"),
+        ({"input_ids": prompt(3), "assistant_model": None}, "generate option 'assistant_model' is not supported"),
+        ({"input_ids": prompt(3), "num_beams": 2}, "beam search is not supported"),
+        (
+            {"input_ids": prompt(3), "output_attentions": True, "return_dict_in_generate": True},
+            "output_attentions is not supported; the output",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_leaves_the_model_usable(tiny_target, call, message):
+    target = tiny_target(vocab_size=VOCAB)
+    lm = SpeculativeLM.from_pretrained(target, head=medusa(target))
+    with pytest.raises(ValueError, match=message):
+        lm.generate(**{"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **call})
+    assert torch.equal(ours(lm, prompt(4)).sequences, stock(target, prompt(4)))
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeypatch):
+    target, rows = tiny_target(), torch.ones(4, 6, dtype=torch.int64)
+    head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
+    head.initialize(target.modules, torch.ones(target.info.vocab_size))
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
+    free = target.cache_bytes(2, 6 + 20 + 3) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
+    with pytest.raises(ValueError, match=message):
+        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
+    lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, slots=2)
+    kept = lm.drafter.state.cache
+    held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
+    assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
+
+
+def test_a_cache_serves_the_next_call_of_its_size(tiny_target, monkeypatch):
+    """Where it was, whatever is left in it, until memory is short."""
+    target = tiny_target(vocab_size=VOCAB)
+    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="branch:2x2", fallback=False)
+    expected = ours(lm, prompt(6)).sequences
+    for _ in range(3):
+        [blocks] = target.pool.blocks
+        places = [block.data_ptr() for block in blocks]
+        with torch.inference_mode():
+            for block in blocks:
+                block.fill_(torch.nan)
+        assert torch.equal(ours(lm, prompt(6)).sequences, expected)
+        assert [block.data_ptr() for block in target.pool.blocks[0]] == places
+    for rows in (2, 3, 4):
+        ours(lm, prompt(6).repeat(rows, 1))
+    assert len(target.pool.blocks) == POOLED
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0 if target.pool.blocks else 2**40))
+    assert torch.equal(ours(lm, prompt(6)).sequences, expected)
+
+
+@pytest.mark.parametrize("layers", [[-1], [0], [1, -1]])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, layers):
+    """But where the model does something to its logits that we do not know."""
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32, layers=3)
+    if not known:
+        target.modules = dataclasses.replace(target.modules, logit_scale=2.0)
+    torch.manual_seed(0)
+    if layers == [-1]:
+        head = build_head("medusa", {"num_heads": 2}, target.info)
+    else:
+        head = build_head("eagle3", {"depth": 2, "feature_layers": layers}, target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size))
+    lm, lengths, read = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False), (3, 9, 5, 7), []
+    assert target.computes_logits == known and target.state_shapes
+    padded = torch.zeros(4, 9, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        padded[row, -length:] = prompt(length, row)[0]
+    settings = {"attention_mask": (padded > 0).long(), "do_sample": False, "pad_token_id": 0}
+    expected = target.model.generate(padded, max_new_tokens=12, **settings)
+    target.model.lm_head.register_forward_hook(lambda *call: read.append(call[-1]))
+    lm.generate(padded, max_new_tokens=1, **settings)
+    assert sum(rows.shape[:-1].numel() for rows in read) == (4 if known else 16)
+    assert torch.equal(lm.generate(padded, max_new_tokens=12, **settings).sequences, expected)
+
+
+def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="unknown verifier 'exact'; choose from auto, point_mass"):
+        SpeculativeLM(target, verifier="exact")
+    with pytest.raises(ValueError, match="'typical' is lossy"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="typical")
+    with pytest.raises(ValueError, match="'traversal' would be biased for trees whose nodes are picked"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="traversal")
+
+
+def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="5 deep, but the head drafts at most 3"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5", fallback=False)
+    with pytest.raises(ValueError, match="9 tokens after one node, but the head's draft vocabulary has 8"):
+        SpeculativeLM.from_pretrained(
+            target, head=medusa(target, draft_vocab_size=8), tree=[[i] for i in range(9)], fallback=False
+        )
+
+
+def test_a_head_for_another_model_is_refused_with_all_differences(tiny_target):
+    head = medusa(tiny_target(vocab_size=VOCAB))
+    with pytest.raises(ValueError, match=r"vocab size 31 \(head\) and 40 \(target\); num layers 2 \(head\) and 3"):
+        SpeculativeLM.from_pretrained(tiny_target(vocab_size=40, layers=3), head=head)
+
+
+def test_loading_options_for_what_is_loaded_already_are_refused_and_not_ignored(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    for source in (target, target.model):
+        with pytest.raises(ValueError, match=r"dtype torch.float32 was given with a target that is loaded already"):
+            SpeculativeLM.from_pretrained(source, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"the head's parameters are torch.float32, the target's torch.float64"):
+        SpeculativeLM.from_pretrained(target, head=medusa(target).float())
+
+
+def test_a_head_is_told_a_capacity_that_holds_the_whole_generation(tiny_target, monkeypatch):
+    target, told = tiny_target(vocab_size=VOCAB), []
+    head = medusa(target)
+    begin = head.begin
+    monkeypatch.setattr(head, "begin", lambda *args: told.append(args[1:]) or begin(*args))
+    ours(SpeculativeLM.from_pretrained(target, head=head, tree="chain:2", fallback=False), prompt(7), max_new_tokens=9)
+    assert told == [(1, 7 + 9 + 3, 2, 2)]
+
+
+def test_statistics_split_the_time(tiny_target):
+    stats = ours(SpeculativeLM(tiny_target(vocab_size=VOCAB)), prompt(3)).stats
+    assert isinstance(stats, Stats)
+    assert set(stats.seconds) == {"prefill", *PARTS} == {"prefill", *stats.round_parts}
+    assert all(seconds > 0 for seconds in stats.seconds.values())
+
+
+def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
+    lm = oracle(tools, target, TreeShape.chain(4), input_ids)
+    mask = torch.ones_like(input_ids)
+    rounds = list(lm.stream(input_ids, mask, max_new_tokens=40, do_sample=False))
+    assert [token for tokens in rounds for token in tokens] == stock(target, input_ids)[0, 6:].tolist()
+    assert max(map(len, rounds)) > 1
+    with pytest.raises(ValueError, match="a streamer takes one row"):
+        list(lm.stream(input_ids.repeat(2, 1), mask.repeat(2, 1), max_new_tokens=4, do_sample=False))
+
+
+def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
+    target, counted = tiny_target(vocab_size=VOCAB), []
+    lm = SpeculativeLM(target)
+    lm.round_listeners.append(counted.append)
+    for tokens in lm.stream(prompt(6), torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False):
+        assert len(tokens) == 1
+        break
+    assert len(counted) < 900 and not [each for each in threading.enumerate() if "headstart" in each.name]
+    assert torch.equal(ours(lm, prompt(6)).sequences, stock(target, prompt(6)))
+
+
+def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
+    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="chain:1", fallback=False)
+    assert ours(lm, input_ids).stats.max_depth == 1
+    for tree, depth in (("chain:3", 3), ("dynamic:6:2:3", 2), ([[0], [1]], 1), ("root", 0), ("drawn:chain:2", 2)):
+        found = ours(lm, input_ids, tree=tree)
+        assert found.stats.max_depth == depth and torch.equal(found.sequences, stock(target, input_ids))
+        one, other = (
+            ours(lm, input_ids, tree=tree, do_sample=True, generator=torch.Generator().manual_seed(1)).sequences
+            for _ in range(2)
+        )
+        assert torch.equal(one, other)
+    assert ours(lm, input_ids).stats.max_depth == 1  # and only for the call
+    assert ours(lm, input_ids, tree="drawn:chain:2", verifier="token", do_sample=True).stats.rounds > 0
+    with pytest.raises(ValueError, match="would be biased"):
+        ours(lm, input_ids, verifier="block")
+    with pytest.raises(ValueError, match="at most 3"):
+        ours(lm, input_ids, tree="chain:4")
+    with pytest.raises(ValueError, match="made already"):
+        ours(SpeculativeLM(target, lm.drafter), input_ids, tree="chain:2")
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, True])
+def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile, seconds):
+    """Two of ours, of two drafters, and stock `generate` of padded prompts on the same model."""
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16)
+    lms = [
+        SpeculativeLM.from_pretrained(target, medusa(target), tree=tree, compile=compile)
+        for tree in ("chain:3", "auto")
+    ]
+    padded = torch.tensor([[0, 0, 5, 6], [3, 1, 2, 4]])
+    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    calls = [functools.partial(lm.generate, padded, **settings) for lm in lms]
+    calls.append(functools.partial(target.model.generate, padded, **settings))
+    expected, wrong = target.model.generate(padded, **settings), []
+    until = time.monotonic() + seconds
+
+    def ask(call):
+        while time.monotonic() < until and not wrong:
+            try:
+                found = call()
+                if not torch.equal(getattr(found, "sequences", found), expected):
+                    wrong.append(found)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=[call]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and target.config._attn_implementation == "sdpa"
+
+
+def seen(model):
+    """All of a user's model that a call might leave changed."""
+    modules = dict(model.named_modules())
+    hooks = {
+        name: [len(each) for key, each in vars(module).items() if "hooks" in key and isinstance(each, dict)]
+        for name, module in modules.items()
+    }
+    weights = {name: (id(w), w._version, w.dtype, w.device, w.requires_grad) for name, w in model.named_parameters()}
+    attributes = {name: sorted(vars(module)) for name, module in modules.items()}
+    training = {name: module.training for name, module in modules.items()}
+    forwards = {name: type(module).forward for name, module in modules.items()}
+    configs = model.config.to_dict(), model.generation_config.to_dict(), model.config._attn_implementation
+    return configs, hooks, weights, attributes, training, forwards
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_users_model_is_left_as_it_was(tiny_target, compile):
+    """By answers, by refusals and by failures in the midst of a text."""
+    model = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16).model
+    row = torch.tensor([[3, 1, 2]])
+    model(row, output_hidden_states=True)  # by which transformers installs hooks of its own for good
+    before = seen(model)
+    target = Target(model)
+    lm = SpeculativeLM.from_pretrained(model, head=medusa(target), compile=compile)
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    lm.generate(row, **settings)
+    lm.generate(row, **settings | {"do_sample": True}, tree="chain:2")
+    list(lm.stream(row, **settings))
+    lm.round_listeners.append(lambda out: 1 / 0)
+    for wrong, error in (
+        ({}, ZeroDivisionError),
+        ({"num_beams": 2}, ValueError),
+        ({"max_new_tokens": 10**6}, ValueError),
+        ({"tree": "dynamic:9"}, ValueError),
+        ({"verifier": "token"}, ValueError),
+        ({"past_key_values": 3}, ValueError),
+        ({"temperatur": 3}, ValueError),
+    ):
+        with pytest.raises(error):
+            lm.generate(row, **settings | wrong)
+    for options in ({"tree": "chain:99"}, {"dtype": "float16"}, {"revision": "main"}, {"attn_implementation": "eager"}):
+        with pytest.raises(ValueError, match=r"."):
+            SpeculativeLM.from_pretrained(model, head=medusa(target), **options)
+    assert seen(model) == before
+
+
+def test_a_thousand_calls_keep_no_memory(tiny_target):
+    """Of random lengths: no tensors are left, nor anything else that grows."""
+    target = tiny_target(vocab_size=VOCAB, layers=1)
+    lm, chance = SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:2|branch:2x2"), random.Random(0)
+
+    def call():
+        row = torch.randint(1, VOCAB, (1, chance.randint(1, 40)))
+        lm.generate(row, max_new_tokens=chance.randint(1, 6), do_sample=chance.random() < 0.5, pad_token_id=0)
+
+    def tensors():
+        gc.collect()
+        # Not those of torch's compiler, which have no numbers.
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.device.type == "cpu"]
+        return len(found), sum(each.nbytes for each in found)
+
+    for _ in range(50):
+        call()
+    count, size = tensors()
+    for _ in range(950):
+        call()
+    later, grown = tensors()
+    assert later <= count + 20 and grown <= 1.2 * size
+
+
+def test_what_processors_would_forbid_behind_the_end_is_nobodys_matter(tiny_target, tools):
+    """No token twice: after as many as there are, none is left; drafts reach further than that."""
+    target, tokens = tiny_target(vocab_size=VOCAB), VOCAB - 3
+    settings = {"max_new_tokens": tokens, "do_sample": False, "no_repeat_ngram_size": 1, "eos_token_id": None}
+    row = torch.tensor([[3, 1, 2]])
+    truth = target.model.generate(row, attention_mask=torch.ones_like(row), **settings)[0, 3:].tolist()
+    lm = SpeculativeLM(target, tools.Oracle(TreeShape.chain(5), [truth], VOCAB, wrong=0.0))
+    assert lm.generate(row, **settings).sequences[0, 3:].tolist() == truth
+    with pytest.raises(ValueError, match=f"forbid every token at new token {tokens} of row 0"):
+        lm.generate(row, **settings | {"max_new_tokens": tokens + 1})

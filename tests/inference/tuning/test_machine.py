@@ -1,0 +1,228 @@
+"""What was measured is kept; whatever is wrong with the place where it is kept, it is measured anew and no error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.inference import SpeculativeLM
+from headstart.inference.tuning import machine
+from headstart.inference.tuning.machine import cache_folder, measured_once, positive, seconds_in_turns
+
+CPU = torch.device("cpu")
+
+
+def later(monkeypatch):
+    """Another process on the same machine."""
+    monkeypatch.setattr(machine, "_measured", {})
+
+
+def asked(value=2.5, name="speed"):
+    """The answer, and whether it had to be measured."""
+    calls = []
+    found = measured_once(CPU, name, lambda: calls.append(1) or value, positive)
+    return found, bool(calls)
+
+
+def test_what_was_measured_is_kept_for_this_process_and_the_next(nothing_measured, monkeypatch):
+    assert asked(2.5) == (2.5, True)
+    assert asked(7.0) == (2.5, False)
+    later(monkeypatch)
+    assert asked(7.0) == (2.5, False)
+    assert asked(7.0, "another") == (7.0, True)
+    later(monkeypatch)
+    assert asked(0.5) == (2.5, False)  # still there beside the other
+
+
+def test_the_file_is_the_users_own_and_nothing_is_left_beside_it(nothing_measured):
+    asked()
+    assert [path.name for path in nothing_measured.iterdir()] == ["machine.json"]
+    assert nothing_measured.stat().st_mode & 0o777 == 0o700
+    assert (nothing_measured / "machine.json").stat().st_mode & 0o077 == 0
+
+
+def test_what_another_process_wrote_meanwhile_stays(nothing_measured, monkeypatch):
+    asked(1.0, "first")
+    ours = machine._measured
+    later(monkeypatch)
+    asked(2.0, "second")  # by another process
+    monkeypatch.setattr(machine, "_measured", ours)
+    asked(3.0, "third")
+    later(monkeypatch)
+    assert [asked(9.0, name) for name in ("first", "second", "third")] == [(1.0, False), (2.0, False), (3.0, False)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(machine, "processor", lambda: "another processor"),
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another set"),
+        lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
+        lambda patch: patch.setattr(machine, "usable_cores", lambda: 0),
+        lambda patch: patch.setattr(torch, "__version__", "0.0"),
+        lambda patch: patch.setattr(machine, "FORMAT", machine.FORMAT + 1),
+    ],
+    ids=["processor", "instruction set", "threads", "cores", "torch", "format"],
+)
+def test_another_machine_measures_for_itself(nothing_measured, monkeypatch, change):
+    asked(2.5)
+    with monkeypatch.context() as patch:
+        change(patch)
+        assert asked(7.0) == (7.0, True)
+    later(monkeypatch)
+    assert asked(9.0) == (2.5, False)
+
+
+def every_cut(text):
+    """Beginnings of a file, as a full disk leaves them."""
+    return [text[:length] for length in range(len(text))]
+
+
+def test_a_file_that_was_cut_anywhere_is_measured_anew(nothing_measured, monkeypatch):
+    asked(2.5)
+    path = nothing_measured / "machine.json"
+    whole = path.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in every_cut(whole):
+            path.write_bytes(part)
+            later(monkeypatch)
+            assert asked(7.0) == (7.0, True), part
+            later(monkeypatch)
+            assert asked(9.0) == (7.0, False)  # and the file is whole again
+
+
+@pytest.mark.parametrize(
+    "text", [b"[]", b"3", b"null", b"\xff\xfe\x00", b'{"KEY": 3}', b'{"KEY": []}', b'{"KEY": null}']
+)
+def test_a_file_that_holds_something_else_is_measured_anew(nothing_measured, monkeypatch, text):
+    nothing_measured.mkdir()
+    (nothing_measured / "machine.json").write_bytes(text.replace(b"KEY", machine.name_of(CPU).encode()))
+    assert asked() == (2.5, True)
+    later(monkeypatch)
+    assert asked(7.0) == (2.5, False)
+
+
+@pytest.mark.parametrize("value", ["fast", 0, -1.5, None, [], {}, float("nan"), float("inf")])
+def test_a_value_that_cannot_be_is_measured_anew(nothing_measured, value):
+    nothing_measured.mkdir()
+    (nothing_measured / "machine.json").write_text(json.dumps({machine.name_of(CPU): {"speed": value}}))
+    assert asked() == (2.5, True)
+
+
+def refuse(*_, **__):
+    raise OSError(30, "Read-only file system")
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("broken", ["read-only", "a file in its place", "a folder in its place", "no home"])
+def test_where_nothing_can_be_kept_one_warning_says_so(nothing_measured, monkeypatch, broken):
+    if broken == "read-only":
+        monkeypatch.setattr(machine.tempfile, "mkstemp", refuse)
+    elif broken == "a file in its place":
+        nothing_measured.write_text("")
+    elif broken == "a folder in its place":
+        (nothing_measured / "machine.json").mkdir(parents=True)
+    else:
+        for name in ("HEADSTART_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(machine.Path, "home", no_home)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert asked(2.5) == (2.5, True)
+        assert asked(7.0) == (2.5, False)  # known as long as the process lives
+        assert asked(7.0, "another") == (7.0, True)
+    assert [str(each.message)[:53] for each in told] == ["what was measured of this machine cannot be kept, and"]
+    if broken == "a folder in its place":
+        assert [path.name for path in nothing_measured.iterdir()] == ["machine.json"]
+
+
+def test_where_the_folder_is(monkeypatch):
+    monkeypatch.setenv("HEADSTART_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    monkeypatch.setenv("HOME", "/c")
+    assert cache_folder() == Path("/a")
+    monkeypatch.delenv("HEADSTART_CACHE")
+    assert cache_folder() == Path("/b/headstart")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path("/c/.cache/headstart")
+
+
+def told_by(lm_of):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lm_of()
+    return [str(each.message) for each in told]
+
+
+def test_more_threads_than_cores_are_told_once(nothing_measured, monkeypatch, tiny_target):
+    target = tiny_target()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    assert told_by(lambda: SpeculativeLM.from_pretrained(target)) == []
+    monkeypatch.setattr(machine, "usable_cores", lambda: 1)
+    (told,) = told_by(lambda: [SpeculativeLM.from_pretrained(target) for _ in range(2)])
+    assert "torch uses 4 threads and this process may run on 1 core" in told and "torch.set_num_threads(1)" in told
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_torch_counts_cores_when_it_starts_and_not_again():
+    """Why `check_threads` looks: what is limited before is right, what is limited later, or overruled, is not."""
+    program = (
+        "import os; core = min(os.sched_getaffinity(0)); {before}; import torch; "
+        "os.sched_setaffinity(0, [core]); print(torch.get_num_threads(), len(os.sched_getaffinity(0)))"
+    )
+
+    def started(before, **environment):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP", "MKL"))}
+        code = [sys.executable, "-c", program.format(before=before)]
+        done = subprocess.run(code, env=kept | environment, capture_output=True, text=True, check=True)
+        return tuple(map(int, done.stdout.split()))
+
+    assert started("os.sched_setaffinity(0, [core])") == (1, 1)
+    assert started("os.sched_setaffinity(0, [core])", OMP_NUM_THREADS="2") == (2, 1)
+    cores = len(os.sched_getaffinity(0))
+    assert started("pass") == (cores, 1)
+
+
+def test_one_thread_decodes(nothing_measured, tiny_target):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup").warmup()
+        assert (
+            lm.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False).sequences.shape[1] == 7
+        )
+        assert "1 threads" in machine.name_of(CPU)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(100.0, 4), (3.25, 2), (0.5, 1)])
+def test_timed_calls_take_turns_and_end_with_the_time(monkeypatch, limit, calls):
+    clock, order = [0.0], []
+
+    def side(name, seconds):
+        def call():
+            order.append(name)
+            clock[0] += seconds[min(order.count(name), len(seconds)) - 1]
+
+        return call
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    taken = seconds_in_turns({"a": side("a", [1.0, 0.25]), "b": side("b", [1.5, 0.75])}, 3, limit)
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"][: 2 * calls]
+    first_alone = calls == 1  # it took all the time that there was, so it counts
+    assert taken == (
+        {"a": [1.0], "b": [1.5]} if first_alone else {"a": [0.25] * (calls - 1), "b": [0.75] * (calls - 1)}
+    )

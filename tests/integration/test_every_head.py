@@ -1,0 +1,446 @@
+"""What every row of `HEADS` must keep: it decodes as it was trained, and what it drafts never changes the output."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LogitsProcessorList, TopKLogitsWarper
+
+from headstart.heads import HEADS, DraftHead, Eagle3Head, EagleHead, TargetFeatures
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads.layers import decoder_layer as layers
+from headstart.heads.layers import training_time_test as step_attention
+from headstart.heads.losses import DraftPositions
+from headstart.inference import SpeculativeLM, Target, tree_policy
+from headstart.inference.drafters.tree_drafting import drafter_of
+from headstart.inference.verify import point_mass
+
+DEPTH = 3
+WIDTH = 3
+"""Nodes of a frontier below the root."""
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "cut": {"plain": {"depth": DEPTH}, "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"}},
+    # Noise would make training's states other than decoding's, as it is meant to.
+    "eagle": {
+        "plain": {"depth": DEPTH, "noise": 0.0},
+        "three steps": {"depth": DEPTH + 1, "noise": 0.0, "train_steps": 3, "num_layers": 2, "num_key_value_heads": 1},
+        "as first published": {"depth": DEPTH, "noise": 0.0, "fc_bias": True},
+    },
+    "eagle3": {
+        "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
+        "all norms": {"depth": DEPTH + 1, "feature_layers": [0, 1], "train_steps": 3, "num_layers": 2}
+        | {"draft_vocab_size": 3, "fc_norm": True, "norm_output": True, "qk_norm": True},
+        "own width": {"depth": DEPTH, "feature_layers": [0], "hidden_size": 12, "head_dim": 6},
+        "as speculators": {"depth": DEPTH, "feature_layers": [0, 1, -1], "norm_before_fc": True, "own_embedding": True}
+        | {"norm_before_residual": True, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    },
+    "hydra": {
+        "plain": {"num_heads": DEPTH},
+        "prefix, shared LM head": {"num_heads": DEPTH, "prefix_layer": True, "lm_head": "shared"},
+        "truncated": {"num_heads": DEPTH, "num_layers": 3, "draft_vocab_size": 3},
+        "as the authors'": {"num_heads": DEPTH, "prefix_layer": True, "prefix_norm": True, "bias": True},
+    },
+    "hydra++": {
+        "plain": {"num_heads": DEPTH},
+        "truncated": {"num_heads": DEPTH, "num_layers": 1, "draft_vocab_size": 3},
+    },
+    "medusa": {
+        "plain": {"num_heads": DEPTH},
+        "shared LM head": {"num_heads": DEPTH, "lm_head": "shared", "bias": False},
+        "truncated": {"num_heads": DEPTH, "num_layers": 2, "draft_vocab_size": 3},
+    },
+}
+every_head = pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, id=f"{name}, {what}")
+        for name in sorted(HEADS)
+        for what, options in OPTIONS.get(name, {"plain": {}}).items()
+    ],
+)
+
+
+def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead:
+    """With weights of which none is silent; a draft vocabulary, where there is one, is 1, 3 and 5."""
+    torch.manual_seed(1)
+    head = build_head(name, options, target.info).to(target.dtype)
+    token_V = torch.arange(target.info.vocab_size)
+    head.initialize(target.modules, 100 - token_V + 100 * (token_V % 2))
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)
+    return head
+
+
+def features_of(target: Target, head: DraftHead, tokens_BT: Tensor, loss_mask_BT: Tensor) -> TargetFeatures:
+    return TargetFeatures(*target.read(tokens_BT, head.feature_layers), tokens_BT, loss_mask_BT, target.modules)
+
+
+# What a step costs in memory does not change what it learns.
+
+
+def gradients(head: DraftHead, features: TargetFeatures) -> tuple[Tensor, list[Tensor]]:
+    output = head.train()(features)
+    head.zero_grad()
+    output.loss.backward()
+    return output.losses_K, [parameter.grad for parameter in head.parameters() if parameter.grad is not None]
+
+
+def assert_same_step(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> None:
+    torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
+    assert len(one[1]) == len(other[1])
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+@every_head
+def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(name, options, tiny_target):
+    """Positions start again with every sequence, and no sequence sees another."""
+    target = tiny_target(vocab_size=7, layers=3)
+    head = random_head(name, options, target)
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(7, (length,), generator=generator) for length in (9, 6, 11, 7)]
+    masks = [torch.arange(len(text)) >= 2 for text in texts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    apart = features_of(target, head, pad(texts, batch_first=True), pad(masks, batch_first=True))
+    rows = [[0, 1], [2, 3]]
+    tokens_BT, mask_BT, positions_BT = (
+        pad([torch.cat([part[i] for i in row]) for row in rows], batch_first=True)
+        for part in (texts, masks, [torch.arange(len(text)) for text in texts])
+    )
+    states = target.read(tokens_BT, head.feature_layers, positions_BT)
+    together = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
+    assert_same_step(gradients(head, together), gradients(head, apart))
+    blind = TargetFeatures(*states, tokens_BT, mask_BT, target.modules)  # the head alone takes a row for one text
+    if any("attn" in part for part, _ in head.named_modules()):
+        with pytest.raises(AssertionError):
+            assert_same_step(gradients(head, blind), gradients(head, apart))
+
+
+@every_head
+@pytest.mark.parametrize("scores", [None, 40])
+def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores, tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=7, layers=3)
+    head = random_head(name, options, target)
+    tokens_BT = torch.randint(7, (2, 13), generator=torch.Generator().manual_seed(5))
+    features = features_of(target, head, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
+    plain = gradients(head, features)
+    if scores:  # as where there is no fused kernel
+        monkeypatch.setattr(step_attention, "SCORES_ON_CPU", scores)
+        monkeypatch.setattr(
+            layers, "attend_step", lambda *given: step_attention.by_chunks(*given[:3], given[3].sequences_BT)
+        )
+    head.recompute = True
+    assert_same_step(gradients(head, features), plain)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, own) for name in ("eagle", "eagle3") for own in OPTIONS[name].values()]
+)
+def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompute, tiny_target):
+    """At anchors, the states and gradients of a pass over all positions; no MLP sees another of the last layer's."""
+    target = tiny_target(vocab_size=7, layers=3)
+    head = random_head(name, options, target).train()
+    head.recompute = recompute
+    assert isinstance(head, (EagleHead, Eagle3Head))
+    generator = torch.Generator().manual_seed(6)
+    tokens_BT, mask_BT = torch.randint(7, (2, 14), generator=generator), torch.rand(2, 14, generator=generator) < 0.8
+    positions_BT = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
+    states = target.read(tokens_BT, head.feature_layers, positions_BT)
+    features = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
+    anchors_N = DraftPositions.of(features, DEPTH).index_N
+    assert 0 < len(anchors_N) < mask_BT.numel() - 8
+
+    def drafts(chosen_N: Tensor | None) -> list[Tensor]:
+        return head.drafts(
+            features, layers.TrainingTimeTest(head.cached_layers, features.sequences_BT, chosen_N), DEPTH
+        )
+
+    every, few = drafts(None), drafts(anchors_N)
+    scales = torch.randn(len(anchors_N), every[0].shape[-1], dtype=every[0].dtype, generator=generator)
+    found = []
+    for side in ([state_BTD.flatten(0, 1)[anchors_N] for state_BTD in every], [state_1ND[0] for state_1ND in few]):
+        head.zero_grad()
+        sum((state_ND * scales).sum() for state_ND in side).backward()
+        found.append([*side, *(parameter.grad for parameter in head.parameters() if parameter.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    seen: list[int] = []
+    for module in head.modules():
+        if isinstance(module, layers.GatedMLP):
+            module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[:-1].numel()))
+    with torch.no_grad():
+        drafts(anchors_N)
+    whole, few_rows = mask_BT.numel(), len(anchors_N)
+    first = [whole] * (head.cached_layers - 1) + [few_rows]
+    assert seen == first + [few_rows] * head.cached_layers * (DEPTH - 1)
+
+
+# Decoding is training.
+
+
+def training_logits(
+    head: DraftHead, features: TargetFeatures, monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[int, int, int], Tensor]:
+    """The logits_V under the loss, by row, position of the newest feature, and depth."""
+    seen: list[Any] = []
+    module = sys.modules[type(head).forward.__module__]
+    loss = module.draft_loss  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "draft_loss", lambda *given: seen.append(given) or loss(*given))
+        head(features)
+    ((hiddens, lm_heads, vocabulary_V, _, anchors, *_),) = seen
+    drafted = torch.arange(features.modules.lm_head.out_features) if vocabulary_V is None else vocabulary_V
+    assert torch.equal(head.target_tokens(torch.arange(head.draft_vocab_size)), drafted)
+    time = features.tokens_BT.shape[1]
+    return {
+        (*divmod(int(place), time), depth): F.linear(hidden_ND[i], weight).detach()
+        for depth, (hidden_ND, weight) in enumerate(zip(hiddens, lm_heads))
+        for i, place in enumerate(anchors.index_N)
+        if anchors.valid_NK[i, depth]
+    }
+
+
+@torch.no_grad()
+def decoding_logits(
+    head: DraftHead, features: TargetFeatures, commits: list[list[int]], capacity: int = 64
+) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
+    """The same, along the true text, from `observe` and `expand`.
+
+    Rows commit different numbers of tokens in each round, with something arbitrary behind each row's own. The true
+    node of a frontier stands in another place in each row, among decoys that are its siblings or any node's children.
+    """
+    random = torch.Generator().manual_seed(2)
+    tokens_BT, vocab = features.tokens_BT, features.modules.lm_head.out_features
+    batch, rows = len(tokens_BT), torch.arange(len(tokens_BT))
+    lengths = [0] * batch
+    state = head.begin(features.modules, batch, capacity, head.max_depth, 1 + (head.max_depth - 1) * WIDTH)
+    for number, commit in enumerate(commits):
+        features_BAF = 3 * torch.randn(batch, max(commit), features.features_BTF.shape[-1], generator=random)
+        features_BAF = features_BAF.to(features.features_BTF.dtype)
+        next_BA = torch.randint(vocab, (batch, max(commit)), generator=random)
+        for row, (start, count) in enumerate(zip(lengths, commit)):
+            features_BAF[row, :count] = features.features_BTF[row, start : start + count]
+            next_BA[row, :count] = tokens_BT[row, start + 1 : start + count + 1]
+        counts_B = torch.tensor(commit)
+        if head.reads_from_start and number == 0:
+            next_BA, counts_B = torch.cat([tokens_BT[:, :1], next_BA], dim=1), counts_B + 1
+        state = head.observe(state, features_BAF, next_BA, counts_B)
+        lengths = [start + count for start, count in zip(lengths, commit)]
+        grown = state
+        width, true_B = 1, torch.zeros(batch, dtype=torch.int64)
+        for depth in range(head.max_depth):
+            tokens_B = tokens_BT[rows, (torch.tensor(lengths) + depth).clamp(max=tokens_BT.shape[1] - 1)]
+            if depth == 0:
+                tokens_BW, parents_BW = tokens_B[:, None], torch.full((batch, 1), -1)
+            else:
+                tokens_BW = torch.randint(vocab, (batch, WIDTH), generator=random)
+                parents_BW = torch.randint(width, (batch, WIDTH), generator=random)
+                place_B = torch.randint(WIDTH, (batch,), generator=random)
+                tokens_BW[rows, place_B], parents_BW[rows, place_B] = tokens_B, true_B
+                width, true_B = WIDTH, place_B
+            logits_BWV, grown = head.expand(grown, tokens_BW, parents_BW)
+            assert logits_BWV.shape in ((batch, width, head.draft_vocab_size), (batch, 1, head.draft_vocab_size))
+            for row in rows.tolist():
+                if commit[row]:  # what is drafted for a row that has ended does not matter
+                    yield (row, lengths[row] - 1, depth), logits_BWV.expand(-1, width, -1)[row, true_B[row]]
+        if number % 2:
+            state = grown  # `observe` must forget the guesses, whichever state it is given
+
+
+TIME = 22
+SCHEDULES = {
+    "rows part": [[9, 2, 5], [3, 1, 4], [1, 4, 1], [2, 2, 4], [1, 3, 2]],
+    "rows end": [[4, 7, 1], [2, 0, 3], [4, 0, 1], [1, 0, 0], [4, 0, 0], [1, 0, 0]],
+}
+
+
+@every_head
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
+    name: str,
+    options: dict[str, Any],
+    training: bool,
+    tiny_target: Callable[..., Target],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
+    head = random_head(name, options, target).train(training)
+    mask_BT = torch.ones(3, TIME, dtype=torch.bool)
+    mask_BT[2, 8:11] = False  # two answers in one row
+    features = features_of(target, head, torch.randint(11, (3, TIME)), mask_BT)
+    trained = training_logits(head, features, monkeypatch)
+    depths = {depth for *_, depth in trained}
+    steps = options.get("train_steps", 1) if name in ("cut", "eagle") else options.get("train_steps") or head.max_depth
+    assert depths == set(range(steps if training else head.max_depth))
+    largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
+    assert largest > 0.3
+    for commits in SCHEDULES.values():
+        compared = []
+        for place, logits_V in decoding_logits(head, features, commits):
+            if place in trained:
+                compared.append(place)
+                assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
+        assert {depth for *_, depth in compared} == depths and len(compared) >= 8 * len(depths)
+
+
+@every_head
+def test_a_row_that_ended_full_leaves_the_others_alone(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state still takes part while others go on, and there is no room left behind its tokens."""
+    target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
+    head = random_head(name, options, target).eval()
+    features = features_of(target, head, torch.randint(11, (2, TIME)), torch.ones(2, TIME, dtype=torch.bool))
+    trained = training_logits(head, features, monkeypatch)
+    largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
+    commits = [[10, 3], [3, 1], [0, 4], [0, 2], [0, 3]]
+    for place, logits_V in decoding_logits(head, features, commits, capacity=13 + head.reads_from_start):
+        assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
+
+
+# Gradients, checkpoints.
+
+
+@every_head
+def test_every_parameter_gets_a_gradient_even_from_a_batch_without_an_anchor(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
+) -> None:
+    """Processes that train together wait for each other's gradients."""
+    target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
+    head = random_head(name, options, target).train()
+    tokens_BT = torch.randint(11, (2, 12))
+    answer_BT = torch.ones(2, 12, dtype=torch.bool)
+    for tokens, mask, learns in [
+        (tokens_BT, answer_BT, True),
+        (tokens_BT, ~answer_BT, False),
+        (tokens_BT[:, :2], answer_BT[:, :2], False),  # a root, but no draft to judge
+        (tokens_BT[:, :1], answer_BT[:, :1], False),
+    ]:
+        head.zero_grad()
+        output = head(features_of(target, head, tokens, mask), ranks=4)
+        output.loss.backward()
+        assert (output.counts_K > 0).all() if learns else not output.counts_K.any() and output.loss == 0
+        for path, parameter in head.named_parameters():
+            assert parameter.grad is not None, f"no gradient reaches {path}"
+            assert parameter.grad.isfinite().all() and parameter.grad.any() == learns, path
+
+
+@every_head
+def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
+    head = random_head(name, options, target).eval()
+    save_head(head, tmp_path, CheckpointMetadata())
+    loaded, _ = load_head(tmp_path, target.info)
+    assert type(loaded) is HEADS[name] and loaded.config == head.config
+    state = head.state_dict()
+    assert list(loaded.state_dict()) == list(state)
+    for key, tensor in loaded.state_dict().items():
+        assert tensor.dtype == state[key].dtype and torch.equal(tensor, state[key]), key
+    features = features_of(target, head, torch.randint(11, (3, TIME)), torch.ones(3, TIME, dtype=torch.bool))
+    drafts, again = (list(decoding_logits(one, features, SCHEDULES["rows part"])) for one in (head, loaded.eval()))
+    assert all(torch.equal(before[1], after[1]) for before, after in zip(drafts, again, strict=True))
+
+    weights = tmp_path / "model.safetensors"
+    saved = load_file(weights)
+    assert saved.keys() == state.keys()
+    for key in (next(iter(saved)), *(buffer for buffer, _ in head.named_buffers())):
+        rest = {other: tensor for other, tensor in saved.items() if other != key}
+        save_file(rest, weights)
+        with pytest.raises(ValueError, match=re.escape(f"missing tensor {key!r}") + "$"):
+            load_head(tmp_path, target.info)
+        save_file({**rest, key: torch.cat([saved[key], saved[key]])}, weights)
+        with pytest.raises(ValueError, match=re.escape(f"tensor {key!r} of shape")):
+            load_head(tmp_path, target.info)
+    save_file({**saved, "bonus": torch.zeros(1)}, weights)
+    with pytest.raises(ValueError, match=r"unknown tensor 'bonus'$"):
+        load_head(tmp_path, target.info)
+
+
+@every_head
+def test_the_draft_vocabulary_is_the_most_frequent_tokens(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
+) -> None:
+    head = random_head(name, options, tiny_target(vocab_size=11, layers=3))
+    size = options.get("draft_vocab_size")
+    assert head.draft_vocab_size == (size or 11)
+    drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
+    assert drafted == ([1, 3, 5] if size else list(range(11)))
+
+
+# What is drafted never changes the output.
+
+
+TREES = {
+    "chain": f"chain:{DEPTH}",
+    "static": [[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]],
+    "dynamic": f"dynamic:12:{DEPTH}:3",
+}
+
+
+@every_head
+def test_greedy_output_is_that_of_generate_for_each_row_alone(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
+) -> None:
+    target = tiny_target(vocab_size=5, layers=3)
+    head = random_head(name, options, target)
+    rows = [torch.randint(5, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 4)]
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    alone = [
+        target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :].tolist()
+        for row in rows
+    ]
+    prompts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    accepted = []
+    for kind, tree in TREES.items():
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+        output = lm.generate(prompts, attention_mask=mask, **settings)
+        assert output.sequences[:, prompts.shape[1] :].tolist() == alone, kind
+        accepted += [record.accepted for row in output.stats.rows for record in row]
+    assert max(accepted) > 1, "hardly any guess was right, so nothing was shown"
+
+
+@every_head
+def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], tools: Any
+) -> None:
+    """The whole engine by enumeration: the prefill's draw, and those at every node of two rounds' trees."""
+    vocab = 4
+    target = tiny_target(vocab_size=vocab, layers=3)
+    head = random_head(name, options, target).eval()
+    drafter = drafter_of(head, tree_policy("dynamic:4:2:2"), target.modules)
+    processors = LogitsProcessorList([TopKLogitsWarper(2)])
+    accepted: list[int] = []
+    for tokens in ([3, 1], [2], [0, 1, 1, 2], [1, 0]):
+        prompt = torch.tensor(tokens)
+
+        def run(draw: Any, prompt: Tensor = prompt) -> tuple[int, ...]:
+            rows, stats = tools.write(target, drafter, point_mass, [prompt], processors, draw, 3)
+            accepted.extend(record.accepted for record in stats.rows[0])
+            return tuple(rows[0])
+
+        found = tools.every_branch(run)
+        texts = list(itertools.product(range(vocab), repeat=3))
+        tokens_BT = torch.tensor([(*tokens, *text) for text in texts])
+        with torch.no_grad():
+            logits_BTV = target.model(tokens_BT).logits[:, -4:-1]
+        scores_BTV = processors(None, logits_BTV.flatten(0, 1)).reshape(logits_BTV.shape)
+        truth_BT = scores_BTV.softmax(-1).gather(-1, tokens_BT[:, -3:, None])[..., 0]
+        for text, prob in zip(texts, truth_BT.prod(-1).tolist()):
+            assert abs(found.get(text, 0.0) - prob) <= 1e-9
+        if max(accepted) == 2:
+            return
+    pytest.fail("hardly any guess was right, so nothing was shown")

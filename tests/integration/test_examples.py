@@ -1,0 +1,106 @@
+"""What the repository carries for the first commands: prompts and configs that work."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headstart.heads import TargetInfo
+from headstart.heads.checkpoints.model_card import model_card
+from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE, build_head
+from headstart.scripts.command import options
+from headstart.train.config import TrainConfig
+from headstart.train.data.chat_template import read_prompts
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "examples" / "prompts.jsonl"
+CARDS = sorted((ROOT / "examples").glob("*/README.md"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_the_example_prompts_cover_the_categories() -> None:
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    assert all(row.keys() == {"question_id", "category", "turns"} for row in rows)
+    assert all(row["turns"] and all(isinstance(turn, str) and turn.strip() for turn in row["turns"]) for row in rows)
+    for values in ([row["question_id"] for row in rows], [row["turns"][0] for row in rows]):
+        assert len(set(values)) == len(rows)
+    counts = Counter(row["category"] for row in rows)
+    assert set(counts) == {"chat", "math", "code", "summary", "translation"}
+    assert min(counts.values()) >= 2
+
+
+def test_the_example_prompts_are_read_as_what_the_user_says() -> None:
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    assert read_prompts(PROMPTS) == [[{"role": "user", "content": row["turns"][0]}] for row in rows]
+
+
+def test_the_example_head_is_a_decoding_method_as_every_head_is() -> None:
+    written = ROOT / "examples" / "smollm2-135m-eagle3" / GENERATE_FILE
+    assert written.read_text(encoding="utf-8") == GENERATE
+
+
+def test_every_card_is_what_its_checkpoint_says(tmp_path: Path) -> None:
+    assert CARDS
+    for card in CARDS:
+        section = json.loads((card.parent / "config.json").read_text(encoding="utf-8"))["headstart"]
+        assert card.read_text(encoding="utf-8") == model_card(section)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda path: path.parent.name)
+def test_the_recipe_of_every_card_gives_a_run(card: Path, tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe, encoding="utf-8")
+    config = options(TrainConfig, "train", "", ["--config", str(path)])
+    written = yaml.safe_load(recipe)
+    assert config.head == written["head"] and config.optim.lr == written["optim"]["lr"]
+
+
+def test_a_card_names_no_model_that_a_server_cannot_load() -> None:
+    for card in CARDS:
+        commands = re.findall(r"```bash\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
+        assert len(commands) == 2 and not any("package:" in command for command in commands)
+
+
+def test_there_are_configs() -> None:
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
+    config = options(TrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"])
+    assert config.data.sources == ["x.jsonl"]
+    assert config.target and config.output.startswith("runs/")
+    given = {name: value for name, value in config.head.items() if name != "type"}
+    target = TargetInfo(
+        name="made-up",
+        hidden_size=64,
+        vocab_size=50_000,
+        num_layers=12,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        max_positions=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    head = build_head(config.head["type"], given, target)
+    for name, value in given.items():
+        assert getattr(head.config, name) == value
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_takes_overrides_and_no_unknown_option(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(path), "--data.sources", "[x.jsonl]"]
+    assert options(TrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
+    with pytest.raises(SystemExit) as caught:
+        options(TrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
+    assert caught.value.code == 2
+    assert "optim.learning_rate" in capsys.readouterr().err

@@ -1,0 +1,352 @@
+"""Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes for the row alone.
+
+`HEADSTART_FUZZ=500` makes the random test at the end try as many cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import HealthCheck, assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+from torch.testing._internal.two_tensor import TwoTensor
+
+from headstart.heads import TargetFeatures
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import SpeculativeLM, Target, TreeShape, loop
+
+VOCAB = 37
+WINDOW = 3
+"""Shorter than any text here, and than the trees are deep."""
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+BASE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+HEAD = {**BASE, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)),
+    "mistral, windowed": lambda: tf.MistralForCausalLM(tf.MistralConfig(**HEAD, sliding_window=WINDOW)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**BASE)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**HEAD)),
+    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**HEAD, **EXPERTS)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**HEAD, num_local_experts=4, sliding_window=None)),
+    "gemma2, soft-capped and alternating": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**HEAD, **ALTERNATING, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+    ),
+    "gemma3, alternating": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**HEAD, **ALTERNATING)),
+    "phi-3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**BASE, sliding_window=None)),
+    "olmo-2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**BASE)),
+    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**BASE, logits_scaling=2.0, residual_multiplier=0.7)),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})),
+    "gpt-2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    ),
+    "falcon, rotary": lambda: tf.FalconForCausalLM(
+        tf.FalconConfig(**{name: value for name, value in BASE.items() if name != "num_key_value_heads"}, alibi=False)
+    ),
+    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**BASE)),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
+    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
+}
+NO_SDPA = ("gemma2, soft-capped and alternating",)
+SHAPES = {
+    "chain": TreeShape.chain(4),
+    "tree": TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]]),
+}
+
+
+def build(family, attention="eager"):
+    """A model whose next token depends on its prefix."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double().eval()
+    model.set_attn_implementation(attention)
+    model.set_experts_implementation("eager")  # the faster ones know no float64
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 4 if family == "cohere" else 3
+    model.generation_config = tf.GenerationConfig(pad_token_id=0)
+    return Target(model)
+
+
+def rows_of(lengths, vocab=VOCAB):
+    return [torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+
+
+def stock(target, row, **settings):
+    """What `generate` writes for one row alone."""
+    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_is_generate_for_it_alone(tools, family, attention):
+    if attention == "sdpa" and family in NO_SDPA:
+        pytest.skip("the model has no sdpa")
+    target = build(family, attention)
+    settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    for lengths in ([11], [9, 2, 5]):
+        rows = rows_of(lengths)
+        truths = [stock(target, row, **settings).tolist() for row in rows]
+        assert len(set(map(tuple, truths))) == len(rows) and len(set(truths[0])) > 2, "the model says nothing"
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        padded = pad_sequence(rows, batch_first=True, padding_side="left")
+        for name, shape in SHAPES.items():
+            lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, wrong=0.1))
+            output = lm.generate(padded, attention_mask=mask, **settings)
+            assert output.sequences[:, padded.shape[1] :].tolist() == truths, name
+            assert output.stats.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_give_the_models_own_logits(family):
+    """Scaled, bent and with their bias, for training's targets and for heads that share the LM head."""
+    target, tokens_BT = build(family), torch.stack(rows_of([7, 7]))
+    bias = target.model.get_output_embeddings().bias
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    features_BTF, last_BTD = target.read(tokens_BT, (-1,))
+    expected_BTV = target.model(tokens_BT).logits
+    torch.testing.assert_close(target.modules.logits(last_BTD), expected_BTV, rtol=1e-6, atol=1e-6)
+    batch = TargetFeatures(
+        features_BTF, last_BTD, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), target.modules
+    )
+    # A new head of Medusa says again what the target says, whose distribution at the next place it is taught.
+    head = build_head("medusa", {"num_heads": 1, "lm_head": "shared", "loss": {"soft_ce": 1.0}}, target.info).double()
+    found = head.observe(head.begin(target.modules, 2, 7, 1, 1), features_BTF, tokens_BT, torch.tensor([7, 7]))
+    torch.testing.assert_close(found.logits_BKV[:, 0], expected_BTV[:, -1], rtol=1e-6, atol=1e-6)
+    p_BTV, log_q_BTV = expected_BTV[:, 1:-1].softmax(-1), expected_BTV[:, :-2].log_softmax(-1)
+    loss = head.eval()(batch).losses_K[0]
+    torch.testing.assert_close(loss, -(p_BTV * log_q_BTV).sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_starts_from_blocks_that_it_can_be_and_refuses_others(family):
+    """A model of all of the target's blocks is the target, or else there is no such start; never another model."""
+    target, tokens_BT = build(family), torch.stack(rows_of([9, 9]))
+    with torch.no_grad():  # norms that are none would show no mistake
+        for name, weight in target.model.named_parameters():
+            if "norm" in name:
+                weight.add_(torch.rand_like(weight))
+    head = build_head("cut", {"num_layers": target.info.num_layers}, target.info).double()
+    if family not in ("llama", "mistral, windowed"):
+        with pytest.raises(ValueError, match=r"cut cannot start .*choose start: random"):
+            head.initialize(target.modules, torch.ones(VOCAB))
+        return
+    head.initialize(target.modules, torch.ones(VOCAB))
+    state = head.begin(target.modules, 2, 9, 1, 1)
+    state = head.observe(state, torch.zeros(2, 9, 0), tokens_BT, torch.tensor([9, 9]))
+    logits_BWV, _ = head.expand(state, tokens_BT[:, -1:], torch.full((2, 1), -1))
+    if family == "llama":  # drafts see all of the text, however short the target's window
+        torch.testing.assert_close(logits_BWV[:, 0], target.model(tokens_BT).logits[:, -1], rtol=1e-5, atol=1e-5)
+
+
+def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    for build_model, message in [
+        (lambda: tf.FalconForCausalLM(tf.FalconConfig(**small, num_attention_heads=4, alibi=True)), "ALiBi"),
+        (
+            lambda: tf.MambaForCausalLM(tf.MambaConfig(**small, state_size=4)),
+            "MambaForCausalLM .*recurrent",
+        ),
+        (
+            lambda: tf.T5ForConditionalGeneration(
+                tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+            ),
+            "encoder-decoder",
+        ),
+        (
+            lambda: tf.Qwen3NextForCausalLM(
+                tf.Qwen3NextConfig(
+                    **{**HEAD, **EXPERTS},
+                    layer_types=["linear_attention", "full_attention"] * 2,
+                    linear_num_value_heads=2,
+                    linear_num_key_heads=2,
+                    linear_key_head_dim=8,
+                    linear_value_head_dim=8,
+                )
+            ),
+            "Qwen3NextForCausalLM .*recurrent",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Target(build_model())
+
+
+def test_flex_attention_gets_the_same_mask():
+    """Its kernels run on GPUs; here the mask is compared with the additive one."""
+    target = build("gemma3, alternating")
+    seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+    positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
+    seen = target._seen(positions_BN, slots_BS, seen_BNS)
+    additive = target._masks(seen)
+    target.flex = True
+    for kind, blocks in target._masks(seen).items():
+        row, node, slot = torch.meshgrid(torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij")
+        assert torch.equal(blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0)
+
+
+def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = FAMILIES["llama"]().eval()
+    for parameter in model.parameters():
+        parameter.data *= 3
+    exact = Target(model).origin
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    model.generation_config = tf.GenerationConfig(pad_token_id=0)
+    target, rows = Target(model), rows_of([9, 2, 5])
+    assert target.origin["weights"] != exact["weights"]
+    settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3}
+    truths = [stock(target, row, **settings).tolist() for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    lm = SpeculativeLM(target, tools.Oracle(SHAPES["tree"], truths, VOCAB, wrong=0.1))
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    assert output.sequences[:, padded.shape[1] :].tolist() == truths
+    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info)
+    lm = SpeculativeLM.from_pretrained(target, head)
+    output = lm.generate(padded, attention_mask=mask, **settings)
+    assert output.sequences[:, padded.shape[1] :].tolist() == truths
+
+
+def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
+    class Packed(TwoTensor):
+        def dequantize(self):
+            raise NotImplementedError
+
+    model = FAMILIES["llama"]().eval()
+    layer = model.model.layers[0].mlp.up_proj
+    plain, found = layer.weight.detach(), set()
+    for parts in ((plain, plain), (plain, plain + 1), (plain + 1, plain)):
+        layer.weight = torch.nn.Parameter(Packed(*parts))
+        found.add(Target(model).origin["weights"])
+    assert len(found) == 3
+
+
+OPTIONS = {
+    "cut": {"depth": 3, "num_layers": 1, "start": "random"},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 4, "feature_layers": [0, -1], "draft_vocab_size": 20},
+    "hydra": {"num_heads": 3, "draft_vocab_size": 20},
+    "hydra++": {"num_heads": 3, "draft_vocab_size": 20},
+    "medusa": {"num_heads": 3, "draft_vocab_size": 20},
+}
+"""Of random heads."""
+
+
+@functools.cache
+def built(family):
+    return build(family)
+
+
+@functools.cache
+def drafting(family, kind):
+    """A random head for a random model."""
+    target = built(family)
+    torch.manual_seed(1)
+    head = build_head(kind, OPTIONS[kind], target.info).to(target.dtype)
+    head.initialize(target.modules, torch.arange(VOCAB) + 1)
+    for parameter in head.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return head
+
+
+def chance(strategy):
+    """Often nothing."""
+    return st.one_of(st.none(), st.none(), strategy)
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "family": st.sampled_from(sorted(FAMILIES)),
+        "lengths": st.lists(st.integers(1, 14), min_size=1, max_size=4),
+        "side": st.sampled_from(["left", "right"]),
+        "source": st.sampled_from(["oracle", *sorted(OPTIONS), "prompt-lookup", "lookahead", "ngram:2"]),
+        "tree": st.sampled_from(
+            [
+                "chain:1",
+                "chain:3",
+                "branch:2x2",
+                "drawn:branch:3x1",
+                "independent:branch:2x2",
+                "dynamic:7:3:3",
+                "stop:0.1:chain:3",
+                "root",
+            ]
+        ),
+        "seed": st.sampled_from([None, None, 1]),
+        "shape": st.integers(0, 999),
+        "wrong": st.sampled_from([0.0, 0.2, 0.6]),
+        "chunk": st.sampled_from([1, 3, 1024]),
+        "slots": st.sampled_from([None, None, 1, 2]),
+    }
+)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 24),
+        "min_new_tokens": chance(st.integers(1, 12)),
+        "eos_token_id": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)),
+        "repetition_penalty": chance(st.sampled_from([0.8, 1.3, 1.9])),
+        "no_repeat_ngram_size": chance(st.integers(1, 3)),
+        "bad_words_ids": chance(
+            st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1, max_size=6)
+        ),
+        "suppress_tokens": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        "begin_suppress_tokens": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        "forced_eos_token_id": chance(st.integers(0, VOCAB - 1)),
+    }
+)
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@hypothesis_settings(
+    max_examples=int(os.environ.get("HEADSTART_FUZZ", "100")),
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=CASES, chosen=SETTINGS)
+def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
+    target = built(case["family"])
+    suppressed = [*(chosen["suppress_tokens"] or ()), *(chosen["begin_suppress_tokens"] or ())]
+    assume(chosen["forced_eos_token_id"] not in suppressed)  # a token both forced and forbidden leaves none
+    settings = {name: value for name, value in chosen.items() if value is not None} | {"do_sample": False}
+    rows = [
+        torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
+        for place, length in enumerate(case["lengths"])
+    ]
+    padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
+    if case["seed"] is not None and case["source"] != "oracle":
+        settings |= {"do_sample": True, "temperature": 0.7, "top_k": 9}
+    seeded = lambda: {"generator": torch.Generator().manual_seed(case["seed"] or 0)}  # noqa: E731
+    if settings["do_sample"]:  # a seed gives the text that it gives without drafts
+        plain = SpeculativeLM(target).generate(padded, attention_mask=mask, **settings, **seeded())
+        truths = plain.sequences[:, padded.shape[1] :].tolist()
+    else:
+        truths = [stock(target, row, **settings).tolist() for row in rows]
+    if case["source"] == "oracle":
+        shape = tools.random_shape(case["shape"])
+        lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, case["wrong"], case["shape"]))
+        slots = None  # an oracle knows its texts by their place in the first batch
+    else:
+        slots = case["slots"]
+        head = drafting(case["family"], case["source"]) if case["source"] in OPTIONS else None
+        options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
+        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, verifier="point_mass", **options)
+    monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
+    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings, **seeded())
+    written = output.sequences[:, padded.shape[1] :].tolist()
+    width = max(map(len, truths))
+    end = settings.get("eos_token_id")
+    assert len(written[0]) == width
+    for found, expected in zip(written, truths):
+        assert found[: len(expected)] == expected
+        assert end or len(expected) == width

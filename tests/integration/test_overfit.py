@@ -1,0 +1,152 @@
+"""A head that knows a few conversations by heart drafts them in whole rounds: training and decoding, end to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import HEADS, DraftHead
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import GenerateOutput, SpeculativeLM, Target
+from headstart.train.data.chat_template import Batch, Example, collate
+from headstart.train.features.online import online_features
+
+VOCAB, SAID = 40, 30
+"""Tokens, and how many of them ever stand in an answer."""
+DEPTH, ROUNDS = 3, 8
+ANSWER = 1 + ROUNDS * (DEPTH + 1)
+"""Tokens of an answer: the prefill's, and whole rounds, so that a perfect head's last one is not cut."""
+PROMPTS = (3, 6, 4, 5, 3, 6, 4, 5)
+SETTINGS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "eagle": {
+        # Trained on true features alone: the noise stands in for its own errors, which by heart it hardly sees.
+        "plain": {"depth": DEPTH, "noise": 0.3, "intermediate_size": 96},
+        "fed back": {"depth": DEPTH, "train_steps": DEPTH, "noise": 0.0},
+    },
+    "eagle3": {
+        "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
+        "all norms": {"depth": DEPTH, "feature_layers": [0, 1], "draft_vocab_size": SAID}
+        | {"fc_norm": True, "norm_output": True, "qk_norm": True},
+    },
+    "hydra": {"plain": {"num_heads": DEPTH}, "truncated": {"num_heads": DEPTH, "draft_vocab_size": SAID}},
+    "hydra++": {"plain": {"num_heads": DEPTH}},
+    # Medusa does not see the path. Nothing is lost here: in a text that is known by heart, the last state alone
+    # determines all that follows.
+    "medusa": {"plain": {"num_heads": DEPTH, "num_layers": 2}},
+}
+CASES = [
+    pytest.param(name, options, id=f"{name}, {what}")
+    for name in sorted(HEADS)
+    for what, options in OPTIONS.get(name, {}).items()
+]
+
+
+def conversations() -> list[Example]:
+    """Random prompts and answers: nothing but the text itself says how it goes on."""
+    random = torch.Generator().manual_seed(0)
+    # The tokens that answers are made of are spread over the vocabulary, so that draft ids are other ids.
+    said = torch.randperm(VOCAB - 1, generator=random)[:SAID] + 1
+    found = []
+    for length in PROMPTS:
+        prompt = torch.randint(1, VOCAB, (length,), generator=random)
+        answer = said[torch.randint(SAID, (ANSWER,), generator=random)]
+        found.append(Example([*prompt.tolist(), *answer.tolist()], [False] * length + [True] * ANSWER))
+    return found
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return collate(conversations())
+
+
+@pytest.fixture(scope="module")
+def taught(batch: Batch) -> Target:
+    """A small target that learned the conversations by heart."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    labels = batch.tokens_BT.masked_fill(~batch.loss_mask_BT, -100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        model(input_ids=batch.tokens_BT, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    target = Target(model)
+    for tokens_T, length in zip(batch.tokens_BT, PROMPTS):
+        assert alone(target, tokens_T[:length], ANSWER) == tokens_T[length : length + ANSWER].tolist()
+    return target
+
+
+def alone(target: Target, prompt_T: Tensor, new_tokens: int) -> list[int]:
+    """What the target writes by itself."""
+    mask = torch.ones_like(prompt_T[None])
+    written = target.model.generate(prompt_T[None], attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)
+    return written[0, len(prompt_T) :].tolist()
+
+
+def together(
+    target: Target, head: DraftHead, tree: str, prompts: list[Tensor], new_tokens: int
+) -> tuple[list[list[int]], GenerateOutput]:
+    """What is written with a head, all prompts in one left-padded batch."""
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+    input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+    output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)
+    return output.sequences[:, input_ids.shape[1] :].tolist(), output
+
+
+def overfitted(name: str, options: dict[str, Any], target: Target, batch: Batch) -> DraftHead:
+    """Trained on the conversations with its own default objective, until every draft is right or for 200 steps."""
+    torch.manual_seed(0)
+    head = build_head(name, options, target.info).train()
+    head.initialize(target.modules, torch.bincount(batch.tokens_BT[batch.loss_mask_BT], minlength=VOCAB))
+    features = online_features(target, head, batch)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=200)
+    for _ in range(200):
+        output = head(features)
+        if torch.equal(output.hits_KI[:, 0], output.counts_K):
+            break
+        (output.loss / batch.loss_mask_BT.sum()).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return head.eval()
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_what_a_head_knows_by_heart_is_accepted_in_whole_rounds(
+    name: str, options: dict[str, Any], taught: Target, batch: Batch
+) -> None:
+    head = overfitted(name, options, taught, batch)
+    prompts = [tokens_T[:length] for tokens_T, length in zip(batch.tokens_BT, PROMPTS)]
+    answers = [tokens_T[length : length + ANSWER].tolist() for tokens_T, length in zip(batch.tokens_BT, PROMPTS)]
+    for tree in (f"chain:{DEPTH}", f"dynamic:10:{DEPTH}:3"):
+        written, output = together(taught, head, tree, prompts, ANSWER)
+        assert written == answers
+        assert output.stats.acceptance_length >= 0.9 * (DEPTH + 1), tree
+
+    # A row that is known ends rounds before one that is not, with as many tokens as it may ever hold; the other goes
+    # on, and is still drafted for.
+    unknown = torch.tensor([7, 7, 2])
+    for new_tokens in range(ANSWER - DEPTH, ANSWER):
+        written, output = together(taught, head, f"chain:{DEPTH}", [prompts[1], unknown], new_tokens)
+        assert written == [answers[1][:new_tokens], alone(taught, unknown, new_tokens)]
+        known, other = output.stats.rows
+        assert len(known) < len(other)

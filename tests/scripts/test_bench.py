@@ -1,0 +1,208 @@
+"""The arithmetic of the benchmark's figures on made-up rows, and a whole run on a tiny target."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.heads import MedusaConfig, MedusaHead
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
+from headstart.inference import Stats, Target
+from headstart.inference.stats import PARTS, RoundRecord
+from headstart.train import benchmark as benchmarking
+from headstart.train.benchmark import SIDES, Answered, benchmark, figures, first_difference, print_report, quartiles
+from headstart.train.commands import BenchConfig
+from headstart.train.console import Stopped
+
+
+def answered(seconds, tokens=(10, 10, 10), difference=None, rounds=((1, 2),), times=()):
+    stats = Stats([[RoundRecord(*pair) for pair in rounds]], max_depth=2, seconds=dict(times))
+    return Answered(
+        tokens=dict(zip(SIDES, tokens, strict=True)),
+        seconds=dict(zip(SIDES, seconds, strict=True)),
+        difference=difference,
+        stats=stats,
+    )
+
+
+def test_figures_are_totals_for_rates_and_medians_over_prompts_for_speedups():
+    parts = {"prefill": 9.0, "draft": 0.1, "target": 0.4, "verify": 0.03, "rest": 0.01}
+    row = figures(
+        [
+            answered((4, 2, 1), rounds=((2, 3), (1, 2)), times=parts.items()),
+            answered((1, 1, 1), difference={"token": 3, "logit_gap": 0.5}, rounds=((0, 1),), times=parts.items()),
+            answered((10, 10, 5), tokens=(20, 20, 30), rounds=((1, 2), (0, 1)), times=parts.items()),
+        ]
+    )
+    assert row["prompts"] == 3
+    assert row["identical"] == 2
+    assert row["differences"] == [{"token": 3, "logit_gap": 0.5}]
+    assert row["tokens_per_second"] == pytest.approx({"generate": 40 / 15, "plain": 40 / 13, "speculative": 50 / 7})
+    # per prompt: vs generate 4, 1, 3; vs plain 2, 1, 3
+    assert row["speedup_vs_generate"] == pytest.approx({"median": 3, "lower_quartile": 2, "upper_quartile": 3.5})
+    assert row["speedup_vs_plain"] == pytest.approx({"median": 2, "lower_quartile": 1.5, "upper_quartile": 2.5})
+    assert row["acceptance_length"] == pytest.approx(9 / 5)
+    assert row["acceptance_rate_by_depth"] == pytest.approx([3 / 5, 1 / 3])
+    assert row["milliseconds_per_round"] == pytest.approx({"draft": 60, "target": 240, "verify": 18, "rest": 6})
+
+
+def test_quartiles_of_one_prompt_are_that_prompt():
+    assert quartiles([2.5]) == {"median": 2.5, "lower_quartile": 2.5, "upper_quartile": 2.5}
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3, "lower_quartile": 2, "upper_quartile": 4}
+
+
+def test_a_difference_is_found_where_it_is_with_the_gap_between_the_logits(tiny_target):
+    target = tiny_target(vocab_size=20)
+    stock = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    ours = torch.tensor([[3, 1, 4, 7, 5, 9]])
+    with torch.no_grad():
+        logits = target.model(stock).logits[0, 2]
+    found = first_difference(target, stock, ours, prompt=2)
+    assert found == {"token": 1, "logit_gap": pytest.approx(float(logits[1] - logits[7]), rel=1e-5)}
+    assert first_difference(target, stock, stock.clone(), prompt=2) is None
+
+
+@pytest.mark.parametrize("lengths", [(6, 5), (5, 6)])
+def test_an_answer_that_stops_too_early_or_too_late_is_a_difference(tiny_target, lengths):
+    stock, ours = (torch.tensor([[3, 1, 4, 1, 5, 9]])[:, :length] for length in lengths)
+    assert first_difference(tiny_target(vocab_size=20), stock, ours, prompt=2)["token"] == 3
+
+
+@pytest.fixture(scope="module")
+def head_folder(target_folder, tmp_path_factory):
+    """Heads that start as the target's own LM head, in a chain of three with a few siblings."""
+    target = Target.from_pretrained(target_folder)
+    head = MedusaHead(MedusaConfig(num_heads=3), target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    folder = tmp_path_factory.mktemp("head")
+    save_head(head, folder, CheckpointMetadata(tree=[[0], [1], [0, 0], [0, 0, 0]]))
+    return folder
+
+
+def prompt_file(path, count):
+    path.parent.mkdir(exist_ok=True)
+    rows = [json.dumps({"prompt": f"say {i} {'again ' * i}"}) for i in range(count)]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def config(target_folder, head_folder, tmp_path):
+    return BenchConfig(
+        target=str(target_folder),
+        head=str(head_folder),
+        prompts=[prompt_file(tmp_path / "chat.jsonl", 4), prompt_file(tmp_path / "code.jsonl", 1)],
+        limit=3,
+        max_new_tokens=9,
+        dtype="float32",
+        output=str(tmp_path / "deep" / "report.json"),
+        profile=True,
+    )
+
+
+def test_the_report_has_every_figure_for_each_file_and_in_total(config, capsys):
+    report = benchmark(config)
+    assert report["files"].keys() == set(config.prompts)
+    assert [report["files"][path]["prompts"] for path in config.prompts] == [3, 1]
+    assert report["total"]["prompts"] == 4
+    for row in (*report["files"].values(), report["total"]):
+        assert row["tokens_per_second"].keys() == {"generate", "plain", "speculative"}
+        assert all(rate > 0 for rate in row["tokens_per_second"].values())
+        for name in ("speedup_vs_generate", "speedup_vs_plain"):
+            spread = row[name]
+            assert spread.keys() == {"median", "lower_quartile", "upper_quartile"}
+            assert 0 < spread["lower_quartile"] <= spread["median"] <= spread["upper_quartile"]
+        assert row["milliseconds_per_round"].keys() == set(PARTS)
+        assert row["identical"] == row["prompts"]  # greedy, in float32
+        assert 1 <= row["acceptance_length"] <= 4
+        assert len(row["acceptance_rate_by_depth"]) == 3
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"].keys() >= {"python", "transformers", "headstart"}
+    assert report["hardware"]
+    found = report["profile"]
+    assert found["milliseconds"].keys() == {*PARTS, "mask"} and found["nodes"] == report["nodes"]
+    assert found["round"] == pytest.approx(sum(report["total"]["milliseconds_per_round"].values()))
+    assert found["floors"]["bytes"] > 0 and found["of_the_round"]["forward"] > 0
+    assert report["options"]["max_new_tokens"] == 9
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("chat", "code", "total", "4/4"))
+
+
+@pytest.mark.parametrize("new_tokens", [2, 9])  # of two tokens one round drafts nothing, and has no rates
+def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(config, new_tokens, capsys):
+    report = benchmark(BenchConfig(**{**vars(config), "max_new_tokens": new_tokens, "profile": False}))
+    shown = capsys.readouterr().out
+    with open(config.output, encoding="utf-8") as file:
+        written = json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert written == report
+    print_report(written)
+    assert shown.endswith(capsys.readouterr().out)
+
+
+def test_sampling_is_compared_too_and_repeats_for_a_seed(config):
+    runs = [
+        benchmark(BenchConfig(**{**vars(config), "temperature": 1.0, "limit": 1, "seed": seed})) for seed in (3, 3, 4)
+    ]
+    lengths = [
+        (run["total"]["acceptance_length"], run["total"]["rounds"], repr(run["total"]["acceptance_rate_by_depth"]))
+        for run in runs
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_two_files_of_one_name_both_get_a_row(config, tmp_path, capsys):
+    prompts = [prompt_file(tmp_path / folder / "chat.jsonl", count) for folder, count in (("a", 1), ("b", 2))]
+    report = benchmark(BenchConfig(**{**vars(config), "prompts": prompts}))
+    assert [report["files"][path]["prompts"] for path in prompts] == [1, 2]
+    shown = capsys.readouterr().out
+    assert all(counted in shown for counted in ("1/1", "2/2", "3/3"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompts": ["/nowhere.jsonl"]}, "no file at '/nowhere.jsonl'"),
+        ({"head": "/nowhere"}, "no head at '/nowhere'"),
+        ({"tree": "bush"}, "unknown tree 'bush'"),
+        ({"tree": "chain:9"}, "at most 3"),
+    ],
+)
+def test_what_cannot_be_used_is_named(config, change, words):
+    with pytest.raises(ValueError, match=words):
+        benchmark(BenchConfig(**{**vars(config), **change}))
+
+
+def test_a_file_without_prompts_is_named(config, tmp_path):
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no prompts"):
+        benchmark(BenchConfig(**{**vars(config), "prompts": [prompt_file(tmp_path / "empty.jsonl", 0)]}))
+
+
+def test_when_the_time_is_over_one_prompt_is_there(config):
+    report = benchmark(config, deadline=0.0)
+    assert report["total"]["prompts"] == 1 and not report["complete"] and not report["stopped"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_stopped_in_an_answer_what_was_measured_is_written(config, monkeypatch, at, capsys):
+    original, calls = benchmarking._answer, []
+
+    def answer(*given):
+        calls.append(given)
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given)
+
+    monkeypatch.setattr(benchmarking, "_answer", answer)
+    with pytest.raises(Stopped):
+        benchmark(config)
+    assert len(calls) == at
+    if at == 1:
+        assert not Path(config.output).exists()
+        return
+    report = json.loads(Path(config.output).read_text())
+    assert report["total"]["prompts"] == at - 1 and report["stopped"]
+    assert "vs plain" in capsys.readouterr().out

@@ -1,0 +1,59 @@
+"""`headstart tree --explain`: what is printed as measured is what was decoded, and the rest are the formulas."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from headstart.inference import SpeculativeLM, Stats, load_tokenizer
+from headstart.train.commands import TreeConfig
+from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.explain import explain_chains
+from headstart.train.loop import train
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 6)), encoding="utf-8")
+    return str(path)
+
+
+def test_chains_of_a_source_are_explained(taught, prompts, capsys):
+    config = TreeConfig(
+        str(taught), prompts=[prompts], explain=True, drafter="ngram:3", dtype="float32", max_new_tokens=20
+    )
+    found = explain_chains(config)
+    assert [row.gamma for row in found] == list(range(1, 9))
+    assert "best:" in capsys.readouterr().out
+    assert all(row.operations is None and row.factor > 0 and row.expected_factor > 0 for row in found)
+    lengths = [row.expected_tokens for row in found]
+    assert lengths == sorted(lengths) and lengths[-1] > 1
+    ids = [prompt_ids(load_tokenizer(taught), row) for row in read_prompts(prompts)]
+    for row in (found[0], found[4]):
+        lm = SpeculativeLM.from_pretrained(
+            taught, dtype=torch.float32, drafter="ngram:3", tree=f"chain:{row.gamma}", fallback=False
+        )
+        stats = Stats.merged(lm.generate(each, max_new_tokens=20, do_sample=False).stats for each in ids)
+        assert row.tokens == pytest.approx(stats.acceptance_length)
+
+
+def test_chains_of_a_head_are_explained_with_their_operations(run_options, changed, tmp_path, prompts):
+    config = run_options(tmp_path / "run", 5)
+    head = train(changed(config, loop={"eval_every": 0, "save_every": 0})) / "last"
+    asked = TreeConfig(config.target, str(head), [prompts], explain=True, dtype="float32", max_new_tokens=8, limit=2)
+    before = (head / "config.json").read_bytes()
+    found = explain_chains(asked)
+    assert all(row.operations > 0 for row in found)
+    assert (head / "config.json").read_bytes() == before
+
+
+def test_what_cannot_be_explained_is_refused(taught, prompts):
+    with pytest.raises(ValueError, match="'lookahead' takes no tree 'chain:8'"):
+        explain_chains(TreeConfig(str(taught), prompts=[prompts], explain=True, drafter="lookahead", dtype="float32"))
+    with pytest.raises(ValueError, match="has no tree to find; give --explain"):
+        TreeConfig(str(taught), prompts=[prompts], drafter="random")
+    with pytest.raises(ValueError, match="'head' is required"):
+        TreeConfig(str(taught), prompts=[prompts])

@@ -1,0 +1,163 @@
+"""Heads that leave and come back: pushed, exported and imported by the commands' functions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from headstart.heads.checkpoints.files import read_weights
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.models import dtypes
+from headstart.train import exchange
+from headstart.train.commands import ExportConfig, ImportConfig, PushConfig
+from headstart.train.exchange import export_foreign, import_foreign, original, push_head
+
+OPTIONS = {
+    "cut": {},
+    "eagle": {},
+    "eagle3": {"feature_layers": [0], "draft_vocab_size": 50},
+    "medusa": {"num_layers": 2},
+}
+
+
+@pytest.fixture
+def made(taught, tmp_path):
+    """A head of a kind for the taught target, saved, and what it writes."""
+
+    def make(kind, **options):
+        target = Target.from_pretrained(taught, dtype=torch.float32)
+        torch.manual_seed(0)
+        head = build_head(kind, OPTIONS[kind] | options, target.info)
+        head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
+        save_head(head, tmp_path / "head", CheckpointMetadata())
+        return head, tmp_path / "head"
+
+    return make
+
+
+def written(taught, folder):
+    lm = SpeculativeLM.from_pretrained(
+        str(taught), head=str(folder), dtype=torch.float32, tree="dynamic:6:3:2", fallback=False
+    )
+    return lm.generate(torch.tensor([[65, 66, 67, 68]]), max_new_tokens=24, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "project"), [("eagle", "safeailab"), ("eagle3", "speculators"), ("medusa", "fasterdecoding")]
+)
+def test_what_is_exported_and_imported_decodes_as_before(taught, made, kind, project, tmp_path, capsys):
+    head, folder = made(kind)
+    export_foreign(ExportConfig(head=str(folder), to=project, output=str(tmp_path / "out")))
+    import_foreign(ImportConfig(head=str(tmp_path / "out"), target=str(taught), output=str(tmp_path / "back")))
+    assert "headstart verify" in capsys.readouterr().out
+    back, _ = load_head(tmp_path / "back")
+    assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items())
+    before, after = written(taught, folder), written(taught, tmp_path / "back")
+    assert torch.equal(before.sequences, after.sequences) and before.stats.rows == after.stats.rows
+    assert "was not trained by headstart" in (tmp_path / "back" / "README.md").read_text()
+
+
+def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
+    """It drafts as a second model just what it drafts as a head."""
+    _, folder = made("cut")
+    export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "model")))
+    assert "a model of" in capsys.readouterr().out
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    ids = torch.tensor([[65, 66, 67, 68]])
+    as_head = SpeculativeLM.from_pretrained(str(taught), str(folder), torch.float32, tree="chain:3", fallback=False)
+    as_model = SpeculativeLM.from_pretrained(
+        str(taught), dtype=torch.float32, tree="chain:3", drafter=f"model:{tmp_path / 'model'}", fallback=False
+    )
+    one, other = (lm.generate(ids, **settings) for lm in (as_head, as_model))
+    assert torch.equal(one.sequences, other.sequences) and one.stats.rows == other.stats.rows
+    assert one.stats.acceptance_length > 1
+    _, folder = made("medusa")
+    with pytest.raises(ValueError, match="holds a MedusaHead, which reads its target's features: no model"):
+        export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "other")))
+
+
+def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
+    _, folder = made("medusa")
+    monkeypatch.setattr(exchange, "push_folder", lambda *_: pytest.fail("uploaded"))
+    push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True, base_model="org/base", license="mit"))
+    said = capsys.readouterr().out
+    assert "model.safetensors" in said and "base_model: org/base" in said and "nothing was uploaded" in said
+
+
+def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(taught, made, monkeypatch, tmp_path):
+    _, folder = made("medusa", lm_head="shared")
+    (tmp_path / "run").mkdir()
+    folder.rename(tmp_path / "run" / "best")
+    found = {}
+
+    def push(ready, repo, *rest):
+        found.update(read_weights(ready), repo=repo)
+        return "an address"
+
+    monkeypatch.setattr(exchange, "push_folder", push)
+    push_head(PushConfig(run=str(tmp_path / "run"), repo="me/head"))
+    weight_VD = Target.from_pretrained(taught).modules.lm_head.weight
+    assert found["repo"] == "me/head" and torch.equal(found["lm_heads.0.weight"], weight_VD)
+    assert "lm_heads.0.weight" not in read_weights(tmp_path / "run" / "best")
+
+
+def test_mistakes_are_told(taught, made, tmp_path):
+    _, folder = made("medusa")
+    with pytest.raises(ValueError, match="no run and no head at 'nowhere'"):
+        push_head(PushConfig(run="nowhere", repo="me/head"))
+    with pytest.raises(ValueError, match="was written by headstart: it needs no import"):
+        import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
+    with pytest.raises(ValueError, match="unknown project 'medusa'; choose from speculators, "):
+        export_foreign(ExportConfig(head=str(folder), to="medusa", output=str(tmp_path / "out")))
+    _, last = made("eagle3", feature_layers=[-1])
+    with pytest.raises(ValueError, match="speculators has no feature layer -1"):
+        export_foreign(ExportConfig(head=str(last), to="speculators", output=str(tmp_path / "out")))
+    _, folder = made("medusa")
+    config = json.loads((folder / "config.json").read_text())
+    del config["headstart"]
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 5}))
+    with pytest.raises(ValueError, match=r"hidden_size is 5, and .* in the target"):
+        import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
+    assert not (tmp_path / "back").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_an_int8_head_is_loaded_as_it_was_written(taught, made, kind, tmp_path, capsys):
+    pytest.importorskip("torchao.quantization")
+    head, folder = made(kind)
+    export_foreign(ExportConfig(head=str(folder), to="int8", output=str(tmp_path / "int8")))
+    assert "in int8 (" in " ".join(capsys.readouterr().out.split())
+    found, _ = load_head(tmp_path / "int8")
+    saved = read_weights(tmp_path / "int8")
+    assert {name for name in saved if name.endswith(".qdata")} == {
+        f"{name}.weight.qdata" for name, module in head.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    for name, tensor in head.state_dict().items():
+        other = found.state_dict()[name]
+        packed = hasattr(other, "qdata")
+        assert packed == (f"{name}.qdata" in saved)
+        if packed:
+            assert (other.dequantize() - tensor).abs().max() <= tensor.abs().max() / 120
+        else:
+            assert torch.equal(other, tensor)
+    assert written(taught, tmp_path / "int8").stats.rounds > 0
+    card = (tmp_path / "int8" / "README.md").read_text()
+    assert card.count("its weights are int8") == 2
+    first = next(name for name in saved if name.endswith(".qdata"))
+    del saved[first.replace("qdata", "scale")]
+    save_file(saved, tmp_path / "int8" / "model.safetensors")
+    with pytest.raises(ValueError, match="has int8 values and no scale"):
+        load_head(tmp_path / "int8")
+
+
+def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught, tmp_path, monkeypatch):
+    AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
+    monkeypatch.setattr(dtypes, "against_float32", lambda dtype: 3.0)
+    assert Target.from_pretrained(tmp_path / "rounded", device="cpu").dtype == torch.float32
+    assert original(str(tmp_path / "rounded")).dtype == torch.bfloat16
+    assert original(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16

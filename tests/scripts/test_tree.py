@@ -1,0 +1,340 @@
+"""`headstart tree`: acceptance as it is, a tree that is used from then on, and weights that stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+
+from headstart.heads import MedusaConfig, MedusaHead
+from headstart.heads.checkpoints.save_load import CheckpointMetadata, load_head, save_head, save_tree
+from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
+from headstart.inference.drafters.adaptive import AssumedCosts, candidate_trees
+from headstart.inference.drafters.early_exit import EarlyExitChain
+from headstart.inference.drafters.tree_drafting import DynamicTree, StaticTree
+from headstart.inference.stats import RoundRecord, Stats
+from headstart.inference.tree import EarlyExitShape
+from headstart.inference.tuning.tree_search import best_static_tree, expected_length, machine
+from headstart.train import calibrate as module
+from headstart.train import expected
+from headstart.train.calibrate import calibrate
+from headstart.train.commands import TreeConfig
+from headstart.train.data.chat_template import Example, prompt_ids, read_prompts
+from headstart.train.evaluate import real_acceptance, teacher_forced
+from headstart.train.expected import Costs, dynamic_lengths, measured_costs, timed_trees
+from headstart.train.loop import train
+
+NEW_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def trained_head(run_options, changed, tmp_path_factory):
+    config = run_options(tmp_path_factory.mktemp("run"), 30)
+    return train(changed(config, loop={"eval_every": 0, "save_every": 0})) / "last"
+
+
+@pytest.fixture
+def head(trained_head, tmp_path):
+    """A copy, for a tree is written into it."""
+    shutil.copytree(trained_head, tmp_path / "head")
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def config(taught, head, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 9)), encoding="utf-8")
+    return TreeConfig(
+        str(taught), str(head), [str(path)], limit=5, max_new_tokens=NEW_TOKENS, dtype="float32", compile=False
+    )
+
+
+def changed(config, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+def drafted_with(taught, head):
+    """The policy that a head gets if nobody asks for one."""
+    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
+    if isinstance(drafter, StaticTree):
+        return drafter.shape
+    assert isinstance(drafter, DynamicTree)
+    return DynamicShape(drafter.max_nodes, drafter.depth, drafter.width)
+
+
+def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(config, head, taught):
+    calibrate(changed(config, nodes=5))
+    target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
+    examples = []
+    for messages in read_prompts(config.prompts[0], 5):
+        ids = prompt_ids(tokenizer, messages)
+        stock = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+        examples.append(Example(stock, [False] * ids.shape[1] + [True] * (len(stock) - ids.shape[1])))
+    loaded, metadata = load_head(head)
+    _, accuracy = teacher_forced(target, loaded, examples)
+    found = metadata.measured["calibration"]
+    assert found["accuracy"] == [pytest.approx(row, abs=1e-6) for row in accuracy]
+    assert sum(accuracy[0]) > 0.2  # it learned something, so there is something to compare
+    assert (found["prompts"], found["new_tokens"]) == (5, NEW_TOKENS)
+
+
+def rated(monkeypatch, fastest):
+    """As if rounds with trees of a kind were twice as fast as all others."""
+    original = module._answered
+
+    def answered(*given):
+        found = original(*given)
+        for policy, stats in found.items():
+            length = stats.acceptance_length
+            stats.seconds = {"target": stats.rounds * length / (2.0 if isinstance(policy, fastest) else 1.0)}
+        return found
+
+    monkeypatch.setattr(module, "_answered", answered)
+
+
+@pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])
+def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, head, taught, monkeypatch, fastest):
+    rated(monkeypatch, fastest)
+    policy = calibrate(changed(config, nodes=5))
+    _, metadata = load_head(head)
+    assert policy == tree_policy(metadata.tree) == drafted_with(taught, head)
+    assert isinstance(policy, fastest) and policy.size == 5
+    calibration = metadata.measured["calibration"]
+    assert calibration["speedup"] == pytest.approx(2.0) and calibration["expected_speedup"] > 0
+    assert "The faster of them: 2.00 times plain decoding" in (head / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, monkeypatch):
+    tried, original = {}, module._answered
+
+    def noted(target, head, policies, *rest):
+        tried.update({"static" if isinstance(policy, TreeShape) else "dynamic": policy for policy in policies[1:]})
+        return original(target, head, policies, *rest)
+
+    monkeypatch.setattr(module, "_answered", noted)
+    calibrate(changed(config, nodes=5))
+    found = load_head(head)[1].measured["calibration"]
+    target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
+    prompts = [prompt_ids(tokenizer, messages)[0] for messages in read_prompts(config.prompts[0], 5)]
+    loaded = load_head(head)[0].eval()
+    assert tried["static"] in {best_static_tree(found["accuracy"][:depth], 5) for depth in (1, 2)}
+    for name, policy in tried.items():
+        stats = real_acceptance(target, loaded, policy, prompts, NEW_TOKENS)
+        assert found["trees"][name]["acceptance_length"] == stats.acceptance_length
+        assert found["trees"][name]["rounds"] == stats.rounds
+
+
+def test_only_the_tree_and_its_figures_change(config, head, trained_head):
+    for _ in range(2):  # and once more on what the first left
+        calibrate(changed(config, nodes=5))
+        names = {path.name for path in head.iterdir()}
+        assert names == {path.name for path in trained_head.iterdir()}
+        assert (head / "model.safetensors").read_bytes() == (trained_head / "model.safetensors").read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (trained_head, head))
+    assert after["headstart"].pop("tree")
+    after["headstart"]["measured"].pop("calibration")
+    assert [*after["headstart"]["measured"].pop("fastest")] == [machine(torch.device("cpu"), False)]
+    before["headstart"].pop("tree")
+    assert after == before
+
+
+def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config, monkeypatch):
+    """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more slowly."""
+    costs = Costs({size: 1.0 if size <= 6 else float(size) for size in module.SIZES}, (0.1, 0.0, 0.0), 0.0, 1.0)
+    monkeypatch.setattr(module, "measured_costs", lambda *_: costs)
+    assert calibrate(config).size == 6
+
+
+def test_costs_are_those_of_the_parts(taught, monkeypatch):
+    """Forwards as many times a plain step's as alone; drafts by their depth and by what they expand."""
+    target = Target.from_pretrained(taught, torch.float32)
+    head = MedusaHead(MedusaConfig(num_heads=6), target.info)
+    shallow, deep, at_least_fp32 = timed_trees(head)
+    assert (shallow.depth, deep.depth, at_least_fp32.depth) == (1, 4, 4) and deep.width < at_least_fp32.width
+    timed = {None: round_of(draft=0.0, target=3.0)}
+    for tree in (shallow, deep, at_least_fp32):
+        timed[tree] = round_of(draft=0.5 + 0.25 * tree.depth + 0.125 * tree.expanded, target=6.0)
+    monkeypatch.setattr(expected, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.4})
+    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert costs.draft == pytest.approx((0.5, 0.25, 0.125))
+    assert costs.other == 0.75 and costs.plain == 3.75
+    assert costs.target == pytest.approx({2: 6.0, 5: 12.0})
+    chain = TreeShape.chain(2)  # of 3 nodes, and the next size is 5
+    assert costs.parts(chain) == pytest.approx((12.0, 0.5 + 0.5 + 0.25, 0.75))
+    assert costs.rate(chain, 7.0) == pytest.approx(0.5)
+    # A draft that costs nothing more, by a clock that says that it costs less.
+    timed[deep] = timed[at_least_fp32] = round_of(draft=0.75, target=6.0)
+    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert costs.draft == pytest.approx((0.875, 0.0, 0.0))
+
+
+def round_of(draft, target):
+    return Stats(
+        [[RoundRecord(1, 1)] * 2], seconds={"draft": 2 * draft, "target": 2 * target, "verify": 1, "host": 0.5}
+    )
+
+
+def test_a_head_of_one_depth_has_costs(taught):
+    target = Target.from_pretrained(taught, torch.float32)
+    head = MedusaHead(MedusaConfig(num_heads=1), target.info)
+    timed = {policy: round_of(draft=0.5, target=3.0) for policy in (None, *timed_trees(head))}
+    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert costs.draft == (0.5, 0.0, 0.0)
+    assert set(costs.target) == {2, 5} and min(costs.target.values()) > 0
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_head, taught, width):
+    """Every size and depth by itself, against the one pass over two answers that knows all of them."""
+    target = Target.from_pretrained(taught, torch.float32)
+    head = load_head(trained_head, target.info)[0].eval()
+    examples, asked = [], []
+    for text in ("count to 3", "count to 7"):
+        ids = prompt_ids(load_tokenizer(taught), [{"role": "user", "content": text}])
+        asked.append(ids)
+        whole = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
+        examples.append(Example(whole, [i >= ids.shape[1] for i in range(len(whole))]))
+    sizes = (2, 3, 5, 8)
+    found = dynamic_lengths(target, head, width, examples, sizes)
+    for size, depth in itertools.product(sizes, range(1, head.max_depth + 1)):
+        lm = SpeculativeLM(target, DynamicTree(head, DynamicShape(size, depth, width), target.modules))
+        really = Stats.merged(lm.generate(ids, max_new_tokens=12, do_sample=False).stats for ids in asked)
+        assert found[size, depth] == pytest.approx(really.acceptance_length), (size, depth)
+    assert len(set(found.values())) > 2
+
+
+def test_sampling_is_calibrated_too(config, head):
+    torch.manual_seed(0)
+    calibrate(changed(config, temperature=1.0, nodes=4))
+    assert tree_policy(load_head(head)[1].tree).size == 4
+
+
+def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, taught, monkeypatch):
+    rated(monkeypatch, EarlyExitShape)
+    trained = EarlyExitShape(2, 0.3, weights=(1.25, -0.5, -0.1, 2.0))
+    monkeypatch.setattr(module, "train_stopper", lambda *_: (trained, 1.5, 100.0))
+    policy = calibrate(changed(config, nodes=5, stopper=True))
+    assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
+    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
+    assert isinstance(drafter, EarlyExitChain) and drafter.shape == policy
+
+
+def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
+    calibrate(changed(config, nodes=4))
+    here = drafted_with(taught, head)
+    save_tree(head, "chain:1", {}, machine(torch.device("cpu"), compiled=True))
+    assert drafted_with(taught, head) == here  # the one that was found without compiling
+    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile="auto", fallback=False)
+    assert compiled.drafter.max_nodes == 2
+    save_tree(head, "chain:2", {}, "elsewhere")
+    assert drafted_with(taught, head) == here
+    settings = json.loads((head / "config.json").read_text())
+    settings["headstart"]["measured"]["fastest"].pop(machine(torch.device("cpu"), compiled=False))
+    (head / "config.json").write_text(json.dumps(settings))
+    found, offered = (drafted_with(taught, head), candidate_trees(load_head(head)[0], None, AssumedCosts(1 / 16))[0])
+    assert isinstance(found, DynamicShape) and found.depth == offered.depth and found.size <= offered.size
+
+
+def refused_early(config, monkeypatch, words):
+    monkeypatch.setattr(module.SpeculativeLM, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
+    with pytest.raises(ValueError, match=words):
+        calibrate(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"head": "/no/where"}, "no head folder at '/no/where'.*Hub id will not do"),
+        ({"prompts": ["/nowhere.jsonl"]}, r"no file at '/nowhere\.jsonl'"),
+        ({"target": "/no/target"}, "no tokenizer at '/no/target'"),
+    ],
+)
+def test_what_is_missing_is_told_before_a_model_is_loaded(config, monkeypatch, change, words):
+    refused_early(changed(config, **change), monkeypatch, words)
+
+
+def test_a_folder_without_a_head_is_told_before_a_model_is_loaded(config, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    refused_early(changed(config, head=str(tmp_path / "empty")), monkeypatch, r"no head in .*empty")
+
+
+def test_a_file_without_prompts_is_named(config, tmp_path, monkeypatch):
+    (tmp_path / "empty.jsonl").touch()
+    refused_early(changed(config, prompts=[str(tmp_path / "empty.jsonl")]), monkeypatch, r"empty\.jsonl.*no prompts")
+
+
+def test_a_prompt_without_room_for_its_answer_is_named(config):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: prompt 1 has \d+ tokens, which with 1024 new ones"):
+        calibrate(changed(config, max_new_tokens=1024))
+
+
+def test_answers_that_all_end_at_once_are_told(config, head, taught, tmp_path):
+    """The only prompt's answer is its end token alone: not one round."""
+    target = Target.from_pretrained(taught, torch.float32)
+    tokenizer = load_tokenizer(taught)
+    messages = [{"role": "user", "content": "count to 3"}]
+    first = int(target.model.generate(prompt_ids(tokenizer, messages), max_new_tokens=1, do_sample=False)[0, -1])
+    path = tmp_path / "ends-at-once"
+    shutil.copytree(taught, path)
+    settings = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [first]}))
+    with pytest.raises(ValueError, match="longer than one token"):
+        calibrate(changed(config, target=str(path), limit=1))
+
+
+def enumerated_length(shape, accuracy):
+    """The expected tokens of a round, over all ways in which the true tokens' ranks can fall."""
+    total = 0.0
+    ranks = [[*range(len(row)), None] for row in accuracy]
+    for fallen in itertools.product(*ranks):
+        chance = 1.0
+        for row, rank in zip(accuracy, fallen, strict=True):
+            chance *= 1 - sum(row) if rank is None else row[rank]
+        accepted = 0
+        while accepted < len(fallen) and fallen[: accepted + 1] in shape.paths:
+            accepted += 1
+        total += chance * (accepted + 1)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_expected_length_is_that_over_all_outcomes(seed):
+    random = torch.Generator().manual_seed(seed)
+    accuracy = (torch.rand(3, 3, generator=random, dtype=torch.float64).softmax(-1) * 0.9).tolist()
+    for shape in (best_static_tree(accuracy, 7), TreeShape.chain(2), TreeShape(())):
+        assert expected_length(shape, accuracy) == pytest.approx(enumerated_length(shape, accuracy))
+
+
+@pytest.mark.parametrize(("shape", "length"), [([[0], [0, 0]], 3), ([[0], [1]], 2), ([[1], [1, 0], [1, 1]], 1)])
+def test_where_every_guess_is_right_or_wrong_the_expected_length_is_the_real_one(tiny_target, shape, length):
+    """A target that says one token for ever, and heads that start as its LM head: the best guess is always right."""
+    target = tiny_target(vocab_size=24)
+    target.model.lm_head.weight.data.zero_()
+    target.model.lm_head.weight.data[7] = 3 * target.model.model.norm.weight.data
+    target.model.model.embed_tokens.weight.data.abs_()
+    for layer in target.model.model.layers:
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            layer.get_submodule(name).weight.data.zero_()  # so the states stay positive
+    head = MedusaHead(MedusaConfig(num_heads=2), target.info)
+    head.initialize(target.modules, torch.ones(24, dtype=torch.int64))
+    head = head.double().eval()
+    examples = [Example([1, 2, 3] + [7] * 12, [False] * 3 + [True] * 12)]
+    _, accuracy = teacher_forced(target, head, examples)
+    assert [row[0] for row in accuracy] == [1.0, 1.0]
+    policy = TreeShape.from_paths(shape)
+    stats = real_acceptance(target, head, policy, [torch.tensor([1, 2, 3])], 1 + 6 * length)
+    assert stats.acceptance_length == expected_length(policy, accuracy) == length
+
+
+def test_a_tree_for_a_head_with_fewer_tokens_than_ranks(config, taught, tmp_path):
+    """A draft vocabulary of 4 has no fifth-best token, however large a tree is asked for."""
+    target = Target.from_pretrained(taught, torch.float32)
+    head = MedusaHead(MedusaConfig(num_heads=1, draft_vocab_size=4), target.info)
+    head.initialize(target.modules, torch.arange(target.info.vocab_size))
+    save_head(head, tmp_path / "narrow", CheckpointMetadata())
+    policy = calibrate(changed(config, head=str(tmp_path / "narrow"), nodes=12))
+    assert drafted_with(taught, tmp_path / "narrow").depth == policy.depth == 1

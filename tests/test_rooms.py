@@ -1,0 +1,160 @@
+"""The structure: imports run one way and never in a circle, folders stay small, and the wheel lists them all."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = ("heads", "inference", "train", "scripts")
+"""Each imports only from itself and from those before it."""
+FILES = sorted(path for package in ORDER for path in (ROOT / package).rglob("*.py"))
+LARGEST_FOLDER = 12
+
+
+def module_of(path: Path) -> str:
+    """heads/layers/attention.py as heads.layers.attention, and heads/__init__.py as heads."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """Absolute dotted names of everything that a module imports, wherever in the file and in whatever form."""
+    package = f"headstart.{module}".split(".") if is_package else f"headstart.{module}".split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def forbidden(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Imports of packages to the right, and of our packages under bare names, which other distributions own."""
+    allowed = ORDER[: ORDER.index(module.split(".")[0]) + 1]
+    wrong = []
+    for name in imported(source, module, is_package):
+        first, *rest = name.split(".")
+        if first in ORDER or (first == "headstart" and (not rest or rest[0] not in allowed)):
+            wrong.append(name)
+    return wrong
+
+
+def defining_module(name: str) -> str | None:
+    """The module of ours that an import of headstart.X.Y.name runs: the longest part of it that is a file."""
+    parts = name.removeprefix("headstart.").split(".")
+    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((module for module in known if module in MODULES), None) if name.startswith("headstart.") else None
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, in its order, or an empty list."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module not in done:
+            for other in sorted(arrows[module]):
+                if found := walk(other, [*path, module]):
+                    return found
+            done.add(module)
+        return []
+
+    return next((found for module in arrows if (found := walk(module, []))), [])
+
+
+def test_imports_run_one_way() -> None:
+    for module, path in MODULES.items():
+        wrong = forbidden(path.read_text(encoding="utf-8"), module, path.stem == "__init__")
+        assert not wrong, f"{module} must not import {wrong}: heads <- inference <- train <- scripts"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("heads.base", "from ..inference import Target"),
+        ("heads.layers.attention", "from ...inference import Target"),
+        ("heads.base", "from .. import train"),
+        ("heads.base", "import headstart.scripts.command"),
+        ("heads.base", "def late():\n    from headstart import inference"),
+        ("inference.tree", "from headstart.train.config import TrainConfig as Config"),
+        ("inference.drafters.base", "from ...train.data import Batch"),
+        ("train.loop", "from ..scripts import command"),
+        ("train.loop", "import heads"),
+        ("scripts.train", "from inference.target import Target"),
+    ],
+)
+def test_a_wrong_import_is_found_in_every_form(module: str, line: str) -> None:
+    assert forbidden(line, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("heads.base", "from . import HEADS\nfrom .losses import draft_loss\nimport torch.inference"),
+        ("heads.layers.attention", "from ..base import TargetInfo\nfrom .. import losses"),
+        ("inference.tree", "from ..heads import DraftHead\nfrom .tuning import tree_spec"),
+        ("train.loop", "from ..heads.checkpoints import save_load\nfrom ..inference import Target"),
+        ("scripts.train", "from headstart.train.config import TrainConfig\nfrom headstart import heads"),
+    ],
+)
+def test_a_right_import_is_not(module: str, line: str) -> None:
+    assert not forbidden(line, module)
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Imports in functions and under TYPE_CHECKING count."""
+    arrows = {
+        module: {
+            other
+            for name in imported(path.read_text(encoding="utf-8"), module, path.stem == "__init__")
+            if (other := defining_module(name)) not in (None, module)
+        }
+        for module, path in MODULES.items()
+    }
+    found = circle(arrows)
+    assert not found, " -> ".join([*found, found[0]])
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_a_folder_holds_twelve_modules_at_most() -> None:
+    folders = {path.parent for path in FILES}
+    crowded = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert not {folder: count for folder, count in crowded.items() if count > LARGEST_FOLDER}
+
+
+def test_packages_are_those_of_pyproject() -> None:
+    """A subpackage that pyproject does not list works in an editable install and is missing from the wheel."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = sorted(f"headstart.{module_of(path)}" for path in FILES if path.name == "__init__.py")
+    assert sorted(config["packages"]) == ["headstart", *folders]
+    for package, folder in config["package-dir"].items():
+        assert package == ("headstart" if folder == "package" else f"headstart.{folder}")
+    assert {path.parent for path in FILES} == {path.parent for path in FILES if path.name == "__init__.py"}
+    for path in (path for package in ORDER for path in (ROOT / package).rglob("*") if path.suffix in (".cpp", ".h")):
+        assert path.name in config["package-data"][f"headstart.{module_of(path.parent)}"], f"the wheel lacks {path}"
+    assert not (ROOT / "headstart").exists(), "headstart is a namespace: a folder of that name would shadow it"
+
+
+def test_modules_and_public_names_have_docstrings_that_begin_with_the_thing() -> None:
+    """Ruff asks for docstrings on public names; none may begin with a word that only points elsewhere."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = (ast.get_docstring(node) or "-").split()
+                if words[0].rstrip(",:") in ("See", "Of", "What", "As"):
+                    wrong.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {' '.join(words[:6])}")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,308 @@
+"""The loss mask against what the assistant wrote, by decoding it; reading; the order of batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from headstart.train.config import DataConfig, TrainConfig
+from headstart.train.data.chat_template import (
+    Example,
+    check_tokenizer,
+    collate,
+    count_answer_tokens,
+    encode,
+    read_conversations,
+    read_prompts,
+    split_held_out,
+)
+from headstart.train.setup import split_examples
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
+)
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}</s>"
+    "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
+)
+REASONING = (
+    "{% set last = namespace(user=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.index0 < last.user %}{{ m['content'].split('</think>\n\n')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>", ""),
+    "default-system": (DEFAULT_SYSTEM, "<|im_end|>", ""),
+    "llama3": (LLAMA3, "<|eot_id|>", ""),
+    "zephyr": (ZEPHYR, "</s>", ""),
+    "mistral": (MISTRAL, "</s>", " "),
+}
+"""Template, end-of-turn token, and what stands between the generation prompt and the answer's words."""
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+CONVERSATIONS = {
+    "one turn": [("user", "How are you?"), ("assistant", "I am fine, thank you.")],
+    "several turns": [
+        ("user", "one"),
+        ("assistant", "the first answer"),
+        ("user", "the first answer"),
+        ("assistant", "b"),
+        ("user", "three"),
+        ("assistant", "assistant\nuser\n\nline"),
+    ],
+    "system": [("system", "Be short."), ("user", "hi"), ("assistant", "no"), ("user", "hi"), ("assistant", "no")],
+    "beyond ASCII": [("user", "größe 🎈"), ("assistant", "né 🎈🎈 日本")],
+    "open end": [("user", "one"), ("assistant", "first"), ("user", "and now?")],
+}
+
+
+def build_tokenizer(template, end):
+    """A byte-level BPE with real merges, so that tokens and characters do not fall together."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[*SPECIAL, "<s>", "</s>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator([text for turns in CONVERSATIONS.values() for _, text in turns] * 3, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
+    fast.chat_template = template
+    return fast
+
+
+def conversation(turns, **rest):
+    return {"messages": [{"role": role, "content": text} for role, text in turns], **rest}
+
+
+def encoded(turns, tokenizer, max_length=10_000, **rest):
+    return encode(conversation(turns, **rest), tokenizer, frozenset({tokenizer.eos_token_id}), max_length)
+
+
+def answers_in(example, tokenizer):
+    """The text of each run of masked tokens."""
+    pairs = zip(example.tokens, example.loss_mask, strict=True)
+    return [
+        tokenizer.decode([token for token, _ in run]) for own, run in itertools.groupby(pairs, lambda p: p[1]) if own
+    ]
+
+
+@pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize(("template", "end", "before"), TEMPLATES.values(), ids=TEMPLATES)
+def test_the_loss_mask_covers_exactly_what_the_assistant_writes(template, end, before, turns):
+    tokenizer = build_tokenizer(template, end)
+    (example,) = encoded(turns, tokenizer)
+    assert answers_in(example, tokenizer) == [before + text + end for role, text in turns if role == "assistant"]
+    messages = conversation(turns)["messages"]
+    while messages[-1]["role"] != "assistant":
+        messages.pop()
+    assert tokenizer.decode(example.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_an_answer_that_the_template_trims_is_masked_as_the_model_would_write_it():
+    tokenizer = build_tokenizer(LLAMA3, "<|eot_id|>")
+    (example,) = encoded([("user", " hi "), ("assistant", "  padded answer \n")], tokenizer)
+    assert answers_in(example, tokenizer) == ["padded answer<|eot_id|>"]
+
+
+def test_a_generation_prompt_that_ends_in_a_space_is_no_answer_even_if_offsets_leave_spaces_out():
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer = build_tokenizer(template, "</s>")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    (example,) = encoded([("user", "hi"), ("assistant", "7")], tokenizer)
+    assert answers_in(example, tokenizer) == ["7</s>"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_template_that_drops_earlier_reasoning_gives_one_sequence_per_answer(finished):
+    tokenizer = build_tokenizer(REASONING, "<|im_end|>")
+    first, second = "<think>deep</think>\n\nyes", "<think>more</think>\n\nno"
+    turns = [("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)]
+    examples = encoded(turns, tokenizer, finished=finished)
+    assert [answers_in(example, tokenizer) for example in examples] == [
+        [first + "<|im_end|>"],
+        [second + ("<|im_end|>" if finished else "")],
+    ]
+    assert "deep" not in tokenizer.decode(examples[1].tokens)  # as the model saw it when it wrote the second answer
+
+
+def test_the_end_token_of_a_cut_off_answer_is_not_the_assistants():
+    tokenizer = build_tokenizer(CHATML, "<|im_end|>")
+    turns = [("user", "one"), ("assistant", "whole"), ("user", "two"), ("assistant", "cut o")]
+    (example,) = encoded(turns, tokenizer, finished=False)
+    assert answers_in(example, tokenizer) == ["whole<|im_end|>", "cut o"]
+
+
+def test_max_length_cuts_and_a_sequence_without_an_answer_is_left_out():
+    tokenizer = build_tokenizer(CHATML, "<|im_end|>")
+    turns = [("user", "one"), ("assistant", "a longer answer"), ("user", "two"), ("assistant", "b")]
+    (whole,) = encoded(turns, tokenizer)
+    prompt = whole.loss_mask.index(True)
+    (cut,) = encoded(turns, tokenizer, max_length=prompt + 2)
+    assert (cut.tokens, cut.loss_mask) == (whole.tokens[: prompt + 2], whole.loss_mask[: prompt + 2])
+    assert encoded(turns, tokenizer, max_length=prompt) == []
+    assert encoded([("user", "alone")], tokenizer) == []
+
+
+def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_shown():
+    template = "{% for m in messages %}{{ 'bot' if m['role'] == 'assistant' else m['role'] }}: {{ m['content'] }}\n"
+    template += "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    with pytest.raises(ValueError, match="generation prompt") as error:
+        encoded([("user", "hi"), ("assistant", "yo")], build_tokenizer(template, "</s>"))
+    assert "assistant:" in str(error.value) and "bot: yo" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        (CHATML, [("assistant", "I start")]),
+        ("{{ raise_exception('roles must alternate') }}", [("user", "hi"), ("assistant", "yo")]),
+    ],
+    ids=["no turn before the answer", "the template raises"],
+)
+def test_a_conversation_that_the_template_refuses_is_a_users_error(template, turns):
+    with pytest.raises(ValueError, match=r"template"):
+        encoded(turns, build_tokenizer(template, "<|im_end|>"))
+
+
+@pytest.mark.parametrize("template", ["{{ m['content'] }}", "{{ m['content'] | trim }}"])
+def test_null_content_is_never_the_word_none_and_tools_reach_the_template(template):
+    template = "{{ tools[0]['name'] }}{% for m in messages %}<{{ m['role'] }}>" + template
+    template += "{% for c in m['tool_calls'] or [] %}{{ c['name'] }}{% endfor %}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = build_tokenizer(template, "</s>")
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    row = {"messages": [{"role": "user", "content": "hi"}, called], "tools": [{"name": "tool"}]}
+    (example,) = encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), 100)
+    assert tokenizer.decode(example.tokens) == "tool<user>hi</s><assistant>add</s>"
+    assert answers_in(example, tokenizer) == ["add</s>"]
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_by_name(tokenizer):
+    check_tokenizer(tokenizer, "good")
+    with pytest.raises(ValueError, match=r"'some/model' has no chat template"):
+        check_tokenizer(build_tokenizer(None, "</s>"), "some/model")
+
+
+GOOD = json.dumps(conversation([("user", "hi"), ("assistant", "yo")]))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{broken", "not JSON"),
+        (b"[1, 2]", "no conversation"),
+        (b'{"messages": []}', "no conversation"),
+        (b'{"text": "hi"}', "no conversation"),
+        (b'{"messages": [{"role": "user"}]}', "message 0"),
+        (b'{"messages": [{"role": "user", "content": ["hi"]}]}', "message 0"),
+        (b'{"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}', "message 1.*'robot'"),
+        (b'{"messages": [{"content": "a"}]}', "message 0"),
+        (b'{"messages": "\xff"}', ""),
+    ],
+)
+@pytest.mark.parametrize("read", [read_conversations, read_prompts])
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, words, read):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(GOOD.encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 3.*{words}"):
+        read(str(path))
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all.jsonl", "no-such-owner/no-such-data-set"])
+def test_a_missing_source_is_named(source):
+    with pytest.raises(ValueError, match=source):
+        read_conversations(source)
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    text = "one\u2028two\u0085three\x0bfour\x1cfive"
+    rows = [conversation([("user", text), ("assistant", text)]), conversation([("user", "b"), ("assistant", "c")])]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    assert read_conversations(str(path)) == rows
+    assert read_conversations(str(path), limit=1) == rows[:1]
+
+
+def test_prompts_come_in_three_forms(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    system, user, answer = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+    rows = [{"messages": [system, user, answer]}, {"messages": [user]}, {"turns": ["t", "later"]}, {"prompt": "p"}]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    expected = [[system, user], [user], [{"role": "user", "content": "t"}], [{"role": "user", "content": "p"}]]
+    assert read_prompts(path) == expected
+    assert read_prompts(path, 3) == expected[:3]
+
+
+def numbered(count):
+    return [Example([i, i], [False, True]) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 101])
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.8, 0.99])
+def test_held_out_and_training_examples_are_disjoint_and_neither_is_empty(count, share):
+    training, held_out = split_held_out(numbered(count), share, seed=3)
+    assert sorted(example.tokens[0] for example in training + held_out) == list(range(count))
+    assert training and held_out
+    assert abs(len(held_out) - share * count) <= 1
+    assert (training, held_out) == split_held_out(numbered(count), share, seed=3)
+
+
+def test_held_out_examples_depend_on_the_seed_and_one_is_too_few():
+    assert split_held_out(numbered(100), 0.1, 0)[1] != split_held_out(numbered(100), 0.1, 1)[1]
+    with pytest.raises(ValueError, match="at least 2"):
+        split_held_out(numbered(1), 0.1, 0)
+
+
+def test_no_conversation_is_both_trained_on_and_held_out(tiny_target):
+    tokenizer = build_tokenizer(REASONING, "<|im_end|>")  # several sequences a conversation
+    rows = [
+        conversation([("user", f"name {i}"), *[("assistant", "<think>a</think>\n\nb"), ("user", "c")] * 4])
+        for i in range(20)
+    ]
+    data = DataConfig(sources=["unused"], held_out=0.3)
+    config = TrainConfig(target="unused", output="unused", data=data)
+    training, held_out = split_examples(rows, config, tiny_target(vocab_size=400), tokenizer)
+
+    def conversations_of(examples):
+        return {tokenizer.decode(example.tokens).split("<|im_end|>")[0] for example in examples}
+
+    assert len(conversations_of(training) | conversations_of(held_out)) == 20
+    assert not conversations_of(training) & conversations_of(held_out)
+
+
+def test_answer_tokens_are_counted_where_the_mask_is_true():
+    examples = [Example([4, 1, 1, 2], [False, True, True, False]), Example([1, 3], [True, True])]
+    assert count_answer_tokens(examples, 6).tolist() == [0, 3, 0, 1, 0, 0]
+
+
+def test_collating_pads_on_the_right_and_padding_is_no_answer():
+    batch = collate([Example([5, 6, 7], [False, True, True]), Example([8], [True])])
+    assert batch.tokens_BT[0].tolist() == [5, 6, 7]
+    assert batch.tokens_BT[1, 0] == 8
+    assert batch.loss_mask_BT.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.loss_mask_BT.dtype == torch.bool

@@ -1,0 +1,214 @@
+"""Sources and formats: what people have becomes messages, and what is none is named by file and row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from headstart.train.data.chat_template import read_conversations, read_sources
+from headstart.train.data.conversations import check_conversation, open_source, parsed_name
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": MESSAGES},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        {"prompt": "hi", "completion": "yo"},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
+            ]
+        },
+        {"prompt": "another column", "messages": MESSAGES},
+        {"conversations": None, "messages": MESSAGES},
+    ],
+    ids=["messages", "ShareGPT", "prompt and completion", "the same as messages", "parts", "messages first", "null"],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
+def test_every_format_in_every_kind_of_source_becomes_messages(tmp_path, row, kind):
+    rows = [row, row]
+    if kind == "jsonl":
+        name = write(tmp_path / "data.jsonl", rows)
+    elif kind == "json":
+        name = str(tmp_path / "data.json")
+        (tmp_path / "data.json").write_text("\n " + json.dumps(rows), encoding="utf-8")
+    elif kind == "parquet":
+        name = str(tmp_path / "data.parquet")
+        Dataset.from_list(rows).to_parquet(name)
+    else:
+        name = str(tmp_path / "saved")
+        Dataset.from_list(rows).save_to_disk(name)
+    assert [each["messages"] for each in read_conversations(name)] == [MESSAGES, MESSAGES]
+    assert len(read_conversations(name, 1)) == 1
+
+
+def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "observation", "value": "c"}]
+    row = check_conversation({"system": "s", "conversations": turns}, "here")
+    assert [(each["role"], each["content"]) for each in row["messages"]] == [
+        ("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_tool_calls_have_null_content_and_their_arguments_as_an_object(arguments):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    for message in (
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+    ):
+        row = check_conversation({"messages": [MESSAGES[0], message]}, "here")
+        assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp_path):
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    rows = [{"messages": MESSAGES}, {"messages": [MESSAGES[0], called]}]
+    path = str(tmp_path / "tools.parquet")
+    Dataset.from_list(rows).to_parquet(path)
+    assert [row["messages"] for row in read_conversations(path)] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL]), [json.dumps(CALL)]])
+def test_tools_may_be_the_text_of_their_schemas(tools):
+    assert check_conversation({"messages": MESSAGES, "tools": tools}, "here")["tools"] == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 needs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part 'image'; only parts of type"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "without a function's 'name'"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "calls f with no JSON",
+        ),
+        ({"messages": MESSAGES, "tools": "{"}, "'tools' is a text and no JSON"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "message 0 is from 'robot'; choose from system, human"),
+        ({"conversations": [{"from": "gpt"}]}, "message 0 needs a 'from' and a 'value'"),
+        ({"prompt": 3, "completion": "x"}, "'prompt' must be a text or a list"),
+        ({"conversations": []}, "'conversations' is empty"),
+        (
+            {"instruction": "a", "completion": "b"},
+            "it has 'instruction', 'completion': messages lacks 'messages'; conversations lacks 'conversations'; "
+            "prompt/completion lacks 'prompt'",
+        ),
+    ],
+)
+def test_what_is_no_conversation_is_named_with_what_is_missing(row, words):
+    with pytest.raises(ValueError, match="there: ") as error:
+        check_conversation(row, "there")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_data_set_whose_columns_fit_no_format_is_refused_with_its_columns(tmp_path, kind):
+    path = str(tmp_path / f"other.{kind}")
+    rows = [{"question": "a", "answer": "b"}]
+    write(tmp_path / "other.jsonl", rows) if kind == "jsonl" else Dataset.from_list(rows).to_parquet(path)
+    with pytest.raises(ValueError, match=r"it has 'question', 'answer': messages lacks 'messages'; .* 'completion'"):
+        read_conversations(path)
+
+
+def test_a_file_that_begins_as_an_array_and_is_none_is_named(tmp_path):
+    path = tmp_path / "cut.json"
+    path.write_text('[{"messages": []}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"cut\.json: begins with '\[' and is no JSON array"):
+        read_conversations(str(path))
+
+
+def test_lines_of_nothing_are_no_rows_and_are_counted(tmp_path):
+    path = tmp_path / "data.jsonl"
+    good = json.dumps({"messages": MESSAGES}).encode()
+    path.write_bytes(b"\r\n" + good + b"\r\n   \n\n  " + good + b"\n\t\n{broken")
+    found = open_source(str(path)).read()
+    assert [next(found)[0][-6:], next(found)[0][-6:]] == ["line 2", "line 5"]
+    with pytest.raises(ValueError, match="line 7: not JSON"):
+        next(found)
+
+
+def test_places_do_not_depend_on_how_much_is_searched_at_once(tmp_path, monkeypatch):
+    rows = [{"messages": MESSAGES, "n": "x" * i} for i in range(50)]
+    path = write(tmp_path / "data.jsonl", rows)
+    whole = read_conversations(path)
+    monkeypatch.setattr("headstart.train.data.conversations.SCANNED", 7)
+    assert read_conversations(path) == whole == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("owner/name", ("owner/name", None, None, None)),
+        ("owner/name:test", ("owner/name", None, None, "test")),
+        ("owner/name:main:train", ("owner/name", None, "main", "train")),
+        ("owner/name:train[:10%]", ("owner/name", None, None, "train[:10%]")),
+        ("owner/name:main:train[5:10]", ("owner/name", None, "main", "train[5:10]")),
+        ("owner/name@v1:main:train", ("owner/name", "v1", "main", "train")),
+    ],
+)
+def test_a_name_may_have_a_revision_a_config_and_a_split(name, parts):
+    assert parsed_name(name) == parts
+
+
+@pytest.fixture
+def local_data_set(tmp_path):
+    """A folder as on the Hub, with two configs; `short` has the splits train and test."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("short-train", "short-test", "long-train"):
+        Dataset.from_list([{"prompt": name, "completion": str(i)} for i in range(4)]).to_parquet(
+            folder / f"{name}.parquet"
+        )
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: short\n  data_files:\n  - split: train\n    path: short-train.parquet\n"
+        "  - split: test\n    path: short-test.parquet\n- config_name: long\n  data_files: long-train.parquet\n---\n",
+        encoding="utf-8",
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("limit", [None, 2])  # 2: streamed
+def test_a_data_set_has_configs_and_splits_and_may_be_streamed(local_data_set, limit):
+    for words, prompt in (("short:test", "short-test"), ("short:train", "short-train"), ("long:train", "long-train")):
+        rows = read_conversations(f"{local_data_set}:{words}", limit)
+        assert {row["messages"][0]["content"] for row in rows} == {prompt}
+        assert len(rows) == (limit or 4)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize(
+    ("words", "valid"),
+    [(":short:nope", ["train", "test"]), (":nope:train", ["short", "long"]), ("", ["short", "long"])],
+)
+def test_a_config_or_split_that_is_missing_is_refused_with_those_that_there_are(local_data_set, words, valid, limit):
+    with pytest.raises(ValueError, match="no conversations at ") as error:
+        read_conversations(local_data_set + words, limit)
+    assert all(repr(word) in str(error.value) for word in valid), str(error.value)
+
+
+def test_a_saved_data_set_has_splits_too(tmp_path):
+    rows = [{"messages": MESSAGES}]
+    DatasetDict({"a": Dataset.from_list(rows), "b": Dataset.from_list(rows * 2)}).save_to_disk(tmp_path / "saved")
+    assert len(read_conversations(f"{tmp_path / 'saved'}:b")) == 2
+    with pytest.raises(ValueError, match="no split 'train'; choose from a, b"):
+        read_conversations(str(tmp_path / "saved"))
+
+
+def test_a_limit_counts_over_all_sources(tmp_path):
+    paths = [write(tmp_path / f"{i}.jsonl", [{"messages": MESSAGES}] * 3) for i in range(3)]
+    rows, numbers = read_sources(paths, 4)
+    assert len(rows) == 4 and numbers == [0, 0, 0, 1]

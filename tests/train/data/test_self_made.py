@@ -1,0 +1,307 @@
+"""Self-made conversations: the same file for a seed, whatever happened while it was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from headstart.train.commands import SelfMadeConfig
+from headstart.train.console import Stopped
+from headstart.train.data import self_made as selfmade
+from headstart.train.data.chat_template import check_conversation
+from headstart.train.data.self_made import distinct_share, make_conversations, user_prefix
+
+LIKELY = {" ": 0.25, "<|im_end|>": 0.05, **dict.fromkeys("abcdefghij", 0.07)}
+
+
+@pytest.fixture(scope="module")
+def talker(talking):
+    """A target that writes words of ten letters and ends its texts."""
+    return talking(LIKELY, 0.05)
+
+
+@pytest.fixture
+def config(talker, tmp_path):
+    return SelfMadeConfig(
+        target=str(talker),
+        output=str(tmp_path / "out.jsonl"),
+        conversations=7,
+        batch_size=4,
+        target_dtype="float32",
+        answer_tokens=14,
+        prompt_tokens=40,
+        min_distinct=0.2,
+    )
+
+
+def changed(config, **changes):
+    return SelfMadeConfig(**{**vars(config), **changes})
+
+
+def made(config, **changes):
+    """The bytes that a run writes."""
+    return make_conversations(changed(config, **changes)).read_bytes()
+
+
+def elsewhere(config):
+    return {"output": config.output.replace("out.jsonl", "whole.jsonl")}
+
+
+def rows_of(content):
+    return [json.loads(line) for line in content.decode().splitlines()]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL where the moment must be exact."""
+
+
+def die(*_):
+    raise Killed
+
+
+def killed_at(monkeypatch, config, state_write, after):
+    """Run until a write of the state file, and die before or after it."""
+    original, calls = selfmade._write_state, []
+
+    def write(*given):
+        calls.append(given)
+        if len(calls) == state_write and not after:
+            raise Killed
+        original(*given)
+        if len(calls) == state_write:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selfmade, "_write_state", write)
+        with pytest.raises(Killed):
+            make_conversations(config)
+
+
+def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer):
+    rows = rows_of(made(config))
+    assert len(rows) == 7
+    prompts = [row["messages"][0]["content"] for row in rows]
+    assert len({prompt.lower() for prompt in prompts}) == 7
+    for row in rows:
+        assert [message["role"] for message in check_conversation(row, "here")["messages"]] == ["user", "assistant"]
+        assert row["tokens"] <= 14
+        assert row["finished"] or row["tokens"] == 14
+        assert all(message["content"].strip(" ") == message["content"] != "" for message in row["messages"])
+    assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
+
+
+def test_a_seed_decides_the_file(config):
+    first = made(config, seed=1)
+    assert made(config, **elsewhere(config), seed=1) == first
+    assert made(config, output=config.output + "2", seed=2) != first
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("state_write", [1, 2, 3])
+def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(config, monkeypatch, state_write, after):
+    whole = made(config, **elsewhere(config))
+    killed_at(monkeypatch, config, state_write, after)
+    assert made(config) == whole
+
+
+def test_killed_in_the_middle_of_a_line_the_file_comes_out_the_same(config, monkeypatch):
+    whole = made(config, **elsewhere(config))
+    killed_at(monkeypatch, config, 2, after=True)
+    with open(config.output, "ab") as file:
+        file.write(b'{"source": "self-made", "mess')
+    assert made(config) == whole
+
+
+def fake_model(monkeypatch):
+    """Prompts out of a small set, and one answer in three is empty: repeats and drops happen all the time."""
+
+    def write(lm, tokenizer, texts, slots, new_tokens, generator, **sampling):
+        draws = torch.randint(30, (len(texts),), generator=generator).tolist()
+        if "min_p" in sampling:
+            return [(tokenizer.encode(f"tell me {draw}"), True) for draw in draws]
+        return [(tokenizer.encode(f"no {draw}") if draw % 3 else [], True) for draw in draws]
+
+    monkeypatch.setattr(selfmade, "_continue", write)
+
+
+@pytest.mark.parametrize("state_write", range(2, 9))
+def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(config, monkeypatch, state_write):
+    fake_model(monkeypatch)
+    config = changed(config, conversations=16)
+    whole = made(config, **elsewhere(config))
+    killed_at(monkeypatch, config, state_write, after=True)
+    assert made(config) == whole
+
+
+def prompt_file(tmp_path, count):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"abc {i}"}) for i in range(count)), encoding="utf-8")
+    return str(path)
+
+
+def prompts_in(content):
+    return [row["messages"][0]["content"] for row in rows_of(content)]
+
+
+def test_given_prompts_are_answered_once_each_and_in_order(config, tmp_path):
+    config = changed(config, prompts=prompt_file(tmp_path, 10), conversations=100, min_distinct=0.0)
+    found = prompts_in(made(config))
+    expected = [f"abc {i}" for i in range(10)]
+    assert found == [prompt for prompt in expected if prompt in found]
+    assert len(found) >= 8  # an answer may be empty
+
+
+def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(config, tmp_path, monkeypatch):
+    def answered(lm, tokenizer, texts, *_, **__):
+        return [([] if "abc 1" in text else tokenizer.encode("yes"), True) for text in texts]
+
+    monkeypatch.setattr(selfmade, "_continue", answered)
+    config = changed(config, prompts=prompt_file(tmp_path, 10), conversations=3)
+    assert prompts_in(made(config)) == [
+        "abc 0",
+        "abc 2",
+        "abc 3",
+    ]  # one answer was dropped, and there were more prompts
+
+
+@pytest.mark.parametrize("first", [3, 5, 8])
+def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_path, monkeypatch, first):
+    def answered(lm, tokenizer, texts, *_, **__):
+        return [(tokenizer.encode("yes"), True) for _ in texts]
+
+    monkeypatch.setattr(selfmade, "_continue", answered)
+    config = changed(config, prompts=prompt_file(tmp_path, 10))
+    made(config, conversations=first)
+    refused = re.compile(f"conversations = {first}, not 10")  # that would be right as well
+    try:
+        found = made(config, conversations=10)
+    except ValueError as error:
+        if not refused.search(str(error)):
+            raise
+    else:
+        assert prompts_in(found) == [f"abc {i}" for i in range(10)]
+
+
+def test_a_finished_file_is_left_alone(config, monkeypatch):
+    content = made(config)
+    monkeypatch.setattr(selfmade, "load", lambda *_: pytest.fail("loaded something"))
+    assert made(config) == content
+
+
+@pytest.mark.parametrize(("option", "value"), [("seed", 5), ("temperature", 0.25), ("batch_size", 2)])
+def test_a_file_of_other_options_is_refused_with_both_values(config, monkeypatch, option, value):
+    killed_at(monkeypatch, config, 2, after=True)
+    with pytest.raises(ValueError, match=f"{option} = {getattr(config, option)}, not {value}"):
+        made(config, **{option: value})
+
+
+def test_a_file_that_another_wrote_is_refused_and_kept(config):
+    with open(config.output, "w", encoding="utf-8") as file:
+        file.write("precious\n")
+    with pytest.raises(ValueError, match=r"out\.jsonl exists"):
+        made(config)
+    with open(config.output, encoding="utf-8") as file:
+        assert file.read() == "precious\n"
+
+
+@pytest.mark.parametrize("damage", ["removed", "shortened"])
+def test_a_file_that_lost_what_was_written_is_refused(config, monkeypatch, damage):
+    killed_at(monkeypatch, config, 2, after=True)
+    if damage == "removed":
+        os.remove(config.output)
+    else:
+        os.truncate(config.output, 10)
+    with pytest.raises(ValueError, match=r"out\.jsonl"):
+        made(config)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])  # of all rounds: in prompts and answers of any batch
+def test_a_wish_to_stop_is_granted_inside_of_a_batch(config, monkeypatch, place):
+    original, rounds, after = selfmade._Watch.__call__, [], 0
+
+    def watch(self, out):
+        original(self, out)
+        rounds.append(out)
+        if len(rounds) == after:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(selfmade._Watch, "__call__", watch)
+    whole = made(config, **elsewhere(config))
+    after = 1 + int(place * len(rounds))
+    rounds.clear()
+    with pytest.raises(Stopped, match="the same command goes on"):
+        made(config)
+    assert len(rounds) == after
+    with open(config.output, "rb") as file:
+        assert whole.startswith(file.read())
+    rounds.clear()
+    after = 0
+    assert made(config) == whole
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_when_the_time_is_over_what_has_ended_is_kept_and_the_file_is_finished(config, tmp_path, monkeypatch, given):
+    prompts = prompt_file(tmp_path, 100) if given else None
+    config = changed(config, conversations=100, batch_size=16, min_distinct=0.0, prompts=prompts)
+    rows = rows_of(make_conversations(config, deadline=0.0).read_bytes())
+    assert selfmade.ENOUGH <= len(rows) < 50
+    assert all(row["finished"] or row["tokens"] == 14 for row in rows)
+    monkeypatch.setattr(selfmade, "load", lambda *_: pytest.fail("loaded something"))
+    assert rows_of(made(config)) == rows
+
+
+def test_time_that_is_not_over_changes_nothing(config):
+    whole = made(config, **elsewhere(config))
+    assert make_conversations(config, deadline=time.monotonic() + 1000).read_bytes() == whole
+
+
+def test_degenerate_texts_are_dropped(config, monkeypatch):
+    texts = iter(["a b c d " * 20, "tell me of ten good things", "and of some others too"])
+    answers = iter(["x" * 60, "one two three four five"])
+
+    def write(lm, tokenizer, given, slots, new_tokens, generator, **sampling):
+        source = texts if "min_p" in sampling else answers
+        return [(tokenizer.encode(next(source)), True) for _ in given]
+
+    monkeypatch.setattr(selfmade, "_continue", write)
+    config = changed(config, batch_size=3, conversations=1)
+    (row,) = rows_of(made(config))
+    found = [message["content"] for message in row["messages"]]
+    assert found == ["and of some others too", "one two three four five"]
+
+
+def test_the_distinct_share_counts_n_grams():
+    assert distinct_share(list(range(20))) == 1
+    assert distinct_share([7] * 20) == 1 / 17
+    assert distinct_share([1, 2] * 10) == 2 / 17
+    assert distinct_share([1, 2, 3] * 4, n=2) == 3 / 11
+    assert distinct_share([7] * 10) == 1  # too short to say
+
+
+def test_the_user_prefix_ends_where_the_users_words_begin(tokenizer):
+    assert user_prefix(tokenizer) == "<|im_start|>user\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix"),
+    [
+        (
+            "<|im_start|>system\nHelp.<|im_end|>\n[{{ messages[0]['content'] }}]",
+            "<|im_start|>system\nHelp.<|im_end|>\n[",
+        ),
+        ("{{ messages[0]['content'] | lower }}", None),
+    ],
+)
+def test_the_user_prefix_of_other_templates(tokenizer, monkeypatch, template, prefix):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    if prefix is not None:
+        assert user_prefix(tokenizer) == prefix
+    else:
+        with pytest.raises(ValueError, match="changes the user's words"):
+            user_prefix(tokenizer)

@@ -1,0 +1,138 @@
+"""States that a server made, in speculators' files, are those that the target would have computed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.train.config import FeaturesConfig
+from headstart.train.data.chat_template import Example, collate
+from headstart.train.features.cached import FeatureCache
+from headstart.train.features.online import CachedFeatures, online_features
+from headstart.train.features.server_states import take_server_states
+
+LAYERS = [3, 1, 2]
+"""What the files hold: what leaves the last of three blocks, and the inputs of blocks 1 and 2, our 0 and 1."""
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=24, layers=3)
+
+
+@pytest.fixture
+def head(target):
+    return build_head("eagle3", {"feature_layers": [0, 1]}, target.info)
+
+
+@pytest.fixture
+def examples():
+    random = torch.Generator().manual_seed(2)
+    tokens = [torch.randint(24, (8 + 3 * i,), generator=random).tolist() for i in range(3)]
+    return [Example(row, [i > 2 for i in range(len(row))], number) for number, row in enumerate(tokens)]
+
+
+@pytest.fixture
+def served(target, examples, tmp_path):
+    """The folder that a server would have written."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    seen = []
+    hooks = [target.modules.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))]
+    hooks += [
+        block.register_forward_pre_hook(lambda module, given, **_: seen.append(given[0]), with_kwargs=False)
+        for block in target.modules.blocks[1:]
+    ]
+    for number, example in enumerate(examples):
+        seen.clear()
+        target.read(torch.tensor([example.tokens]), (0, 1))
+        first, second, last = (states[0] for states in seen)
+        states = {"token_ids": torch.tensor(example.tokens), "hidden_states": torch.stack([last, first, second], 1)}
+        save_file(states, folder / f"hs_{number}.safetensors")
+    for hook in hooks:
+        hook.remove()
+    return folder
+
+
+@pytest.fixture
+def source(target, head, tmp_path):
+    cache = FeatureCache(tmp_path / "cache", {"target": "tiny", "layers": [0, 1, -1], "format": "float32"})
+    return CachedFeatures(target, head, cache)
+
+
+def take(source, target, examples, folder, layers=LAYERS):
+    return take_server_states(source.cache, target, source.layers, examples, folder, layers)
+
+
+def test_they_are_the_targets_own(target, head, source, examples, served, monkeypatch):
+    batch = collate(examples)
+    wanted = online_features(target, head, batch)
+    assert take(source, target, examples, served) == 3
+    monkeypatch.setattr(target, "read", None)  # it computes none
+    found = source(batch)
+    for row, place in batch.places():
+        for name in ("features_BTF", "last_BTD"):
+            torch.testing.assert_close(getattr(found, name)[row, place], getattr(wanted, name)[row, place])
+    assert take(source, target, examples, served) == 0, "what is there is not taken again"
+
+
+def changed(served, **tensors):
+    path = served / "hs_1.safetensors"
+    save_file({**load_file(path), **tensors}, path)
+
+
+def test_what_is_wrong_is_named(target, source, examples, served, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty' holds no file named hs_NUMBER.safetensors"):
+        take(source, target, examples, tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"server_layers \[2, 3\] lack \[1\]: the head reads \[1, 2, 3\]"):
+        take(source, target, examples, served, [2, 3])
+    states = load_file(served / "hs_1.safetensors")["hidden_states"]
+    length = len(states)
+    cases = [
+        ({"hidden_states": states[:, :2].clone()}, rf"hidden_states of \[{length}, 2, 32\], not \[{length}, 3, 32\]"),
+        ({"hidden_states": states[:-1].clone()}, rf"hidden_states of \[{length - 1}, 3, 32\]"),
+        ({"hidden_states": states * float("nan")}, "hs_1.safetensors has hidden_states that are no numbers"),
+        ({"hidden_states": states, "token_ids": torch.full((length,), 24)}, "outside the vocabulary of 24"),
+        (
+            {"token_ids": torch.tensor([9, *examples[1].tokens[1:]]) % 24},
+            "conversation 1, where hs_1.* differs: token 0",
+        ),
+    ]
+    for tensors, message in cases:
+        changed(served, **tensors)
+        with pytest.raises(ValueError, match=message):
+            take(source, target, examples, served)
+    save_file({"token_ids": torch.tensor(examples[1].tokens)}, served / "hs_1.safetensors")
+    with pytest.raises(ValueError, match=r"hs_1.safetensors lacks hidden_states; it holds token_ids"):
+        take(source, target, examples, served)
+    (served / "hs_1.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"hs_1.safetensors cannot be read"):
+        take(source, target, examples, served)
+    (served / "hs_1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"of 3 sequences to train on have no states .* there is no hs_1.safetensors"):
+        take(source, target, examples, served)
+
+
+def test_a_cut_sequence_is_told_by_its_length(target, source, examples, served):
+    longer = [dataclasses.replace(examples[0], tokens=[*examples[0].tokens, 5], loss_mask=[True] * 9), *examples[1:]]
+    with pytest.raises(ValueError, match=r"9 tokens here and 8 there \(data.max_length\?\)"):
+        take(source, target, longer, served)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"from_server": "f", "mode": "cached"}, "from_server and features.server_layers belong together"),
+        ({"server_layers": [1], "mode": "cached"}, "from_server and features.server_layers belong together"),
+        ({"from_server": "f", "server_layers": [1]}, "features.from_server needs features.mode cached, not online"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(run_options, tmp_path, given, message):
+    config = run_options(tmp_path, 1)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, features=FeaturesConfig(**given))

@@ -1,0 +1,576 @@
+"""Several processes over gloo: every engine, the same losses as one process, and which engine it was.
+
+A launch file of configs/accelerate runs unchanged but for the number of processes. A launch takes seconds before its
+first step, so one makes several runs (`launched.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference import Target
+from headstart.train import precision
+from headstart.train.config import AdapterConfig, FeaturesConfig, OptimConfig
+from headstart.train.data.batches import Share
+from headstart.train.data.chat_template import Example
+from headstart.train.engines import check_engine, configure_deepspeed
+from headstart.train.features import online as features
+from headstart.train.features.cached import FeatureCache
+from headstart.train.features.placement import load_target
+from headstart.train.loop import check_same_everywhere, train
+
+ROOT = Path(__file__).parents[2]
+STEPS = 30
+SAME = 1e-4
+"""Largest relative difference of two losses."""
+ROUNDED = 0.03
+"""The same in bfloat16, whose numbers are 0.4 % apart."""
+
+
+@pytest.fixture(scope="module")
+def options(run_options, tmp_path_factory):
+    """A head that reads its own weights outside of its modules and feeds on its own outputs; rows of any length.
+
+    Its vocabulary is truncated, so it has buffers beside its weights.
+    """
+    config = run_options(tmp_path_factory.mktemp("parallel") / "one process", STEPS)
+    return dataclasses.replace(
+        config,
+        head={"type": "eagle3", "depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 8},
+        loop=dataclasses.replace(config.loop, batch_size=8, eval_every=0, save_every=15, timeout=1.0),
+        optim=OptimConfig(lr=3e-3),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(options):
+    """The run of one process."""
+    return train(options)
+
+
+def in_bfloat16(config):
+    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, precision="auto"))
+
+
+def with_adapter(config):
+    """Medusa-2 on a target in bfloat16, whose states meet weights in float32."""
+    return dataclasses.replace(
+        in_bfloat16(config),
+        target_dtype="bfloat16",
+        head={"type": "medusa", "num_heads": 2},
+        adapter=AdapterConfig(rank=4, modules=["q_proj", "v_proj"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone_in_bfloat16(options, tmp_path_factory):
+    """The runs of one process in bfloat16, by what they train."""
+    kinds = {"head": in_bfloat16(options), "adapter": with_adapter(options)}
+    folder = tmp_path_factory.mktemp("bfloat16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "formats", lambda config, _: (config.target_dtype, "bfloat16"))
+        return {kind: train(dataclasses.replace(config, output=str(folder / kind))) for kind, config in kinds.items()}
+
+
+def written(config):
+    """The options as a file beside the run's folder."""
+    folder = Path(config.output)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
+    return str(path)
+
+
+def launch(config, launch_file, processes=2):
+    """Start a run as its own processes; the text it prints comes through `stdout`."""
+    return started(launch_file, processes, "scripts/train.py", "--config", written(config))
+
+
+def started(launch_file, processes, *script):
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(launch_file), "--num_processes", str(processes), "--main_process_port", "0"]
+    return subprocess.Popen(
+        [*command, *script],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What one run of a launch left."""
+
+    folder: Path
+    seen: list[dict[str, Any]]
+    """By each process; see `launched.py`."""
+    said: str
+    """By the whole launch."""
+
+
+def launched(folder, word, processes, jobs):
+    """One launch that makes several runs: by name a config, and what `launched.py` does to the run."""
+    given = []
+    for name, (config, more) in jobs.items():
+        config = dataclasses.replace(config, output=str(folder / name))
+        given.append({"config": written(config), "report": str(folder / f"{name}.seen"), **more})
+    (folder / "jobs.json").write_text(json.dumps(given))
+    process = started(f"configs/accelerate/{word}.yaml", processes, "tests/train/launched.py", folder / "jobs.json")
+    said = finished(process)
+    assert process.returncode == 0, said
+    return {
+        name: Launched(
+            folder / name,
+            [json.loads((folder / f"{name}.seen.{rank}.json").read_text()) for rank in range(processes)],
+            said,
+        )
+        for name in jobs
+    }
+
+
+def workers(process):
+    """The processes of a launch, which are in sessions of their own."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def finished(process, seconds=240):
+    """What a launch said; of one that hangs, also where each of its processes was."""
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for worker in workers(process):
+            os.kill(worker, signal.SIGABRT)  # see PYTHONFAULTHANDLER
+        said = f"{process.communicate()[0]}\nhung for {seconds} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return said
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {row["step"]: [*row["loss"], row["gradient_norm"]] for row in rows if "loss" in row}
+
+
+def assert_same_curve(folder, other, apart=SAME):
+    ours, theirs = losses(Path(folder)), losses(Path(other))
+    assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
+    for step, values in theirs.items():
+        assert ours[step] == pytest.approx(values, rel=apart), f"step {step}"
+
+
+def evaluations(folder):
+    rows = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "eval" in row]
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs")
+LAUNCHES = [
+    pytest.param(("ddp", "DDP", 2), id="DDP-2"),
+    pytest.param(("ddp", "DDP", 4), id="DDP-4"),
+    pytest.param(("zero2", "ZeRO-2", 2), id="ZeRO-2-2", marks=needs_compiler),
+    pytest.param(("zero2", "ZeRO-2", 4), id="ZeRO-2-4", marks=needs_compiler),
+    pytest.param(("fsdp2", "FSDP2", 2), id="FSDP2-2"),
+    pytest.param(("fsdp2", "FSDP2", 4), id="FSDP2-4"),
+]
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def several(request, options, tmp_path_factory):
+    """An engine, its number of processes, and what they left: in float32, in bfloat16, and with an adapter."""
+    word, engine, processes = request.param
+    micro_batch = 2 if engine != "FSDP2" else None
+    config = dataclasses.replace(options, loop=dataclasses.replace(options.loop, micro_batch=micro_batch))
+    jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
+    if engine != "FSDP2" and processes == 2:
+        jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
+    return engine, processes, launched(tmp_path_factory.mktemp("several"), word, processes, jobs)
+
+
+def test_several_processes_have_the_losses_of_one(several, alone):
+    engine, processes, runs = several
+    run = runs["float32"]
+    assert f"; {engine}; step 0 of {STEPS}" in run.said
+    assert_same_curve(run.folder, alone)
+    assert all(seen["dtypes"] == ["torch.float32"] for seen in run.seen)
+    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    assert ours["eval"] == theirs["eval"] and ours["tree"] == theirs["tree"]
+    assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=SAME)
+    answered = [seen["prompts"] for seen in run.seen]  # 5 prompts, each with three trees
+    assert sum(answered) == 15 and max(answered) == 3 * -(-5 // processes)
+
+
+def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_autocast(
+    several, alone, alone_in_bfloat16
+):
+    _, _, runs = several
+    for kind, run in {"head": runs["bfloat16"], "adapter": runs.get("adapter")}.items():
+        if run is None:
+            continue
+        assert all(seen["dtypes"] == ["torch.bfloat16"] for seen in run.seen), kind
+        assert_same_curve(run.folder, alone_in_bfloat16[kind], apart=ROUNDED)
+    with pytest.raises(AssertionError):
+        assert_same_curve(runs["bfloat16"].folder, alone)
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (Path(folder) / "checkpoints").glob("*"))
+
+
+@pytest.fixture
+def stopped(options, tmp_path, wait_for, steps_logged):
+    """Two processes that SIGTERM ended in the middle: the config, and what they printed."""
+
+    def run(word):
+        loop = dataclasses.replace(options.loop, save_every=0)
+        config = dataclasses.replace(options, output=str(tmp_path / word), loop=loop)
+        process = launch(config, f"configs/accelerate/{word}.yaml")
+        wait_for(process, lambda: steps_logged(config.output) >= 8, "step 8")
+        process.send_signal(signal.SIGTERM)
+        said = finished(process)
+        (checkpoint,) = checkpoints(config.output)
+        step = int(checkpoint.removeprefix("step-"))
+        assert f"stopped at step {step} of {STEPS}" in said and 8 <= step < STEPS
+        return config, checkpoint
+
+    return run
+
+
+def test_stopped_on_two_processes_a_run_goes_on_alone_at_the_same_place_in_the_data(alone, stopped, capsys):
+    config, checkpoint = stopped("ddp")
+    train(config)
+    said = capsys.readouterr().out
+    assert f"{checkpoint} was written by DDP on 2 processes: the data goes on at the same place" in said
+    assert_same_curve(config.output, alone)
+
+
+def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(alone, stopped):
+    config, checkpoint = stopped("fsdp2")
+    with pytest.raises(ValueError, match=f"{checkpoint} was written by FSDP2 on 2 processes.*init_from"):
+        train(config)
+    process = launch(config, "configs/accelerate/fsdp2.yaml", processes=4)
+    assert "FSDP2; step " in finished(process) and process.returncode == 0
+    assert_same_curve(config.output, alone)
+
+
+def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
+    alone, options, tmp_path, wait_for, steps_logged
+):
+    loop = dataclasses.replace(options.loop, save_every=2)
+    config = dataclasses.replace(options, output=str(tmp_path / "dies"), loop=loop)
+    process = launch(config, "configs/accelerate/ddp.yaml")
+    wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
+    os.kill(workers(process)[1], signal.SIGKILL)
+    start = time.monotonic()
+    said = finished(process, seconds=60)
+    assert process.returncode != 0 and time.monotonic() - start < 60
+    assert "rank      : 1 (local_rank: 1)" in said and "Signal 9 (SIGKILL)" in said
+    assert checkpoints(config.output) and steps_logged(config.output) < STEPS
+    train(config)
+    assert_same_curve(config.output, alone)
+
+
+# What cannot be is told before anything is loaded.
+
+
+@pytest.mark.parametrize(
+    ("engine", "change", "words"),
+    [
+        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which ZeRO-2 cuts; choose"),
+        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which FSDP2 cuts; choose"),
+        ("FSDP2", {"adapter": AdapterConfig(rank=4)}, "FSDP2 would shard the adapter inside the target; choose"),
+        ("ZeRO-3", {}, "ZeRO-3 saves nothing here.* choose ZeRO-2 or FSDP2"),
+    ],
+)
+def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, change, words):
+    config = dataclasses.replace(options, **change)
+    check_engine("DDP", config)
+    with pytest.raises(ValueError, match=words):
+        check_engine(engine, config)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3, which does not fit the config's 2"),
+        ({"train_batch_size": 4}, "train_batch_size 4, which does not fit the config's 8; write 'auto'"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, which does not fit the config's 1.0"),
+        ({"optimizer": {"type": "Adam"}}, "a section 'optimizer', which the config decides; remove it"),
+        ({"bf16": {"enabled": True}}, "a section 'bf16', which the config decides; remove it"),
+        ({"torch_autocast": {"enabled": True}}, "a section 'torch_autocast', which the config decides; remove it"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "has offload_optimizer, but a head is not"),
+    ],
+)
+def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given, words):
+    share = Share.of(8, 2, 0, 2)
+    configure_deepspeed({"gradient_clipping": "auto", "bf16": {"enabled": False}}, options, share)
+    with pytest.raises(ValueError, match=words):
+        configure_deepspeed(given, options, share)
+
+
+def test_a_launch_file_of_another_precision_is_refused(options, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match=r"mixed_precision 'fp16', the config loop\.precision 'float32'"):
+        train(options)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, "asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "has fsdp_offload_params, but a head is not offloaded"),
+        ({"WORLD_SIZE": "1"}, "asks for FSDP2, and one process has nothing to shard"),
+    ],
+)
+def test_a_launch_file_of_another_fsdp_is_refused(options, monkeypatch, environment, words):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        train(options)
+
+
+def test_processes_that_read_different_data_are_refused():
+    class Two:
+        """This process, and another one of other data."""
+
+        device = torch.device("cpu")
+
+        def gather(self, own):
+            return torch.cat([own, self.other])
+
+    examples = [Example([1, 2, 3], [False, True, True]), Example([4, 5], [False, True])]
+    processes = Two()
+    processes.other = torch.tensor([0, 0])
+    with pytest.raises(ValueError, match="process 1 reads other data than process 0: 0 and 2 sequences"):
+        check_same_everywhere(processes, examples)
+    seen = []
+    processes.gather = lambda own: seen.append(own) or torch.cat([own, own])
+    check_same_everywhere(processes, examples)
+    for change in (examples[::-1], examples[:1], [examples[0], Example([4, 6], [False, True])]):
+        check_same_everywhere(processes, change)
+    check_same_everywhere(processes, [examples[0], Example([4, 5], [False, False])])
+    assert len({tuple(own.tolist()) for own in seen}) == 5  # tokens, masks and order all count
+
+
+# Targets that do not fit on one device.
+
+
+@pytest.fixture(scope="module")
+def thirteen(options, tmp_path_factory):
+    """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves forwards empty."""
+    folder = tmp_path_factory.mktemp("thirteen")
+    lines = Path(options.data.sources[0]).read_text(encoding="utf-8").splitlines()[:5]
+    messages = [json.loads(line)["messages"] for line in lines]
+    long = [
+        [{**user, "content": user["content"] + " please" * i}, says] for i in range(7) for user, says in messages[:1]
+    ]
+    rows = [{"messages": each} for each in [*messages, *long, messages[3]]]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return dataclasses.replace(
+        options,
+        output=str(folder / "whole"),
+        data=dataclasses.replace(options.data, sources=[str(folder / "data.jsonl")], held_out=0.01),
+        loop=dataclasses.replace(options.loop, batch_size=8, micro_batch=2),
+        features=FeaturesConfig(mode="cached", format="float32"),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(thirteen):
+    """That run by one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "BATCH_TOKENS", BATCH_TOKENS)
+        return train(thirteen)
+
+
+BATCH_TOKENS = 120
+"""Of batches that are computed before training: an odd number of them."""
+
+
+def states_in(folder):
+    """The states of a cache, by their keys."""
+    cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
+    return {key: cache.read(key) for key in cache._places}
+
+
+def without_some(folder, to):
+    """A cache that holds what the first of two processes would compute, and misses what the second would."""
+    half = FeatureCache(to, json.loads((folder / "manifest.json").read_text()))
+    by_length = sorted(states_in(folder).items(), key=lambda pair: -len(pair[1]))
+    for number, (key, states) in enumerate(by_length):
+        if number % 4 < 2:
+            half.add(key, states)
+    half.flush()
+
+
+@pytest.fixture(scope="module")
+def two(options, thirteen, whole, tmp_path_factory):
+    """Runs of two processes of DDP: with a target cut over them, or with something that happens to one of them."""
+    folder = tmp_path_factory.mktemp("two")
+    without_some(whole / "features", folder / "half-filled")
+
+    def cut(config, mode, cache=None):
+        kept = dataclasses.replace(config.features, mode=mode, folder=cache)
+        return dataclasses.replace(config, target_placement="shard", features=kept)
+
+    def judged_often(config, **more):
+        return dataclasses.replace(config, loop=dataclasses.replace(config.loop, eval_every=5, save_every=0, **more))
+
+    more = {"batch_tokens": BATCH_TOKENS}
+    jobs = {
+        "cut": (cut(options, "online"), {}),
+        "cut, cached": (cut(thirteen, "cached"), more),
+        "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
+        "cut, auto": (cut(thirteen, "auto"), more),
+        "cut, stopped": (cut(judged_often(options), "online"), {"stopped_in_round": {"1": 3}}),
+        "stopped": (judged_often(options), {"stopped_in_round": {"1": 3}}),
+        "other numbers": (judged_often(options, patience=1), {"other_numbers": ["1"]}),
+    }
+    jobs = {
+        name: (dataclasses.replace(config, loop=dataclasses.replace(config.loop, timeout=0.5)), given)
+        for name, (config, given) in jobs.items()
+    }
+    return launched(folder, "ddp", 2, jobs)
+
+
+def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head(two, alone):
+    run = two["cut"]
+    assert_same_curve(run.folder, alone)
+    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
+    assert [seen["prompts"] for seen in run.seen] == [15, 15]  # every process takes part in every forward
+    assert load_head(run.folder / "last")[1].origin == load_head(alone / "last")[1].origin
+
+
+@pytest.mark.parametrize("name", ["cut, cached", "cut, half-filled", "cut, auto"])
+def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two, whole, name):
+    """No process waits for a forward that another one has no use for."""
+    run = two[name]
+    folder = run.folder.parent / "half-filled" if name == "cut, half-filled" else run.folder / "features"
+    ours, theirs = states_in(folder), states_in(whole / "features")
+    assert ours.keys() == theirs.keys() and len(theirs) > 8
+    for key, states in theirs.items():
+        torch.testing.assert_close(ours[key], states, atol=1e-5, rtol=1e-5)
+    assert_same_curve(run.folder, whole)
+    if name != "cut, auto":
+        assert {seen["batches"] % 2 for seen in run.seen} == {1}, run.seen
+
+
+@pytest.mark.parametrize("name", ["stopped", "cut, stopped"])
+def test_a_signal_during_an_evaluation_ends_it_on_every_process_and_no_step_is_lost(two, name):
+    run = two[name]
+    assert [seen["ended"].partition(";")[0] for seen in run.seen] == ["stopped at step 5 of 30"] * 2
+    assert checkpoints(run.folder) == ["step-00000005"] and not evaluations(run.folder)
+
+
+def test_decisions_are_made_once(two):
+    """One process finds that acceptance falls while the held-out loss sinks, and the other does not."""
+    ours, theirs = two["other numbers"].seen
+    assert ours["ended"] == theirs["ended"] == "finished"
+    assert ours["found"] != theirs["found"]
+    assert {name: value for name, value in ours["progress"].items() if name != "seconds"} == {
+        name: value for name, value in theirs["progress"].items() if name != "seconds"
+    }
+
+
+def test_processes_agree_on_what_auto_is(options, tmp_path):
+    """Each of them could measure it otherwise."""
+    loop = dataclasses.replace(options.loop, precision="auto", max_steps=2, epochs=1.0)
+    config = dataclasses.replace(options, output=str(tmp_path / "auto"), target_dtype="auto", loop=loop)
+    process = launch(config, "configs/accelerate/ddp.yaml")
+    said = finished(process)
+    assert process.returncode == 0, said
+    saved = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
+    assert saved["target_dtype"] == "float32" and saved["loop"]["precision"] in ("float32", "bfloat16")
+
+
+def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
+    config = dataclasses.replace(options, target_placement="spread")
+    whole, spread = (load_target(each, Accelerator()) for each in (options, config))
+    tokens_BT = torch.randint(258, (2, 9))
+    for ours, theirs in zip(spread.read(tokens_BT, (0, -1)), whole.read(tokens_BT, (0, -1))):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
+    options = dataclasses.replace(options, output=str(tmp_path / "run"))
+    config = dataclasses.replace(options, target_placement="shard")
+    with pytest.raises(ValueError, match="'shard' does not fit a run of 1 processes; choose 'spread', or 'whole'"):
+        train(config)
+    adapted = dataclasses.replace(options, target_placement="spread", adapter=AdapterConfig(rank=4))
+    with pytest.raises(ValueError, match="an adapter needs target_placement 'whole', not 'spread'"):
+        train(dataclasses.replace(adapted, head={"type": "medusa", "num_heads": 2}))
+
+
+CUT = """
+import sys, torch
+from torch import distributed
+from transformers import AutoModelForCausalLM
+from headstart.inference import Target
+from headstart.train.features.placement import cut_blocks
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval().requires_grad_(False)
+tokens_BT = torch.randint(250, (2, 9))
+before = Target(model).read(tokens_BT, (0, -1))
+whole = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+cut_blocks(model)
+target = Target(model)
+assert all(map(torch.equal, before, target.read(tokens_BT, (0, -1))))
+states = [block._get_fsdp_state() for block in target.modules.blocks]
+print("roots", sum(state._is_root for state in states))
+print("ahead", [[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
+print("whole", whole == {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)})
+weights = [weight for block in target.modules.blocks for weight in block.parameters()]
+print("cut", all(type(weight).__name__ == "DTensor" for weight in weights))
+"""
+
+
+def test_a_block_is_gathered_while_the_one_before_it_runs(options):
+    """Of blocks that were each a root of their own, every one would wait for all that was launched before."""
+    done = subprocess.run([sys.executable, "-c", CUT, options.target], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    count = len(json.loads(said["ahead"]))
+    assert said["roots"] == "0" and said["whole"] == said["cut"] == "True"
+    assert json.loads(said["ahead"]) == [[i + 1] for i in range(count - 1)] + [[]] and count > 1
+
+
+@pytest.mark.parametrize("placement", ["whole", "spread"])
+def test_the_targets_attention_and_packing_are_transformers_own_options(options, placement, monkeypatch):
+    config = dataclasses.replace(options, target_placement=placement, target_attention="eager")
+    assert load_target(config, Accelerator()).model.config._attn_implementation == "eager"
+    assert load_target(options, Accelerator()).model.config._attn_implementation == "sdpa"
+    given = []
+    monkeypatch.setattr(Target, "load", lambda *arguments: given.append(arguments[-1]))
+    load_target(dataclasses.replace(config, target_quantization={"load_in_4bit": True}), Accelerator())
+    assert given == [{"attn_implementation": "eager", "quantization_config": {"load_in_4bit": True}}]
+
+
+def test_packed_weights_are_not_cut(options):
+    with pytest.raises(ValueError, match="target_quantization needs a mapping such as"):
+        dataclasses.replace(options, target_quantization={})
+    accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    config = dataclasses.replace(options, target_placement="shard", target_quantization={"load_in_8bit": True})
+    with pytest.raises(ValueError, match="target_quantization needs target_placement 'whole' or 'spread', not 'shard'"):
+        load_target(config, accelerator)

@@ -1,0 +1,144 @@
+"""What a run would need: published parameter counts, and bytes that fall as they are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.scripts.command import options
+from headstart.train import memory_plan as plan
+from headstart.train.config import OptimConfig, TrainConfig
+from headstart.train.precision import with_formats
+from headstart.train.setup import head_options
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LLAMAS = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+COUNTS = {"8b": 8_030_261_248, "70b": 70_553_706_496}  # of the published checkpoints
+FILES = {"8b": "llama-3.1-8b-eagle3.yaml", "70b": "llama-3.3-70b-eagle3.yaml"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The recipe of a model, whose config is all that there is of it: `config("8b", plan="ddp:8")`."""
+
+    def build(name, **changes):
+        shape = LlamaConfig(
+            **LLAMAS[name],
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=131072,
+            tie_word_embeddings=False,
+            dtype="bfloat16",
+        )
+        shape.save_pretrained(tmp_path / name)
+        arguments = ["--config", str(CONFIGS / FILES[name]), "--target", str(tmp_path / name)]
+        recipe = options(TrainConfig, "train", "", [*arguments, "--data.sources", "[c.jsonl]"])
+        return dataclasses.replace(recipe, **changes)
+
+    return build
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_parameters_are_those_of_the_published_models(config, name):
+    found = plan.plan_run(config(name, plan="ddp:8", target_placement="whole"))
+    assert found.target_parameters == COUNTS[name]
+    (told,) = re.findall(r"Parameters: ([\d,]+)", (CONFIGS / FILES[name]).read_text())
+    assert found.head_parameters == int(told.replace(",", ""))
+    assert found.memory["target"] == 2 * COUNTS[name]
+    assert found.memory["optimizer"] == 8 * found.head_parameters
+    assert found.memory["gradients"] == found.memory["head"] == 4 * found.head_parameters
+
+
+def test_a_70b_target_trains_on_eight_devices_of_80_gb_only_if_it_is_cut(config):
+    whole = plan.plan_run(config("70b", plan="zero2:8", target_placement="whole"))
+    cut = plan.plan_run(config("70b", plan="zero2:8"))
+    assert whole.total > 80e9 > cut.total
+    ends = 2 * 2 * 128256 * 8192  # embedding and LM head stay whole
+    assert cut.memory["target"] == pytest.approx(ends + (2 * COUNTS["70b"] - ends) * (1 / 8 + 1 / 80), rel=1e-3)
+
+
+def test_a_step_of_tokens_needs_what_as_many_rows_need(config):
+    recipe = config("8b", plan="ddp:8")
+    length = recipe.data.max_length
+    sides = (
+        {"batch_size": 32, "micro_batch": 2},
+        {"micro_batch": None, "batch_tokens": 32 * length, "micro_tokens": 2 * length},
+    )
+    rows, tokens = (
+        plan.plan_run(dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **side))).memory
+        for side in sides
+    )
+    assert rows == tokens
+
+
+def test_every_engine_cuts_what_it_is_for(config):
+    found = {word: plan.plan_run(config("8b", plan=f"{word}:8")).memory for word in plan.ENGINES if word != "one"}
+    for name, cutters in {"optimizer": 1, "gradients": 2, "head": 3}.items():
+        for word, memory in found.items():
+            stage = {"ddp": 0, "fsdp2": 3}.get(word) if not word.startswith("zero") else int(word[-1])
+            least = found["ddp"][name] // (8 if stage >= cutters else 1)
+            gathered = found["ddp"]["head"] if name == "head" and stage == 3 else 0  # for a forward it is whole
+            assert memory[name] == least + gathered, (word, name)
+
+
+def test_activations_grow_with_the_rows_and_shrink_when_they_are_recomputed(config):
+    def kept(**loop):
+        recipe = config("8b", plan="ddp:8")
+        return plan.plan_run(dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **loop))).memory[
+            "activations"
+        ]
+
+    one, two = kept(), kept(batch_size=32, micro_batch=2)
+    assert 1.5 * one < two < 2.1 * one
+    assert kept(recompute=True) < one / 2
+
+
+def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
+    """Of SmolLM2's dimensions, which fit here."""
+    recipe = options(
+        TrainConfig, "train", "", ["--config", str(CONFIGS / "smollm2-eagle3.yaml"), "--data.sources", "[c.jsonl]"]
+    )
+    recipe = dataclasses.replace(recipe, head={**recipe.head, "draft_vocab_size": None, "feature_layers": [1, 14, 26]})
+    info = plan.TargetInfo(
+        "smollm2", 576, 8, 30, 1536, 9, 3, 64, "silu", 1e-5, 8192, {"rope_type": "default", "rope_theta": 1e5}
+    )
+    recipe = with_formats(recipe, "bfloat16", "bfloat16")
+    head = build_head(*head_options(recipe), info)
+    in_16_bits = 2 * sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
+    estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits
+    real = plan.kept(recipe, info, 200, scale=1)
+    assert estimate == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("word", ["eight", "ddp:none", "zero3:8", "zero4:8", "one:2", "ddp:0", ""])
+def test_an_unknown_launch_is_refused(config, word):
+    with pytest.raises(ValueError, match=f"plan '{word}' is no launch; choose one, or ddp, zero1"):
+        plan.plan_run(config("8b", plan=word))
+
+
+def test_what_could_not_be_launched_is_not_planned(config):
+    with pytest.raises(ValueError, match="Muon turns whole matrices, which ZeRO-2 cuts"):
+        plan.plan_run(config("8b", plan="zero2:8", optim=OptimConfig(name="muon")))
+    with pytest.raises(ValueError, match="batch_size 16 cannot be divided among 3 processes"):
+        plan.plan_run(config("8b", plan="ddp:3"))
+
+
+@pytest.mark.parametrize("form", [["--plan", "zero2:8"], ["--plan=zero2:8"]])
+def test_the_page_ends_with_the_command_that_begins(config, capsys, form):
+    arguments = ["--config", "c.yaml", *form, "--data.sources", "[c.jsonl]"]
+    plan.show_plan(config("8b", plan="zero2:8"), arguments)
+    said = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in said and "ZeRO-2, 8 processes, target whole" in said
+    launch = "accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes 8 scripts/train.py"
+    assert f"to begin: {launch} --config c.yaml --data.sources '[c.jsonl]'" in said
+    assert (CONFIGS / "accelerate" / "zero2.yaml").is_file()
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,1 @@
+"""Conversations: reading, rendering, tokenizing, batching, and making them with a model."""

@@ -1,0 +1,352 @@
+"""Which conversations every step trains on, and which of them are this process's.
+
+A step trains on `loop.batch_size` rows, however many processes there are: each takes its share, in forwards of
+`loop.micro_batch` rows. So one config gives the same steps on any number of processes, and a run that was stopped goes
+on at the same place in the data on another number.
+
+A row is one conversation or, packed, as many short ones as fit in `data.pack` tokens. With `loop.batch_tokens` a step
+has as many rows of similar length as fit in that many tokens, their padding counted.
+
+Worker processes of torch's DataLoader read and pad the batches of later steps while a step is computed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..config import LoopConfig
+from .chat_template import Batch, Example, collate_rows
+from .sequences import answers_of
+
+Row = list[int]
+"""The numbers of the conversations that stand in it."""
+
+WINDOW = 32
+"""Steps whose conversations are sorted by length together: little padding, and still another order every epoch."""
+LOST = (ConnectionError, EOFError, FileNotFoundError)
+"""What reading a batch meets whose worker died after it was announced and before it was handed over."""
+AHEAD = 2
+"""Steps that each worker of the loader has ready."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process does of every step."""
+
+    process: int
+    processes: int
+    forwards: int
+    """Forwards that a process makes in a step."""
+
+    @classmethod
+    def of(cls, batch_size: int, micro_batch: int | None, process: int, processes: int) -> Share:
+        """The share of a process.
+
+        Raises:
+            ValueError: a step that cannot be divided evenly.
+        """
+        rows, rest = divmod(batch_size, processes)
+        forwards, left = divmod(rows, micro_batch or max(rows, 1))
+        if rest or left or forwards == 0:
+            asked = f"loop.batch_size {batch_size} cannot be divided among {processes} processes"
+            if micro_batch is not None:
+                asked += f" in forwards of loop.micro_batch {micro_batch}"
+            unit = processes * (micro_batch or 1)
+            raise ValueError(f"{asked}; choose a multiple of {unit}, such as {max(1, round(batch_size / unit)) * unit}")
+        return cls(process, processes, forwards)
+
+    @classmethod
+    def of_loop(cls, loop: LoopConfig, process: int, processes: int) -> Share:
+        """The share of a process by the options; steps of tokens have as many forwards as keep each at `micro_tokens`.
+
+        Raises:
+            ValueError: see `of`.
+        """
+        if loop.batch_tokens is None:
+            return cls.of(loop.batch_size, loop.micro_batch, process, processes)
+        return cls(
+            process, processes, math.ceil(loop.batch_tokens / processes / (loop.micro_tokens or loop.batch_tokens))
+        )
+
+    def of_step(self, rows: list[Row]) -> list[list[Row]]:
+        """The rows of each of this process's forwards; the last step of an epoch may leave some empty."""
+        parts = self.processes * self.forwards
+        return [rows[i::parts] for i in range(self.process, parts, self.processes)]
+
+
+class Order:
+    """The steps of every epoch, the same for the same seed.
+
+    The conversations are shuffled, sorted by length within windows, cut into steps, and the steps shuffled.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        batch_size: int,
+        seed: int,
+        pack: int | None = None,
+        sources: list[int] | None = None,
+        weights: list[float] | None = None,
+        batch_tokens: int | None = None,
+    ) -> None:
+        """Name the data.
+
+        Args:
+            lengths: tokens of every conversation.
+            batch_size: rows of a step.
+            seed: of the order.
+            pack: tokens of a row that holds several conversations; None for one in each.
+            sources: which source each conversation is from.
+            weights: how often an epoch passes over each source; a share below 1 takes other ones every epoch.
+            batch_tokens: tokens of a step, padding included, whatever the number of its rows; None for `batch_size`.
+        """
+        self.lengths, self.batch_size, self.seed, self.pack = lengths, batch_size, seed, pack
+        self.weights, self.batch_tokens = weights or [1.0], batch_tokens
+        self._lengths_N = np.asarray(lengths, dtype=np.int64)
+        sources_N = np.asarray(sources or [0] * len(lengths))
+        self._of_source = [np.flatnonzero(sources_N == source) for source in range(len(self.weights))]
+        self._counted: dict[int, int] = {}
+
+    def from_step(self, step: int) -> Iterator[tuple[int, list[Row]]]:
+        """The epoch and the rows of every step from step number `step` on, without end."""
+        for epoch in itertools.count():
+            if (passed := self.steps_in(epoch)) <= step:
+                step -= passed
+                continue
+            for rows in self.epoch(epoch)[step:]:
+                yield epoch, rows
+            step = 0
+
+    def count(self, epochs: float) -> int:
+        """Steps of so many epochs, the last perhaps in part."""
+        rest, whole = math.modf(epochs)
+        steps = sum(self.steps_in(epoch) for epoch in range(int(whole)))
+        return steps + (math.ceil(rest * self.steps_in(int(whole))) if rest else 0)
+
+    def steps_in(self, epoch: int) -> int:
+        """Steps of an epoch: by arithmetic where steps have a number of conversations, else by cutting it into them."""
+        if self.pack is None and self.batch_tokens is None:
+            return math.ceil(self._drawn_count(epoch) / self.batch_size)
+        if epoch not in self._counted:
+            self._counted[epoch] = len(self._cut(self._drawn(epoch, self._generator(epoch))))
+        return self._counted[epoch]
+
+    def epoch(self, number: int) -> list[list[Row]]:
+        """The rows of every step of an epoch."""
+        generator = self._generator(number)
+        steps = self._cut(self._drawn(number, generator))
+        self._counted[number] = len(steps)
+        return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
+
+    def _generator(self, epoch: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+
+    def _cut(self, order: list[int]) -> list[list[Row]]:
+        """Conversations, as they were drawn, in steps."""
+        windows = self._windows(order)
+        if self.batch_tokens is not None:
+            return [step for window in windows for step in budgeted(window, self.lengths, self.batch_tokens)]
+        rows: list[Row] = []
+        for window in windows:
+            rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
+        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+
+    def _windows(self, order: list[int]) -> Iterator[list[int]]:
+        """`WINDOW` steps' worth of conversations at a time, sorted by length."""
+        span = WINDOW * self.batch_size
+        if self.batch_tokens is not None:
+            span = WINDOW * max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
+        for start in range(0, len(order), span):
+            window_N = np.asarray(order[start : start + span], dtype=np.int64)
+            yield window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
+
+    def _drawn_count(self, epoch: int) -> int:
+        """How many conversations an epoch passes over."""
+        if set(self.weights) == {1.0}:
+            return len(self.lengths)
+        return sum(last - first for first, last in self._laps(epoch))
+
+    def _laps(self, epoch: int) -> list[tuple[int, int]]:
+        """First and last place in each source, as if passes over it were cut into epochs of `weight` passes."""
+        sizes = [len(own) for own in self._of_source]
+        return [
+            (round(epoch * weight * size), round((epoch + 1) * weight * size))
+            for weight, size in zip(self.weights, sizes, strict=True)
+        ]
+
+    def _drawn(self, number: int, generator: torch.Generator) -> list[int]:
+        """The conversations of an epoch, shuffled."""
+        if set(self.weights) == {1.0}:
+            return torch.randperm(len(self.lengths), generator=generator).tolist()
+        drawn: list[int] = []
+        for source, (first, last) in enumerate(self._laps(number)):
+            own_N = self._of_source[source]
+            while first < last:
+                lap, place = divmod(first, len(own_N))
+                shuffled = torch.Generator().manual_seed((self.seed * 1_000_003 + lap) * 1_009 + source)
+                stop = min(len(own_N), place + last - first)
+                drawn += own_N[torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()].tolist()
+                first += stop - place
+        return [drawn[i] for i in torch.randperm(len(drawn), generator=generator).tolist()]
+
+
+def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[Row]]:
+    """Conversations, sorted by length, in steps of at most `budget` tokens with their padding, or of a single one."""
+    steps: list[list[Row]] = []
+    for i in conversations:
+        if steps and (len(steps[-1]) + 1) * lengths[i] <= budget:  # the newest is the longest
+            steps[-1].append([i])
+        else:
+            steps.append([[i]])
+    return steps
+
+
+def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Row]:
+    """Conversations in rows of at most `budget` tokens, the longest first, each where the least room is left."""
+    rows: list[Row] = []
+    rooms: list[tuple[int, int]] = []  # what is left in each row, and its number; sorted
+    for i in sorted(conversations, key=lambda i: -lengths[i]):
+        place = bisect.bisect_left(rooms, (lengths[i], 0))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+            rows[number].append(i)
+        else:
+            room, number = budget, len(rows)
+            rows.append([i])
+        bisect.insort(rooms, (room - lengths[i], number))
+    return rows
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a process reads for one step."""
+
+    epoch: int
+    batches: list[Batch]
+    """Of each of its forwards."""
+    answer_tokens: int
+    """Of all processes together."""
+
+    def pin_memory(self) -> Step:
+        """A copy in memory from which a GPU copies while it computes; torch's DataLoader asks for it."""
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
+
+
+class Steps(Dataset[Step]):
+    """The batches of a step, by its epoch and rows: what a worker of the loader makes."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        share: Share,
+        least: int,
+        read: Callable[[Batch, int], Batch] | None = None,
+    ) -> None:
+        """Name the data.
+
+        Args:
+            examples: what the numbers of rows stand for.
+            share: of this process.
+            least: tokens of a row at least; see `data.collate_rows`.
+            read: adds to a batch, of an epoch, what can be read ahead.
+        """
+        self.examples, self.share, self.least, self.read = examples, share, least, read
+        self._answers_N, self._opens_N = answers_of(examples)
+
+    def __getitem__(self, key: tuple[int, list[Row]]) -> Step:
+        epoch, rows = key
+        batches = [
+            collate_rows([[self.examples[i] for i in row] for row in part], self.least)
+            for part in self.share.of_step(rows)
+        ]
+        return Step(epoch, [self.read(batch, epoch) for batch in batches] if self.read else batches, self.answers(rows))
+
+    def answers(self, rows: list[Row]) -> int:
+        """Answer tokens of a step, those of other processes too: what collating leaves of each sequence's."""
+        later = [i for row in rows for i in row[1:]]
+        return int(self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum())
+
+
+class _Keys(Sampler[tuple[int, list[Row]]]):
+    """The epoch and the rows of every step from a step on, without end."""
+
+    def __init__(self, order: Order, step: int) -> None:
+        self.order, self.step = order, step
+
+    def __iter__(self) -> Iterator[tuple[int, list[Row]]]:
+        return self.order.from_step(self.step)
+
+
+def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
+    """Every step from number `first` on, in order, without end.
+
+    Args:
+        steps: what makes them.
+        order: of the data.
+        first: number of the first step.
+        workers: processes that read ahead; 0 reads each step when it is asked for.
+        pin: whether batches lie in memory from which a GPU copies while it computes.
+
+    Raises:
+        RuntimeError: a worker has died.
+    """
+    options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
+    loader = DataLoader(
+        steps,
+        sampler=_Keys(order, first),
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=pin,
+        generator=torch.Generator(),  # else it would draw from the one that heads draw from
+        worker_init_fn=_leave_signals,
+        **(options if workers else {}),
+    )
+    reading: Any = iter(loader)
+    with worker_deaths_explained(*(LOST if workers else ())):
+        try:
+            yield from reading
+        finally:
+            # Else they live for as long as an error's traceback refers to the iterator, and a process that ends
+            # waits for them, since they ignore SIGTERM.
+            if workers:
+                reading._shutdown_workers()
+
+
+@contextmanager
+def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
+    """Around what uses a loader: torch tells of a worker's death wherever the main process then is.
+
+    Args:
+        others: exceptions besides torch's own that tell of a worker's death here.
+
+    Raises:
+        RuntimeError: a worker has died.
+    """
+    caught: tuple[type[Exception], ...] = (RuntimeError, *others)
+    try:
+        yield
+    except caught as error:
+        if not isinstance(error, others) and not str(error).startswith("DataLoader worker"):
+            raise
+        raise RuntimeError(
+            f"a process that reads data ahead has died, perhaps for want of (shared) memory: {error}; lower "
+            "data.workers, 0 for none: the same command goes on from the newest checkpoint"
+        ) from error
+
+
+def _leave_signals(worker: int) -> None:
+    """A signal to the whole process group stops the main process at the end of a step, and that one its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

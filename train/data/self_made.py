@@ -1,0 +1,388 @@
+"""Conversations with no data set: the model writes prompts itself and then answers them, or answers given ones.
+
+A prompt is what the model writes after its own chat template, cut right behind the user tag (Magpie, arXiv:2406.08464).
+
+Batch i depends on the seed, on i and on the prompts before it, of which none comes twice. A batch is written whole or
+not at all, so a run that is stopped, in the middle of a batch too, goes on to the same file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ...heads.base import dtype_name
+from ...inference import SpeculativeLM
+from ...inference.sequences import Sequences
+from ..commands import SelfMadeConfig
+from ..console import ProgressBar, Stopped, StopRequest, log
+from ..engine import Shared, load
+from .chat_template import check_lengths, prompt_ids, read_prompts, render
+
+Messages = list[dict[str, str]]
+MIN_PROMPT_TOKENS = 4
+"""Shorter prompts say nothing."""
+WAVES = 8
+"""Between two writes each place of the batch is taken by so many conversations, one after the other."""
+ENOUGH = 8
+"""Conversations that are made however short the time is."""
+EMPTY_BATCHES = 20
+"""So many batches in a row without a usable text, and the model is given up on."""
+
+
+@dataclass
+class Progress:
+    """How far the file is: what a state file beside it holds."""
+
+    batches: int = 0
+    """Batches made."""
+    conversations: int = 0
+    """Conversations written."""
+    tokens: int = 0
+    """Answer tokens written."""
+    size: int = 0
+    """Bytes of the file that are whole."""
+    ended: bool = False
+    """Whether the time was over before all conversations were made."""
+
+
+class _TimeIsOver(Exception):
+    """Raised inside of a batch, with the rows that have ended; the others are empty."""
+
+    def __init__(self, rows: Sequence[list[int]] = ()) -> None:
+        self.rows = rows
+
+
+def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: Shared | None = None) -> Path:
+    """Write the file, or go on with it; return its path.
+
+    Args:
+        config: of the command.
+        deadline: on `time.monotonic`'s clock; of the batch in progress, conversations that have ended are kept, and the
+            file is finished with at least `ENOUGH`.
+        shared: the target, if others use it too.
+
+    Raises:
+        ValueError: options that do not match the file that is there, unusable prompts or tokenizer.
+        Stopped: Ctrl-C or SIGTERM; the batch in progress is lost.
+    """
+    if config.server is not None:
+        from .server_answers import ask_server  # needs the package openai, which nothing else does
+
+        return ask_server(config)
+    path = Path(config.output)
+    config = _as_begun(path, config)
+    progress, seen = _claim(path, config)
+    prompts = read_prompts(config.prompts) if config.prompts else None
+    if _finished(progress, config, prompts):
+        log.info(f"{path} is finished: {progress.conversations} conversations")
+        return path
+    lm, tokenizer = load(config.target, config.head, config.target_dtype, shared)
+    became: Any = dtype_name(lm.target.dtype)
+    config = dataclasses.replace(config, target_dtype=became)
+    if prompts is not None:
+        ids = [prompt_ids(tokenizer, messages) for messages in prompts[: config.conversations]]
+        check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
+    with StopRequest() as stop:
+        with _Watch(progress, config, prompts, deadline) as watch, suppress(_TimeIsOver, Stopped):
+            lm.round_listeners.append(watch)
+            empty = 0
+            while not _finished(progress, config, prompts):
+                watch.begin_batch()
+                with stop.at_once():
+                    rows = _make_batch(lm, tokenizer, config, progress.batches, prompts, seen)
+                rows = rows[: config.conversations - progress.conversations]
+                with path.open("ab") as file:
+                    file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                    progress.size = file.tell()
+                progress.batches += 1
+                empty = 0 if rows else empty + 1
+                if empty == EMPTY_BATCHES:
+                    raise ValueError(
+                        f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
+                        "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
+                    )
+                progress.conversations += len(rows)
+                progress.tokens += sum(row["tokens"] for row in rows)
+                _write_state(path, config, progress, seen)
+        written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
+        if not _finished(progress, config, prompts):
+            if stop.wanted:
+                raise Stopped(f"stopped; {written}; the same command goes on from there")
+            progress.ended = True
+            _write_state(path, config, progress, seen)
+            written += ", as many as there was time for"
+        log.info(written)
+    return path
+
+
+class _Watch:
+    """Called after every round: it shows how far the batch is, and ends it when the time is over."""
+
+    def __init__(
+        self, progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None, deadline: float
+    ) -> None:
+        self.progress, self.config, self.prompts, self.deadline = progress, config, prompts, deadline
+        self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
+        self.bar = ProgressBar("conversations", self.total, min(_done(progress, config, prompts), self.total))
+        self.parts = ["answers"] if prompts is not None else ["prompts", "answers"]
+        """Of a batch."""
+        self.began, self.tokens = time.monotonic(), 0
+        self.batch_began, self.batches = self.began, -1
+        self.generations: list[Sequences] = []
+        """Of the batch in progress."""
+
+    def __enter__(self) -> _Watch:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+    def begin_batch(self) -> None:
+        """Before each batch.
+
+        Raises:
+            _TimeIsOver: less is left than half of what a batch has taken so far.
+        """
+        self.tokens += sum(out.tokens for out in self.generations)
+        self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
+        half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
+        if self.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
+            raise _TimeIsOver
+
+    def __call__(self, out: Sequences) -> None:
+        """After each round.
+
+        Raises:
+            _TimeIsOver: it is, or half of it for prompts; of the first rows half must have ended, or only short texts
+                would be kept.
+        """
+        if not self.generations or out is not self.generations[-1]:
+            self.generations.append(out)
+        now, part = time.monotonic(), len(self.generations)
+        tokens = self.tokens + sum(each.tokens for each in self.generations)
+        share = (part - 1 + len(out.ended) / len(out.rows)) / len(self.parts)
+        done = _done(self.progress, self.config, self.prompts) + share * _at_once(self.config)
+        self.bar.update(
+            min(done, self.total),
+            f"{tokens / (now - self.began):.0f} tokens/s; {self.parts[part - 1]} of this batch: "
+            f"{len(out.ended)}/{len(out.rows)}",
+        )
+        until = self.batch_began + (self.deadline - self.batch_began) * part / len(self.parts)
+        enough = self.progress.conversations >= ENOUGH or 2 * len(out.ended) >= len(out.rows)
+        if now > until and enough:
+            raise _TimeIsOver([tokens if row in out.ended else [] for row, tokens in enumerate(out.rows)])
+
+
+def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template's text up to where the user's words begin.
+
+    Raises:
+        ValueError: a template that does not show the user's words as they are.
+    """
+    marker = "USER-WORDS-BEGIN-HERE"
+    text = render(tokenizer, [{"role": "user", "content": marker}])
+    if marker not in text:
+        raise ValueError("the chat template changes the user's words, so it cannot be cut before them; give --prompts")
+    return text[: text.index(marker)]
+
+
+def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
+    """Share of a text's n-grams that are distinct; 1 for texts shorter than 8 n-grams, which say nothing."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
+
+
+def _make_batch(
+    lm: SpeculativeLM,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SelfMadeConfig,
+    batch: int,
+    prompts: list[Messages] | None,
+    seen: set[str],
+) -> list[dict[str, Any]]:
+    generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
+    if prompts is None:
+        asked = _write_prompts(lm, tokenizer, config, generator, seen)
+    else:
+        asked = prompts[batch * _at_once(config) : (batch + 1) * _at_once(config)]
+    if not asked:
+        return []
+    texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in asked]
+    sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
+    answers = _continue(
+        lm,
+        tokenizer,
+        texts,
+        config.batch_size,
+        config.answer_tokens,
+        generator,
+        do_sample=config.temperature > 0,
+        **sampling,
+    )
+    rows = []
+    for messages, (answer, finished) in zip(asked, answers, strict=True):
+        text = _text(tokenizer, answer)
+        if not text or distinct_share(answer) < config.min_distinct:
+            continue
+        rows.append(
+            {
+                "source": "self-made" if prompts is None else Path(str(config.prompts)).name,
+                "temperature": config.temperature,
+                "finished": finished,
+                "tokens": len(answer),
+                "messages": [*messages, {"role": "assistant", "content": text}],
+            }
+        )
+    return rows
+
+
+def _write_prompts(
+    lm: SpeculativeLM,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SelfMadeConfig,
+    generator: torch.Generator,
+    seen: set[str],
+) -> list[Messages]:
+    """One batch of prompts by the model itself: ended by itself, not degenerate, not seen before."""
+    prefix = user_prefix(tokenizer)
+    drawn = _continue(
+        lm,
+        tokenizer,
+        [prefix] * _at_once(config),
+        config.batch_size,
+        config.prompt_tokens,
+        generator,
+        do_sample=True,
+        temperature=config.prompt_temperature,
+        min_p=config.prompt_min_p,
+        top_k=0,
+        top_p=1.0,
+    )
+    prompts: list[Messages] = []
+    for tokens, finished in drawn:
+        text = _text(tokenizer, tokens)
+        if finished and len(tokens) >= MIN_PROMPT_TOKENS and distinct_share(tokens) >= config.min_distinct:
+            if _normal(text) not in seen:
+                prompts.append([{"role": "user", "content": text}])
+            seen.add(_normal(text))
+    return prompts
+
+
+def _continue(
+    lm: SpeculativeLM,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    slots: int,
+    new_tokens: int,
+    generator: torch.Generator,
+    **sampling: Any,
+) -> list[tuple[list[int], bool]]:
+    """What the model writes after each text, and whether it ended by itself; end tokens left out."""
+    encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
+    device = lm.target.device
+    rows: Sequence[list[int]]
+    try:
+        output = lm.generate(
+            encoded["input_ids"].to(device),
+            attention_mask=encoded["attention_mask"].to(device),
+            max_new_tokens=new_tokens,
+            generator=generator,
+            slots=slots,
+            pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )
+        rows = output.sequences[:, encoded["input_ids"].shape[1] :].tolist()
+    except _TimeIsOver as over:
+        rows = over.rows
+    ends = lm.target.end_tokens
+    written = []
+    for row in rows:
+        stop = next((i for i, token in enumerate(row) if token in ends), None)
+        written.append((row[:stop], stop is not None))
+    return written
+
+
+def _as_begun(path: Path, config: SelfMadeConfig) -> SelfMadeConfig:
+    """With what the dtype "auto" meant when the file was begun, if it was."""
+    state = _state_path(path)
+    if config.target_dtype != "auto" or not state.exists():
+        return config
+    before = json.loads(state.read_text(encoding="utf-8"))["options"]["target_dtype"]
+    return dataclasses.replace(config, target_dtype=before)
+
+
+def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
+    """Start the file, or find where it stopped and cut off what was half-written."""
+    state_path = _state_path(path)
+    if not state_path.exists():
+        if path.exists():
+            raise ValueError(f"{path} exists and was not written by this command; choose another output")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_state(path, config, Progress(), set())
+        path.touch()
+        return Progress(), set()
+    state = json.loads(state_path.read_text(encoding="utf-8"))
+    now = dataclasses.asdict(config)
+    for name, before in state["options"].items():
+        if state["progress"]["batches"] and name != "output" and before != now[name]:
+            raise ValueError(
+                f"{path} was started with {name} = {before!r}, not {now[name]!r}; go on with its own options, or "
+                "choose another output"
+            )
+    progress = Progress(**state["progress"])
+    if not path.exists() and progress.size == 0:
+        path.touch()
+    if not path.exists() or path.stat().st_size < progress.size:
+        raise ValueError(f"{path} lost what was written to it; remove {state_path} to start anew")
+    os.truncate(path, progress.size)
+    return progress, set(state["seen"])
+
+
+def _write_state(path: Path, config: SelfMadeConfig, progress: Progress, seen: set[str]) -> None:
+    state = {"options": dataclasses.asdict(config), "progress": dataclasses.asdict(progress), "seen": sorted(seen)}
+    partial = _state_path(path).with_suffix(".partial")
+    partial.write_text(json.dumps(state), encoding="utf-8")
+    partial.replace(_state_path(path))
+
+
+def _state_path(path: Path) -> Path:
+    return path.with_name(path.name + ".state.json")
+
+
+def _done(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> int:
+    """Of what was asked for: conversations, or given prompts."""
+    return progress.conversations if prompts is None else progress.batches * _at_once(config)
+
+
+def _finished(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> bool:
+    if progress.ended or progress.conversations >= config.conversations:
+        return True
+    return prompts is not None and _done(progress, config, prompts) >= len(prompts)
+
+
+def _at_once(config: SelfMadeConfig) -> int:
+    """Prompts between two writes to the file: several for each place of the batch, but of few only a quarter."""
+    return max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.lower().split())

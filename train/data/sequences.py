@@ -1,0 +1,381 @@
+"""Sequences to train on, tokenized once and kept as Arrow files that every process maps into memory.
+
+A folder of the cache holds what one source became with one tokenizer, chat template and options, and is named by a
+fingerprint of these:
+
+    sequences*.arrow  each sequence's tokens and loss mask, and what is asked of all of them, as `datasets` writes it
+    counts.npy        how often each token is an answer token
+    manifest.json     what the folder was made of, its files, and a digest of all sequences; written last
+
+Whoever comes first makes the folder under a lock, with `data.num_proc` processes; others wait for the lock and map what
+is there. One that was killed leaves no manifest, and the next one goes on with the files that are whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ...inference.tuning.machine import cache_folder, usable_cores
+from ..console import console
+from .chat_template import Example, count_answer_tokens, encode
+from .conversations import Source, check_conversation, format_of, open_source, values
+
+RECIPE = 1
+"""Counted up when the same conversations become other sequences."""
+ROWS_PER_PROCESS = 2000
+"""Fewer conversations than this are not worth a process of their own."""
+BATCH = 256
+"""Conversations that are tokenized and written together."""
+FEATURES = Features(
+    {
+        "tokens": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+        "row": Value("int64"),
+        "answers": Value("int32"),
+        "opens": Value("bool"),
+    }
+)
+"""`row` is that of the source; `answers` counts the answer tokens; `opens` says whether the first token is one."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How conversations become tokens; see `data.encode`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    eos: frozenset[int]
+    max_length: int
+    thinking: bool | None
+
+    def fingerprint(self) -> str:
+        """A hash of the tokenizer's content, its chat template and the options; not of where they came from."""
+        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        for name in ("truncation", "padding"):  # of the last call
+            backend.pop(name, None)
+        special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
+        parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, self.thinking]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Sequences(Sequence[Example]):
+    """Some sequences of a cache, read from its files when they are asked for."""
+
+    def __init__(self, cache: SequenceCache, chosen_N: NDArray[np.int64]) -> None:
+        self.cache, self.chosen_N = cache, chosen_N
+
+    def __len__(self) -> int:
+        return len(self.chosen_N)
+
+    @overload
+    def __getitem__(self, place: int) -> Example: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Example]: ...
+    def __getitem__(self, place: int | slice) -> Example | list[Example]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        number = int(self.chosen_N[place])
+        row = self.cache.rows[number]
+        return Example(row["tokens"], row["loss_mask"], int(self.cache.conversations_N[number]))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each."""
+        found: list[int] = self.cache.lengths_N[self.chosen_N].tolist()
+        return found
+
+    @property
+    def conversations(self) -> list[int]:
+        """The conversation that each is from, by its place over all sources."""
+        found: list[int] = self.cache.conversations_N[self.chosen_N].tolist()
+        return found
+
+    def digest(self) -> bytes:
+        """Another one if a token, a mask, or the order differs."""
+        return hashlib.blake2b(self.cache.digest.encode() + self.chosen_N.tobytes(), digest_size=7).digest()
+
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """How often each token is an answer token, counts_V: the cache's counts without those that are left out."""
+        left_out = np.setdiff1d(np.arange(len(self.cache.lengths_N)), self.chosen_N)
+        if len(left_out) > len(self):
+            return count_answer_tokens(self, vocab_size)
+        counts_V = torch.zeros(max(vocab_size, len(self.cache.counts_V)), dtype=torch.int64)
+        counts_V[: len(self.cache.counts_V)] = torch.from_numpy(self.cache.counts_V)
+        return counts_V - count_answer_tokens(Sequences(self.cache, left_out), len(counts_V))
+
+
+@dataclass(frozen=True)
+class SequenceCache:
+    """The sequences of all sources, mapped into memory."""
+
+    rows: Dataset
+    lengths_N: NDArray[np.int64]
+    conversations_N: NDArray[np.int64]
+    """The conversation that each is from, by its place over all sources."""
+    answers_N: NDArray[np.int64]
+    """Answer tokens of each."""
+    opens_N: NDArray[np.int64]
+    """1 where the first token is one of them."""
+    counts_V: NDArray[np.int64]
+    """How often each token is an answer token."""
+    digest: str
+    """Another one if a token, a mask or the order differs."""
+    first_of_source: list[int]
+    """The number of each source's first conversation, over all sources."""
+
+    def conversation_groups(self) -> list[NDArray[np.int64]]:
+        """The sequences of each conversation that has any, in the order of the data."""
+        borders = np.flatnonzero(np.diff(self.conversations_N)) + 1
+        return np.split(np.arange(len(self.conversations_N)), borders) if len(self.conversations_N) else []
+
+    def sources_of(self, conversations: list[int]) -> list[int]:
+        """The number of the source of each conversation."""
+        found: list[int] = (np.searchsorted(self.first_of_source, conversations, side="right") - 1).tolist()
+        return found
+
+
+def lengths_of(examples: Sequence[Example]) -> list[int]:
+    """Tokens of each sequence, without reading what a cache knows."""
+    return examples.lengths if isinstance(examples, Sequences) else [len(example.tokens) for example in examples]
+
+
+def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Answer tokens of each sequence, and of its first token alone, without reading what a cache knows."""
+    if isinstance(examples, Sequences):
+        return examples.cache.answers_N[examples.chosen_N], examples.cache.opens_N[examples.chosen_N]
+    masks = [example.loss_mask for example in examples]
+    return np.array([sum(mask) for mask in masks], np.int64), np.array([mask[0] for mask in masks], np.int64)
+
+
+def digest_of(examples: Sequence[Example]) -> bytes:
+    """Seven bytes that differ if a token, a mask or the order differs."""
+    if isinstance(examples, Sequences):
+        return examples.digest()
+    digest = hashlib.blake2b(digest_size=7)
+    for example in examples:
+        digest.update(torch.tensor([*example.tokens, -1, *example.loss_mask]).numpy().tobytes())
+    return digest.digest()
+
+
+def answer_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
+    """See `data.count_answer_tokens`, without reading what a cache knows."""
+    if isinstance(examples, Sequences):
+        return examples.answer_counts(vocab_size)
+    return count_answer_tokens(examples, vocab_size)
+
+
+def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
+    """Open all sources; no more than `limit` rows of all together.
+
+    Raises:
+        ValueError: a source that is not there or holds nothing, or whose first row has no known format.
+    """
+    opened: list[Source] = []
+    for name in names:
+        if limit is not None and limit <= 0:
+            break
+        source = open_source(name, limit)
+        first = next(source.read(), None)
+        if first is None:
+            raise ValueError(f"{name}: no conversations: it is empty")
+        check_conversation(first[1], first[0])
+        opened.append(source)
+        limit = None if limit is None else limit - len(source.rows)
+    return opened
+
+
+def cached_sequences(
+    sources: list[Source], rendering: Rendering, folder: str | None = None, num_proc: int | None = None
+) -> SequenceCache:
+    """All sequences of these sources, tokenized now or before, by this process or another.
+
+    Args:
+        sources: in the order of the data.
+        rendering: how they become tokens.
+        folder: where the cache lies; None for `data` in the project's cache folder.
+        num_proc: processes that tokenize; None for one for every `ROWS_PER_PROCESS` conversations, as far as there
+            are cores.
+
+    Raises:
+        ValueError: a row that is no conversation, or that the template refuses, by file and line; or a folder whose
+            content is not what its name says.
+        RuntimeError: a process that tokenized has died.
+    """
+    how, own = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
+    own.mkdir(parents=True, exist_ok=True)
+    places = []
+    for source in sources:
+        made_of = {"recipe": RECIPE, "rendering": how, "source": source.identity, "limit": source.limit}
+        place = own / key_of(made_of)
+        places.append((place, made_of))
+        if not (place / "manifest.json").is_file():
+            with WeakFileLock(f"{place}.lock"):
+                if not (place / "manifest.json").is_file():
+                    _make(place, made_of, source, rendering, num_proc)
+    return _opened(places)
+
+
+def key_of(made_of: dict[str, Any]) -> str:
+    """The name of the folder of what was made of this."""
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rendering, num_proc: int | None) -> None:
+    """Tokenize a source and write the folder; its manifest last."""
+    processes = num_proc or max(1, min(usable_cores(), len(source.rows) // ROWS_PER_PROCESS))
+    if len(source.rows) >= ROWS_PER_PROCESS:
+        console.print(f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes} processes")
+    folder.mkdir(exist_ok=True)
+    files = _tokenized(source, folder / "sequences.arrow", rendering, processes)
+    for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
+        left.unlink()  # of a start with another number of processes
+    counts_V, digest = _summed(folder, files)
+    np.save(folder / "counts.npy", counts_V)
+    partial = folder / "manifest.partial"
+    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
+    partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    partial.replace(folder / "manifest.json")
+
+
+def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int) -> list[str]:
+    """Write the sequences of a source; the names of the files, in the order of the data."""
+    place, row = next(source.read())
+    given = {
+        "name": source.name,
+        "kind": source.kind,
+        "expected": format_of(row, place),
+        "rendering": rendering,
+    }
+    try:
+        rows = source.rows.map(
+            _encoded_rows,
+            batched=True,
+            batch_size=BATCH,
+            writer_batch_size=BATCH,
+            with_indices=True,
+            remove_columns=source.rows.column_names,
+            features=FEATURES,
+            fn_kwargs=given,
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(path),
+            new_fingerprint=path.parent.name,
+            desc="tokenizing",
+        )
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):
+            raise
+        raise RuntimeError(
+            f"one of the {processes} processes that tokenized {source.name} has died, perhaps for want of memory; "
+            "lower data.num_proc: the same command goes on with the parts that are whole"
+        ) from error
+    return [Path(file["filename"]).name for file in rows.cache_files]
+
+
+def _encoded_rows(
+    batch: dict[str, list[Any]],
+    numbers: list[int],
+    name: str,
+    kind: str,
+    expected: str,
+    rendering: Rendering,
+) -> pa.Table:
+    """The sequences of some rows of a source."""
+    found: list[Example] = []
+    for number, (where, row) in zip(numbers, values(name, kind, batch, numbers), strict=True):
+        conversation = check_conversation(row, where, expected)
+        try:
+            examples = encode(
+                conversation, rendering.tokenizer, rendering.eos, rendering.max_length, rendering.thinking
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        found += [dataclasses.replace(example, conversation=number) for example in examples]
+    ends = np.cumsum([0, *(len(example.tokens) for example in found)], dtype=np.int32)
+    tokens = np.fromiter((token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1])
+    masks = np.fromiter((own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1])
+    columns = {
+        "tokens": pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens)),
+        "loss_mask": pa.ListArray.from_arrays(pa.array(ends), pa.array(masks)),
+        "row": pa.array([example.conversation for example in found], pa.int64()),
+        "answers": pa.array([sum(example.loss_mask) for example in found], pa.int32()),
+        "opens": pa.array([example.loss_mask[0] for example in found], pa.bool_()),
+    }
+    return pa.table(columns).cast(FEATURES.arrow_schema)
+
+
+def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
+    """How often each token is an answer token, and a hash of all sequences; batch after batch."""
+    counts_V = np.zeros(0, dtype=np.int64)
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one a column: batches may be cut anywhere
+    for file in files:
+        for batch in _mapped(folder / file).data.table.to_batches():
+            tokens, mask = batch.column("tokens"), batch.column("loss_mask")
+            flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
+            columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
+            for digest, column in zip(digests, columns, strict=True):
+                digest.update(np.ascontiguousarray(column).data)
+            found_V = np.bincount(flat[own], minlength=len(counts_V))
+            found_V[: len(counts_V)] += counts_V
+            counts_V = found_V
+    return counts_V, "".join(digest.hexdigest() for digest in digests)
+
+
+def _opened(places: list[tuple[Path, dict[str, Any]]]) -> SequenceCache:
+    """Map folders that are whole, each with what it is made of.
+
+    Raises:
+        ValueError: one is of other data or another tokenizer than its name says.
+    """
+    parts: list[Dataset] = []
+    counts, digests, firsts, conversations = [], [], [0], []
+    for folder, made_of in places:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        for name, value in made_of.items():
+            if manifest["made_of"].get(name) != value:
+                raise ValueError(
+                    f"{folder} holds sequences with {name} = {manifest['made_of'].get(name)!r}, not {value!r}: another "
+                    "tokenizer, chat template, option or data; remove it"
+                )
+        own = concatenate_datasets([_mapped(folder / file) for file in manifest["files"]])
+        conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
+        parts.append(own)
+        counts.append(np.load(folder / "counts.npy"))
+        digests.append(manifest["digest"])
+        firsts.append(firsts[-1] + manifest["rows"])
+    rows = concatenate_datasets(parts)
+    columns = {name: rows.data.table.column(name) for name in ("tokens", "answers", "opens")}
+    counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
+    for own_V in counts:
+        counts_V[: len(own_V)] += own_V
+    return SequenceCache(
+        rows,
+        pc.list_value_length(columns["tokens"]).to_numpy().astype(np.int64),
+        np.concatenate(conversations),
+        columns["answers"].to_numpy().astype(np.int64),
+        columns["opens"].to_numpy().astype(np.int64),
+        counts_V,
+        hashlib.sha256("".join(digests).encode()).hexdigest(),
+        firsts[:-1],
+    )
+
+
+def _mapped(path: Path) -> Dataset:
+    try:
+        return Dataset.from_file(str(path))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove {path.parent}, and it is made anew") from error

@@ -1,0 +1,159 @@
+"""Answers from a server that speaks OpenAI's interface (vLLM, SGLang): many at once, asked again, resumable.
+
+A conversation is written as soon as it is answered, with the number of its prompt. Started again, the command asks for
+what the file does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from openai import APIError, AsyncOpenAI, BadRequestError
+from openai.types.chat import ChatCompletion
+
+from ..commands import SelfMadeConfig
+from ..console import ProgressBar, Stopped, StopRequest, log
+from .chat_template import read_prompts
+from .self_made import Messages, distinct_share
+
+RETRIES = 6
+"""How often a request is repeated after an error that may pass (429, 5xx, no connection), after longer and longer
+pauses."""
+FREE_TO_CHANGE = ("output", "conversations", "batch_size", "server")
+"""Options that may differ when the command goes on."""
+KEY = "OPENAI_API_KEY"
+"""Environment variable of the server's key, where it asks for one."""
+
+
+def ask_server(config: SelfMadeConfig) -> Path:
+    """Write the file, or go on with it; return its path.
+
+    Raises:
+        ValueError: no prompts, a file of other options, or a server that does not answer as it should.
+        Stopped: Ctrl-C or SIGTERM; what was answered is in the file.
+    """
+    path = Path(config.output)
+    prompts = read_prompts(str(config.prompts), config.conversations)
+    answered = _claim(path, config)
+    rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
+    bar = ProgressBar("conversations", len(prompts), len(answered))
+    with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
+        work = _Work(config, rest, len(answered), file, stop, bar)
+        asyncio.run(work.run())
+    log.info(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
+    if stop.wanted and work.done < len(prompts):
+        raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command goes on from there")
+    return path
+
+
+class _Work:
+    """The workers' common state: one prompt after the other, `batch_size` of them at the same time."""
+
+    def __init__(
+        self,
+        config: SelfMadeConfig,
+        prompts: Iterator[tuple[int, Messages]],
+        done: int,
+        file: TextIO,
+        stop: StopRequest,
+        bar: ProgressBar,
+    ) -> None:
+        self.config, self.prompts, self.file, self.stop, self.bar = config, prompts, file, stop, bar
+        self.done, self.written, self.dropped, self.tokens = done, done, 0, 0
+        self.failure: ValueError | None = None
+        self.began = time.monotonic()
+
+    async def run(self) -> None:
+        """Until all are answered, or one fails."""
+        async with AsyncOpenAI(
+            base_url=self.config.server, api_key=os.environ.get(KEY, "none"), max_retries=RETRIES
+        ) as client:
+            await asyncio.gather(*(self._work(client) for _ in range(self.config.batch_size)))
+        if self.failure is not None:
+            raise self.failure
+
+    async def _work(self, client: AsyncOpenAI) -> None:
+        for number, messages in self.prompts:
+            if self.stop.wanted or self.failure is not None:  # what others have asked for is still written
+                return
+            try:
+                row = await self._answer(client, number, messages)
+            except ValueError as error:
+                self.failure = self.failure or error
+                return
+            if row is not None:
+                self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                self.file.flush()
+            self._tell(row)
+
+    async def _answer(self, client: AsyncOpenAI, number: int, messages: Messages) -> dict[str, Any] | None:
+        config = self.config
+        try:
+            reply: Any = await client.chat.completions.create(
+                model=config.target,
+                messages=messages,  # type: ignore[arg-type]
+                temperature=config.temperature,
+                max_tokens=config.answer_tokens,
+                seed=config.seed + number,
+            )
+        except BadRequestError as error:
+            log.info(f"prompt {number} is left out, the server refuses it: {error.message}")
+            return None
+        except (APIError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{config.server} failed at prompt {number}, after {RETRIES} more tries: {error}; what was answered is "
+                f"in {config.output}, and the same command goes on from there"
+            ) from error
+        if not isinstance(reply, ChatCompletion) or not reply.choices or reply.choices[0].message is None:
+            raise ValueError(
+                f"{config.server} answered prompt {number} with {str(reply)[:200]!r}, which is no chat completion"
+            )
+        choice, usage = reply.choices[0], reply.usage
+        text = (choice.message.content or "").strip()
+        if not text or distinct_share(text.split()) < config.min_distinct:
+            return None
+        return {
+            "source": Path(str(config.prompts)).name,
+            "number": number,
+            "temperature": config.temperature,
+            "finished": choice.finish_reason == "stop",
+            "tokens": usage.completion_tokens if usage else len(text.split()),
+            "messages": [*messages, {"role": "assistant", "content": text}],
+        }
+
+    def _tell(self, row: dict[str, Any] | None) -> None:
+        self.done += 1
+        self.written += row is not None
+        self.dropped += row is None
+        self.tokens += row["tokens"] if row else 0
+        self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
+
+
+def _claim(path: Path, config: SelfMadeConfig) -> set[int]:
+    """Start the file, or cut off what was half-written; the numbers of the prompts that are answered."""
+    asked = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
+    state = path.with_name(path.name + ".state.json")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state.write_text(json.dumps({"options": asked}), encoding="utf-8")
+        return set()
+    if not state.exists():
+        raise ValueError(f"{path} exists and was not written by this command; choose another output")
+    before = json.loads(state.read_text(encoding="utf-8"))["options"]
+    for name in sorted(before.keys() | asked.keys()):
+        if before.get(name) != asked.get(name):
+            raise ValueError(
+                f"{path} was started with {name} = {before.get(name)!r}, not {asked.get(name)!r}; go on with its own "
+                "options, or choose another output"
+            )
+    whole = path.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    os.truncate(path, len(whole))
+    return {json.loads(line)["number"] for line in whole.splitlines()}

@@ -1,0 +1,125 @@
+"""Targets that do not fit on one device: cut over the processes, or spread over the devices of one.
+
+`shard` cuts every decoder block over the processes (torch's fully_shard, whatever engine trains the head): a block is
+gathered while the one before it runs, and forgotten after it. `spread` lays whole blocks on one device after the other.
+Embedding, final norm and LM head stay whole on every process, for heads read their weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
+from accelerate.utils import broadcast_object_list, get_balanced_memory
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ...inference import Target
+from ...inference.models.loading import locate
+from ..config import TrainConfig, dtype_of
+
+
+def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
+    """The config's target, placed as `target_placement` says.
+
+    Raises:
+        ValueError: nothing to load, or a placement that this launch cannot give.
+    """
+    dtype, placement = dtype_of(config.target_dtype), config.target_placement
+    options = loading_options(config)
+    if placement == "whole":
+        return Target.load(config.target, dtype, accelerator.device, config.target_revision, options)
+    if (placement == "shard") != (accelerator.num_processes > 1):
+        other = "spread" if placement == "shard" else "shard"
+        raise ValueError(
+            f"target_placement {placement!r} does not fit a run of {accelerator.num_processes} processes; choose "
+            f"{other!r}, or 'whole' if the target fits on one device"
+        )
+    if config.adapter.rank > 0:
+        raise ValueError(
+            f"an adapter needs target_placement 'whole', not {placement!r}: it changes the target's blocks"
+        )
+    if placement == "shard" and config.target_quantization:
+        raise ValueError(
+            "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed weights are not cut"
+        )
+    return _sharded(config, dtype, accelerator) if placement == "shard" else _spread(config, dtype)
+
+
+def loading_options(config: TrainConfig) -> dict[str, Any]:
+    """The config's options for transformers' `from_pretrained`; those that are null are left to it."""
+    given = {"attn_implementation": config.target_attention, "quantization_config": config.target_quantization}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def cut_over_processes(target: Target) -> bool:
+    """Whether each forward is one of all processes together: its blocks are gathered from them."""
+    return any(isinstance(module, FSDPModule) for module in target.model.modules())
+
+
+def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) -> Target:
+    """Only the first process reads the weights; the others get their parts from it."""
+    weights: dict[str, Any] = {}
+    origin: list[Any] = [None]
+    if accelerator.is_main_process:
+        whole = Target.load(config.target, dtype, "cpu", config.target_revision, loading_options(config))
+        model, weights, origin = whole.model, whole.model.state_dict(), [whole.origin]
+    else:
+        model = empty_model(config, dtype)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cut_blocks(model)
+    model.to_empty(device=accelerator.device)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    target = Target(model.eval().requires_grad_(False), str(config.target))
+    target.origin = broadcast_object_list(origin)[0]
+    return target
+
+
+def cut_blocks(model: PreTrainedModel) -> None:
+    """Cut every block over the processes, each to be gathered while the block before it runs.
+
+    The model itself is wrapped, too, although nothing of it is cut: blocks with no wrapped module around them would
+    each wait for all that was launched before, and no gathering would overlap with computing. Not its decoder, whose
+    class transformers looks up to return hidden states.
+    """
+    ends = Target(model).modules
+    blocks = cast(list[FSDPModule], list(ends.blocks))
+    for block in ends.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    own = {id(parameter) for block in ends.blocks for parameter in block.parameters()}
+    whole = {parameter for parameter in model.parameters() if id(parameter) not in own}
+    fully_shard(model, reshard_after_forward=True, ignored_params=whole)
+    for current, following in itertools.pairwise(blocks):
+        current.set_modules_to_forward_prefetch([following])
+
+
+def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
+    """Whole blocks on one device after the other; what does not fit on any stays in the host's memory."""
+    model = empty_model(config, dtype)
+    keep = model._no_split_modules
+    places = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep)
+    first = next(iter(places.values()))
+    ends = {
+        id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings(), Target(model).modules.norm)
+    }
+    places |= {name: first for name, part in model.named_modules() if id(part) in ends}
+    return Target.load(config.target, dtype, places, config.target_revision, loading_options(config))
+
+
+def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, its buffers computed."""
+    folder, gguf = locate(config.target)
+    options = {"gguf_file": gguf} if gguf else {}
+    shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
+    with init_empty_weights(include_buffers=False):
+        given = {} if config.target_attention is None else {"attn_implementation": config.target_attention}
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype, **given))
+    model.tie_weights()  # every parameter was made anew, shared ones twice
+    return model

@@ -1,0 +1,133 @@
+"""States of the target that a vLLM server made, in the files of the package speculators, put into a run's cache.
+
+hs_NUMBER.safetensors holds one sequence of T tokens, NUMBER being its place in the data:
+
+    token_ids      [T]        the tokens
+    hidden_states  [T, L, D]  a residual stream for each layer that the server was asked for; the last one lies behind
+                              the last block, before the final norm
+
+speculators names a layer by the block whose input it is: its k is our feature layer k - 1, and the number of blocks
+names the stream behind the last one. So the target that makes the states and the trainer may be on different machines;
+the trainer still loads its own for the embedding, the LM head, the final norm and the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...inference import Target
+from ..data.chat_template import Example
+from .cached import FeatureCache, key_of
+
+
+def take_server_states(
+    cache: FeatureCache,
+    target: Target,
+    layers: Sequence[int],
+    examples: Sequence[Example],
+    folder: Path,
+    server_layers: Sequence[int],
+) -> int:
+    """Put the states of every example into the cache; the number of sequences that were added.
+
+    Args:
+        cache: of the run.
+        target: whose states they are.
+        layers: that the cache holds of a token, in our count, -1 for the state after the final norm.
+        examples: the sequences to train on.
+        folder: of the server's files.
+        server_layers: what the files hold of a token, in speculators' count and their order.
+
+    Raises:
+        ValueError: a file that is not as it should be, or examples whose states are in none; named.
+    """
+    columns = _columns(target, layers, server_layers)
+    files = sorted(folder.glob("hs_*.safetensors"))
+    if not files:
+        raise ValueError(f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors")
+    missing = {key_of(torch.tensor(example.tokens)): example for example in examples}
+    missing = {key: example for key, example in missing.items() if key not in cache}
+    added = 0
+    for path in files:
+        tokens_T, states_TLD = _read(path, target, len(server_layers))
+        key = key_of(tokens_T)
+        if key in missing:
+            cache.add(key, _chosen(states_TLD, target, layers, columns))
+            del missing[key]
+            added += 1
+    if missing:
+        raise ValueError(_what_is_missing(list(missing.values()), len(examples), folder))
+    return added
+
+
+def _columns(target: Target, layers: Sequence[int], server_layers: Sequence[int]) -> list[int]:
+    """For each of our layers, which of the server's it is."""
+    blocks = target.info.num_layers
+    wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
+    lacking = [layer for layer in wanted if layer not in server_layers]
+    if lacking:
+        raise ValueError(
+            f"features.server_layers {list(server_layers)} lack {lacking}: the head reads {wanted} in the server's "
+            f"count (the input of a block; {blocks} is what leaves the last one)"
+        )
+    return [list(server_layers).index(layer) for layer in wanted]
+
+
+def _read(path: Path, target: Target, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens and the states of a file, checked."""
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if lacking := {"token_ids", "hidden_states"} - tensors.keys():
+        raise ValueError(
+            f"{path} lacks {', '.join(sorted(lacking))}; it holds {', '.join(sorted(tensors)) or 'nothing'}"
+        )
+    tokens_T, states_TLD = tensors["token_ids"], tensors["hidden_states"]
+    wanted = (len(tokens_T), count, target.info.hidden_size)
+    if tuple(states_TLD.shape) != wanted:
+        raise ValueError(
+            f"{path} has hidden_states of {list(states_TLD.shape)}, not {list(wanted)}: tokens, "
+            f"features.server_layers, hidden size of {target.name!r}"
+        )
+    if len(tokens_T) and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < target.info.vocab_size:
+        raise ValueError(
+            f"{path} has tokens from {int(tokens_T.min())} to {int(tokens_T.max())}, outside the vocabulary of "
+            f"{target.info.vocab_size}: it was made with another tokenizer"
+        )
+    if not states_TLD.isfinite().all():
+        raise ValueError(f"{path} has hidden_states that are no numbers")
+    return tokens_T, states_TLD
+
+
+@torch.no_grad()
+def _chosen(states_TLD: Tensor, target: Target, layers: Sequence[int], columns: Sequence[int]) -> Tensor:
+    """The states that the cache holds; the one that heads know as -1 is behind the final norm."""
+    parts = []
+    for layer, column in zip(layers, columns, strict=True):
+        states_TD = states_TLD[:, column].to(target.device, target.dtype)
+        parts.append(target.modules.norm(states_TD) if layer == -1 else states_TD)
+    return torch.stack(parts, dim=1)
+
+
+def _what_is_missing(missing: list[Example], count: int, folder: Path) -> str:
+    """An error's text: how many there are, and how the first one differs from the file of its number."""
+    first = missing[0]
+    told = f"{len(missing)} of {count} sequences to train on have no states in {str(folder)!r}"
+    path = folder / f"hs_{first.conversation}.safetensors"
+    if not path.exists():
+        return f"{told}; the first is of conversation {first.conversation}, for which there is no {path.name}"
+    theirs = load_file(path)["token_ids"].tolist()
+    place = next((i for i, pair in enumerate(zip(first.tokens, theirs, strict=False)) if pair[0] != pair[1]), None)
+    how = (
+        f"{len(first.tokens)} tokens here and {len(theirs)} there (data.max_length?)"
+        if place is None
+        else f"token {place} is {first.tokens[place]} here and {theirs[place]} there (tokenizer or chat template?)"
+    )
+    return f"{told}; the first is of conversation {first.conversation}, where {path.name} differs: {how}"

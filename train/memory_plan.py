@@ -1,0 +1,222 @@
+"""What a training run needs, told before anything is loaded: `headstart train --config ... --plan`.
+
+Parameters are counted on models without weights. Activations are counted on a head of the same kind that is a
+fraction as wide, which keeps tensors for its backward in the same proportion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules
+from ..heads.checkpoints.save_load import build_head
+from ..heads.losses import Objective, positions_at_once
+from ..inference import Target
+from .config import TrainConfig, dtype_of
+from .console import console, log
+from .data.batches import Share
+from .engines import check_engine
+from .features.online import cache_bytes
+from .features.placement import empty_model
+from .optim import matrices_of
+from .precision import formats, with_formats
+from .setup import head_options
+
+SCALE = 16
+"""The head on which activations are counted is so many times narrower."""
+SAMPLE = 32
+"""Tokens of the shorter one of its two rows."""
+CHUNK_COPIES = 5
+"""Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the target's
+probabilities and a product of two of them."""
+FLOAT = 4
+"""Bytes of a float32: weights, gradients and optimizer states of a head."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on each process by what they hold, and the counts behind them."""
+
+    engine: str
+    processes: int
+    target_parameters: int
+    head_parameters: int
+    target_dtype: str
+    precision: str
+    memory: dict[str, int]
+    cache_bytes: int
+    """Of a token's states, if they are kept on disk."""
+
+    @property
+    def total(self) -> int:
+        """Of each process."""
+        return sum(self.memory.values())
+
+
+ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
+"""Launch files of configs/accelerate, and the engines that they give."""
+
+
+def plan_run(config: TrainConfig) -> Plan:
+    """Count for the launch that `config.plan` names.
+
+    Raises:
+        ValueError: an unknown launch, or options that cannot be.
+    """
+    word, _, number = str(config.plan).partition(":")
+    if (
+        word not in ENGINES
+        or not (number or "1").isdigit()
+        or int(number or 1) < 1
+        or (word == "one") != (number in ("", "1"))
+    ):
+        raise ValueError(
+            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their number of "
+            "processes, such as zero2:8"
+        )
+    engine, processes = ENGINES[word], int(number or 1)
+    check_engine(engine, config)
+    share = Share.of_loop(config.loop, 0, processes)
+    length = config.data.pack or config.data.max_length
+    step_rows = config.loop.batch_size if config.loop.batch_tokens is None else config.loop.batch_tokens // length
+    rows = max(1, step_rows // (processes * share.forwards))
+    here = torch.device("cpu") if processes == 1 and not torch.accelerator.is_available() else torch.device("cuda")
+    config = with_formats(config, *formats(config, here))
+    dtype = dtype_of(config.target_dtype)
+    model = empty_model(config, dtype)
+    target = Target(model, config.target)
+    kind, options = head_options(config)
+    with init_empty_weights():
+        head = build_head(kind, options, target.info)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in target.modules.blocks]
+    size = sum(parameter.numel() for parameter in head.parameters())
+    on_device = whole
+    if config.target_placement == "shard":
+        on_device = whole - sum(blocks) + sum(blocks) // processes + max(blocks)  # one block is gathered at a time
+    stage = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "FSDP2" else 0
+    muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
+    states = 2 * (size - muon) + muon
+
+    def cut(count: int, least_stage: int) -> int:
+        return FLOAT * count // (processes if stage >= least_stage else 1)
+
+    tokens, info = rows * length, target.info
+    width = (len(head.feature_layers) + 1) * info.hidden_size
+    in_16_bits = 0 if config.loop.precision == "float32" else 2 * size  # what autocast keeps for the backward
+    memory = {
+        "target": on_device * dtype.itemsize,
+        "features": tokens * width * (dtype.itemsize + FLOAT),
+        "head": cut(size, 3) + (FLOAT * size if stage == 3 else 0),
+        "gradients": cut(size, 2),
+        "optimizer": cut(states, 1) + (FLOAT * size if config.optim.ema else 0),
+        "activations": activations(config, info, rows, length) + in_16_bits,
+        "loss": loss_chunk(head, tokens, dtype.itemsize, here),
+    }
+    formats_of = (config.target_dtype, config.loop.precision)
+    return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(target, head, config))
+
+
+def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:
+    """Bytes of the loss's chunk: the target's logits in its dtype, and the draft's with their copies in float32."""
+    vocab_size, drafted = head.target.vocab_size, head.draft_vocab_size
+    objective: Objective | None = getattr(head.config, "objective", None)  # a head may compute its loss otherwise
+    target = vocab_size if objective is None else objective.target_logits(vocab_size, drafted)
+    positions = min(tokens, positions_at_once(device, max(target, drafted)))
+    return positions * (target * itemsize + CHUNK_COPIES * FLOAT * drafted)
+
+
+def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
+    """Bytes that the head keeps for its backward.
+
+    On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the caller; a grows
+    with the width. No attention keeps scores.
+    """
+    short, long = (kept(config, info, i * SAMPLE) for i in (1, 2))
+    return round((long - short) / SAMPLE * SCALE * rows * length)
+
+
+def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
+    """Bytes that a head a `scale`-th as wide keeps of one row of `time` tokens."""
+    kind, options = head_options(config)
+    widths = ("hidden_size", "intermediate_size", "head_dim")
+    narrow = dataclasses.replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
+    options |= {name: options[name] // scale for name in widths if options.get(name)}
+    options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
+    head = build_head(kind, options, narrow)
+    head.recompute = config.loop.recompute
+    ends = TargetModules(
+        nn.Embedding(8, narrow.hidden_size).requires_grad_(False),
+        nn.Linear(narrow.hidden_size, 8, bias=False).requires_grad_(False),
+        nn.Identity(),
+        (),
+    )
+    features = TargetFeatures(
+        features_BTF=torch.zeros(1, time, len(head.feature_layers) * narrow.hidden_size),
+        last_BTD=torch.zeros(1, time, narrow.hidden_size),
+        tokens_BT=torch.zeros(1, time, dtype=torch.int64),
+        loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
+        modules=ends,
+    )
+    own = {parameter.untyped_storage().data_ptr() for parameter in (*head.parameters(), *ends.lm_head.parameters())}
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
+
+    def keep(tensor: Tensor) -> _Saved:
+        one = _Saved(tensor)
+        saved.add(one)
+        return one
+
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
+        output = head(features)
+    assert output.loss.requires_grad  # what it keeps is counted while it is there
+    sizes = {one.storage.data_ptr(): one.storage.nbytes() for one in saved}
+    return sum(size for place, size in sizes.items() if place not in own)
+
+
+class _Saved:
+    """A tensor that a backward waits for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
+
+
+def show_plan(config: TrainConfig, arguments: list[str]) -> None:
+    """Print the plan, and how to begin.
+
+    Args:
+        config: the run, with `plan`.
+        arguments: of the command line.
+
+    Raises:
+        ValueError: see `plan_run`.
+    """
+    plan = plan_run(config)
+    log.info(
+        f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}: {plan.head_parameters:,}; "
+        f"{plan.engine}, {plan.processes} {'process' if plan.processes == 1 else 'processes'}, target "
+        f"{config.target_placement} in {plan.target_dtype}, arithmetic in {plan.precision}"
+    )
+    table = Table("on each process", "GiB")
+    for name, size in plan.memory.items():
+        table.add_row(name, f"{size / 2**30:.2f}")
+    table.add_row("together", f"{plan.total / 2**30:.2f}", style="bold")
+    console.print(table)
+    if config.features.mode != "online":
+        log.info(f"states on disk: {plan.cache_bytes:,} bytes a token")
+    place = next(i for i, word in enumerate(arguments) if word.partition("=")[0] == "--plan")
+    given = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
+    word = str(config.plan).partition(":")[0]
+    launch = f"accelerate launch --config_file configs/accelerate/{word}.yaml --num_processes {plan.processes}"
+    begin = "headstart train" if plan.processes == 1 else f"{launch} scripts/train.py"
+    log.info(f"to begin: {begin} {given}")
