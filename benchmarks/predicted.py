@@ -26,7 +26,7 @@ from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.head_drafter import HeadDrafter, over_target
 from headstart.inference.drafters.tree_drafting import drafter_of
 from headstart.inference.logits import RandomSampler
-from headstart.inference.tree import SampledShape
+from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings

@@ -7,7 +7,8 @@ from .models.loading import load_tokenizer, tokenizer_origin
 from .speculative_lm import GenerateOutput, SpeculativeLM
 from .stats import Stats
 from .target import Target
-from .tree import DraftTree, DynamicShape, SampledShape, TreePolicy, TreeShape, tree_policy, tree_word
+from .tree import DraftTree
+from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, tree_policy, tree_word
 from .verify import RULES
 
 DrawnShape, Passage, Round, Start = SampledShape, PrefillChunk, StepResult, DraftContext

@@ -20,7 +20,7 @@ from .drafters.base import Drafter
 from .logits import RandomSampler
 from .sequences import Streamer
 from .speculative_lm import GenerateOutput, SpeculativeLM, with_stop_strings
-from .tree import TreePolicy
+from .tuning.tree_spec import TreePolicy
 
 
 def custom_generate(

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .conversation import Conversation, shared_length
-from .drafters.base import DraftContext, Drafter, PrefillChunk, TargetOutput
+from .drafters.base import DraftContext, Drafter, PrefillChunk
 from .drafters.head_drafter import NoDraft
 from .kv_cache import TreeCache
 from .logits import PositionNoise, PositionSampler, RandomSampler, Sampler, TreeLogitsProcessor
 from .sequences import Sequences
 from .stats import Stats
-from .target import Target
+from .target import Target, TargetOutput
 from .tree import DraftTree
 from .verify_step import Decider
 

@@ -49,10 +49,10 @@ from .models.loading import check_model_options, refuse_loading_options
 from .sequences import Sequences, Streamer
 from .stats import Stats
 from .target import Target
-from .tree import TreePolicy
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
 from .tuning.tree_search import batch_budget, machine
+from .tuning.tree_spec import TreePolicy
 from .verify import choose_rule, greedy
 from .verify_step import Decider
 

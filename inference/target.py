@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +27,6 @@ from ..heads.layers.decoder_layer import counting
 from . import tree_attention as attention
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
-from .drafters.base import TargetOutput
 from .kv_cache import Pool, StateShape, TreeCache
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, fingerprint, logit_scale_and_cap, norm_and_blocks, target_info
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 
 PIECE = 512
 """Tokens of a prompt that our kernels read at once."""
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What the target says of every node of a tree."""
+
+    logits_BNV: Tensor
+    features_BNF: Tensor
 
 
 class Target:

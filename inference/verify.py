@@ -30,9 +30,25 @@ import torch
 from torch import Tensor
 
 from ..heads.layers.decoder_layer import counting
-from .drafters.base import VerifyResult
 from .logits import Sampler
-from .tree import DraftTree, TreeKind
+from .tree import DraftTree
+from .tuning.tree_spec import TreeKind
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What an acceptance rule decided."""
+
+    path_BA: Tensor
+    """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is padding."""
+    lengths_B: Tensor
+    """How many of them count, the root being one. As many tokens are emitted: the path without its root, then
+    `next_tokens_B`."""
+    next_tokens_B: Tensor
+    """The bonus token: the target's own choice after the path, and the next round's root."""
+    emitted_BA: Tensor | None = None
+    """See `StepResult`; None for a rule that does not know it."""
+
 
 Verifier = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
 """It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from .compiled import cpu_kernels
-from .drafters.base import StepResult, TargetOutput, VerifyResult
+from .drafters.base import StepResult
 from .kv_cache import TreeCache
 from .logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler
 from .stats import Stats
-from .tree import DraftTree, TreeShape
-from .verify import Verifier, point_mass
+from .target import TargetOutput
+from .tree import DraftTree
+from .tuning.tree_spec import TreeShape
+from .verify import Verifier, VerifyResult, point_mass
 
 if TYPE_CHECKING:
     from .compiled.graphs import CompiledFunction

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
-from ..inference.drafters.base import DraftContext, PrefillChunk, TargetOutput
+from ..inference.drafters.base import DraftContext, PrefillChunk
 from ..inference.drafters.tree_drafting import DynamicTree
 from ..inference.logits import RandomSampler
-from ..inference.tree import EarlyExitShape
+from ..inference.target import TargetOutput
 from ..inference.tuning.costs import forward_seconds
+from ..inference.tuning.tree_spec import EarlyExitShape
 from .console import counted
 from .data.chat_template import Example
 

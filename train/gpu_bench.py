@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from ..heads import DraftHead
 from ..heads.checkpoints.save_load import build_head, json_ready
 from ..inference import DynamicShape, Stats, Target, TreeShape
-from ..inference.drafters.base import DraftContext, Drafter, PrefillChunk, VerifyResult
+from ..inference.drafters.base import DraftContext, Drafter, PrefillChunk
 from ..inference.drafters.head_drafter import HeadDrafter, NoDraft
 from ..inference.drafters.tree_drafting import drafter_of
 from ..inference.kv_cache import free_memory
 from ..inference.logits import RandomSampler, Sampler
 from ..inference.tree import DraftTree
-from ..inference.verify import greedy
+from ..inference.verify import VerifyResult, greedy
 from ..inference.verify_step import Decider
 from .console import log
 from .floors import memory_bandwidth, now, weight_bytes

@@ -19,7 +19,7 @@ from ..heads import DraftHead
 from ..inference import SpeculativeLM, Stats, Target
 from ..inference.drafters.base import StepResult
 from ..inference.drafters.early_exit import EarlyExitChain, sureness
-from ..inference.tree import STOPPER_WEIGHTS, EarlyExitShape
+from ..inference.tuning.tree_spec import STOPPER_WEIGHTS, EarlyExitShape
 from .expected import check_seconds
 
 THRESHOLDS = tuple(i / 20 for i in range(20))

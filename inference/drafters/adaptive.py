@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ...heads import TargetModules
-from ..tree import DraftTree, DynamicShape, TreeKind, TreePolicy, TreeShape, tree_policy
+from ..tree import DraftTree
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
+from ..tuning.tree_spec import DynamicShape, TreeKind, TreePolicy, TreeShape, tree_policy
 from .base import DraftContext, Drafter, PrefillChunk, StepResult
 from .early_exit import EarlyExitChain
 from .head_drafter import DraftModel, HeadDrafter, NoDraft

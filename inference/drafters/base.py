@@ -14,7 +14,10 @@ from torch import Tensor
 
 from ...heads.layers.decoder_layer import row_numbers
 from ..logits import Sampler
-from ..tree import DraftTree, TreeKind
+from ..target import TargetOutput
+from ..tree import DraftTree
+from ..tuning.tree_spec import TreeKind
+from ..verify import VerifyResult
 
 
 @dataclass(frozen=True)
@@ -53,29 +56,6 @@ class PrefillChunk:
         # sync: once for 2048 tokens of the prompts
         rows = zip(self.next_tokens_BT.tolist(), self.lengths_B.tolist(), before, strict=True)
         return [tokens[length - 1] if length else last for tokens, length, last in rows]
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """What the target says of every node of a tree."""
-
-    logits_BNV: Tensor
-    features_BNF: Tensor
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """What an acceptance rule decided."""
-
-    path_BA: Tensor
-    """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is padding."""
-    lengths_B: Tensor
-    """How many of them count, the root being one. As many tokens are emitted: the path without its root, then
-    `next_tokens_B`."""
-    next_tokens_B: Tensor
-    """The bonus token: the target's own choice after the path, and the next round's root."""
-    emitted_BA: Tensor | None = None
-    """See `StepResult`; None for a rule that does not know it."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_origin
 from ..target import Target
-from ..tree import SampledShape, TreePolicy, tree_policy
+from ..tuning.tree_spec import SampledShape, TreePolicy, tree_policy
 from .adaptive import chosen_from
 from .base import Drafter
 from .draft_model import AssistantModel

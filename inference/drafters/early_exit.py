@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...heads import TargetModules
 from ...heads.base import at_least_fp32
-from ..tree import DraftTree, EarlyExitShape, TreeShape
+from ..tree import DraftTree
+from ..tuning.tree_spec import EarlyExitShape, TreeShape
 from .base import DraftContext
 from .draft_model import AssistantModel
 from .head_drafter import DraftModel, HeadDrafter, NoDraft, drawn_children, lucky

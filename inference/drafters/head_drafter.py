@@ -14,7 +14,8 @@ from ...heads.base import at_least_fp32
 from ..compiled import cpu_kernels
 from ..compiled.cpu_decoder import packed_head
 from ..logits import Sampler
-from ..tree import ROOT, DraftTree
+from ..tree import DraftTree
+from ..tuning.tree_spec import ROOT
 from .base import DraftContext, Drafter, PrefillChunk, StepResult
 from .draft_model import AssistantModel
 

@@ -10,7 +10,7 @@ from ...heads import DraftHead
 from ...heads.checkpoints.save_load import CheckpointMetadata, adapter_of, differences, load_head
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..target import Target
-from ..tree import TreePolicy, tree_policy
+from ..tuning.tree_spec import TreePolicy, tree_policy
 from .adaptive import AdaptiveDrafter, RoundCosts, candidate_trees
 from .base import Drafter
 from .by_name import drafter_from

@@ -13,8 +13,9 @@ from torch import Tensor
 from ...heads import TargetModules
 from ...heads.base import at_least_fp32
 from ...heads.layers.decoder_layer import counting
-from ..tree import DraftTree, DynamicShape, EarlyExitShape, SampledShape, TreeKind, TreePolicy, TreeShape
+from ..tree import DraftTree
 from ..tuning.tree_search import cut
+from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeKind, TreePolicy, TreeShape
 from .base import DraftContext
 from .early_exit import EarlyExitChain
 from .head_drafter import DraftModel, HeadDrafter, NoDraft, drawn_children, lucky

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..drafters.base import TargetOutput
 from ..kv_cache import StateShape, TreeCache
-from ..target import Target
+from ..target import Target, TargetOutput
 from ..tree import DraftTree
 from .loading import config_of
 

@@ -25,7 +25,7 @@ from ..logits import RandomSampler
 from ..loop import PREFILL_TOKENS
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..target import Target
-from ..tree import TreeShape
+from ..tuning.tree_spec import TreeShape
 from .machine import measured_once, positive, seconds_in_turns
 
 SIZES = (1, 2, 4, 8, 16, 32)

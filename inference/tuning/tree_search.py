@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from ..tree import DynamicShape, SampledShape, TreePolicy, TreeShape
+from ..tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape
 from .machine import hardware
 
 GPU_TOKENS = 128

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from headstart.inference import DraftTree, TreeShape
-from headstart.inference.drafters.base import StepResult, TargetOutput
+from headstart.inference.drafters.base import StepResult
+from headstart.inference.target import TargetOutput
 from headstart.inference.verify import BEST, RULES, _normalized, choose_rule, with_replacement, without_replacement
 
 PROCESSORS = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.inference import DraftTree, DynamicShape, TreeShape, tree_policy
-from headstart.inference.tree import tree_word
+from headstart.inference.tuning.tree_spec import tree_word
 
 
 def ancestors(parents, node):

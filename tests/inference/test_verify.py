@@ -9,8 +9,9 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference import DraftTree
-from headstart.inference.drafters.base import StepResult, TargetOutput, VerifyResult
-from headstart.inference.verify import follow, greedy, point_mass
+from headstart.inference.drafters.base import StepResult
+from headstart.inference.target import TargetOutput
+from headstart.inference.verify import VerifyResult, follow, greedy, point_mass
 
 PROCESSORS = {
     "none": [],

@@ -10,9 +10,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape
 from headstart.inference.compiled import cpu_kernels
-from headstart.inference.drafters.base import TargetOutput
 from headstart.inference.kv_cache import StateShape, TreeCache
 from headstart.inference.logits import PrecomputedSampler, RandomSampler
+from headstart.inference.target import TargetOutput
 from headstart.inference.verify import RULES, greedy
 from headstart.inference.verify_step import DRAWN_SHAPES, Decider
 

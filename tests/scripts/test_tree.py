@@ -17,8 +17,8 @@ from headstart.inference.drafters.adaptive import AssumedCosts, candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.tree_drafting import DynamicTree, StaticTree
 from headstart.inference.stats import RoundRecord, Stats
-from headstart.inference.tree import EarlyExitShape
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length, machine
+from headstart.inference.tuning.tree_spec import EarlyExitShape
 from headstart.train import calibrate as module
 from headstart.train import expected
 from headstart.train.calibrate import calibrate

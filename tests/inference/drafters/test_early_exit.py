@@ -10,7 +10,7 @@ from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import draft_model, drafter_from
 from headstart.inference.drafters.early_exit import signs, sureness
-from headstart.inference.tree import EarlyExitShape, tree_word
+from headstart.inference.tuning.tree_spec import EarlyExitShape, tree_word
 from headstart.inference.verify import RULES, choose_rule
 
 VOCAB = 20

@@ -13,8 +13,9 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from headstart.heads import DraftHead, DraftState, TargetModules
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
-from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult, TargetOutput
+from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
 from headstart.inference.drafters.tree_drafting import DynamicTree, HeadDrafter, StaticTree, drafter_of
+from headstart.inference.target import TargetOutput
 from headstart.inference.verify import point_mass
 
 ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
