@@ -106,7 +106,7 @@ class SpeculativeLM:
         """
         self.target = target
         self.drafter: Drafter = drafter or NoDraft()
-        self.sampling_rule = Decider(choose_rule(verifier, self.drafter.origin, lossy))
+        self.sampling_rule = Decider(choose_rule(verifier, self.drafter.kind, lossy))
         self.greedy_rule = Decider(greedy, draws=False)
         self.verifier, self.lossy = verifier, lossy
         self.origin: dict[str, Any] = {}
@@ -281,7 +281,7 @@ class SpeculativeLM:
             tree: for this call, of the same head or source; see `from_pretrained`. None for the one that was chosen
                 there.
             verifier: for this call; see `__init__`. None for the one that was chosen there, or, with a tree of another
-                origin than its, "auto".
+                kind than its, "auto".
             past_key_values: what earlier calls have read of the text, whose beginning is then not read again; it is
                 changed in place. One row only, and the same `tree`.
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
@@ -393,11 +393,11 @@ class SpeculativeLM:
                 raise ValueError(f"tree {tree!r} was given for a drafter that is made already; make it with that tree")
             if tree is not None and self._drafter_with is not None:
                 drafter = self._drafter_with(tree) or NoDraft()
-            same = drafter.origin == self.drafter.origin
+            same = drafter.kind == self.drafter.kind
             word = verifier or (self.verifier if same else "auto")
             other = copy.copy(self)
             other.drafter, other.verifier = drafter, word
-            other.sampling_rule = Decider(choose_rule(word, drafter.origin, self.lossy))
+            other.sampling_rule = Decider(choose_rule(word, drafter.kind, self.lossy))
             self._others[key] = other.compile() if self.target.compiled else other
         return self._others[key]
 

@@ -27,9 +27,9 @@ class DraftTree:
     """Nodes beyond a row's size are padding and never match."""
     max_depth: int
     """Number of tokens on the longest path that any row may hold, the root not counted."""
-    origin: TreeKind = "picked"
+    kind: TreeKind = "top_k"
     draft_probs_BNV: Tensor | None = None
-    """At node n: what the children of n were drawn from; None if they were picked."""
+    """At node n: what the children of n were sampled from; None for top-k drafts."""
     shape: TreeShape | None = None
     """The structure, where the host knows it: the same in all rows. Drawn trees have one."""
     padding: bool = True
@@ -49,11 +49,11 @@ class DraftTree:
 
     @classmethod
     def of_shape(
-        cls, shape: TreeShape, tokens_BN: Tensor, origin: TreeKind = "picked", draft_probs_BNV: Tensor | None = None
+        cls, shape: TreeShape, tokens_BN: Tensor, kind: TreeKind = "top_k", draft_probs_BNV: Tensor | None = None
     ) -> DraftTree:
         """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
         same = structure(shape, len(tokens_BN), tokens_BN.device)
-        return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, origin, draft_probs_BNV, shape, False)
+        return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, kind, draft_probs_BNV, shape, False)
 
     @property
     def in_order(self) -> bool:

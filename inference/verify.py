@@ -89,7 +89,7 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
         next_tokens_B = choices_BN.gather(1, accepted_B1)[:, 0]
         return VerifyResult(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN)
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.above_BN)
-    if tree.origin == "independent":  # of twins the first, or the draws at both would decide which path is longer
+    if tree.kind == "sampled_independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
         chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])).any(-1)
     # One path at most; the first of equals is the root, where nothing was accepted.
@@ -195,65 +195,65 @@ class Rule:
     """An acceptance rule, and for which trees it keeps the target's distribution."""
 
     verify: Verifier
-    origins: frozenset[TreeKind]
+    kinds: frozenset[TreeKind]
     """Ways of making a tree for which the rule is exact."""
     lossy: bool = False
 
 
-ANY: frozenset[TreeKind] = frozenset(("picked", "chain", "independent", "without_replacement"))
+ANY: frozenset[TreeKind] = frozenset(("top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"))
 RULES: dict[str, Rule] = {
     "point_mass": Rule(point_mass, ANY),
-    "token": Rule(without_replacement, frozenset(("chain",))),
-    "with_replacement": Rule(with_replacement, frozenset(("chain", "independent"))),
-    "without_replacement": Rule(without_replacement, frozenset(("chain", "without_replacement"))),
-    "block": Rule(traversal, frozenset(("chain",))),
-    "traversal": Rule(traversal, frozenset(("chain", "without_replacement"))),
+    "token": Rule(without_replacement, frozenset(("sampled_chain",))),
+    "with_replacement": Rule(with_replacement, frozenset(("sampled_chain", "sampled_independent"))),
+    "without_replacement": Rule(without_replacement, frozenset(("sampled_chain", "sampled_without_replacement"))),
+    "block": Rule(traversal, frozenset(("sampled_chain",))),
+    "traversal": Rule(traversal, frozenset(("sampled_chain", "sampled_without_replacement"))),
     "typical": Rule(typical, ANY, lossy=True),
 }
 """The words that `SpeculativeLM` takes for sampling; greedy decoding has one rule, whatever the tree."""
 BEST: dict[TreeKind, str] = {
-    "picked": "point_mass",
-    "chain": "block",
-    "independent": "with_replacement",
-    "without_replacement": "traversal",
+    "top_k": "point_mass",
+    "sampled_chain": "block",
+    "sampled_independent": "with_replacement",
+    "sampled_without_replacement": "traversal",
 }
 """The exact rule that accepts most, by how a tree was made."""
 
 
-def choose_rule(word: str, origin: TreeKind, lossy: bool) -> Verifier:
+def choose_rule(word: str, kind: TreeKind, lossy: bool) -> Verifier:
     """The rule for sampling.
 
     Args:
         word: one of `RULES`, or "auto" for the exact rule that accepts most.
-        origin: how the trees are made.
+        kind: how the trees are made.
         lossy: whether the user agreed to another distribution.
 
     Raises:
         ValueError: an unknown word, a rule that would be biased for such trees, or a lossy rule without agreement.
     """
     if word == "auto":
-        return RULES[BEST[origin]].verify
+        return RULES[BEST[kind]].verify
     if word not in RULES:
         raise ValueError(f"unknown verifier {word!r}; choose from auto, {', '.join(RULES)}")
     rule = RULES[word]
-    if origin not in rule.origins:
-        fitting = ", ".join(name for name, other in RULES.items() if origin in other.origins and not other.lossy)
+    if kind not in rule.kinds:
+        fitting = ", ".join(name for name, other in RULES.items() if kind in other.kinds and not other.lossy)
         raise ValueError(
-            f"the verifier {word!r} would be biased for trees whose nodes are {_SPOKEN[origin]}; choose from {fitting}"
+            f"the verifier {word!r} would be biased for trees whose nodes are {_SPOKEN[kind]}; choose from {fitting}"
         )
     if rule.lossy and not lossy:
         raise ValueError(
             f"the verifier {word!r} is lossy: it does not keep the target's distribution; say lossy=True if that is "
-            f"wanted, or choose {BEST[origin]!r}"
+            f"wanted, or choose {BEST[kind]!r}"
         )
     return rule.verify
 
 
 _SPOKEN: dict[TreeKind, str] = {
-    "picked": "picked and not drawn",
-    "chain": "drawn, one child each",
-    "independent": "drawn independently",
-    "without_replacement": "drawn without replacement",
+    "top_k": "top-k tokens and not sampled",
+    "sampled_chain": "sampled, one child each",
+    "sampled_independent": "sampled independently",
+    "sampled_without_replacement": "sampled without replacement",
 }
 
 
@@ -281,7 +281,7 @@ def _first_of(nodes: int, device: torch.device, inference: bool) -> Tensor:
 
 def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
     """The children of every node of a drawn tree, in draw order, and what they were drawn from."""
-    if tree.max_depth == 0:  # a root alone is of every origin
+    if tree.max_depth == 0:  # a root alone is of every kind
         return [[]], tree.tokens_BN.new_zeros(len(tree.tokens_BN), 1)
     assert tree.shape is not None and tree.draft_probs_BNV is not None
     children: list[list[int]] = [[] for _ in tree.shape.parents]

@@ -232,11 +232,11 @@ class AdaptiveDrafter(Drafter):
         heads = {id(tree.head) if isinstance(tree, HeadDrafter) else id(tree) for tree in trees}
         if len(heads) > 1:
             raise ValueError("several trees to choose from must be of the same head")
-        if len({tree.origin for tree in trees}) > 1:
+        if len({tree.kind for tree in trees}) > 1:
             raise ValueError("trees that are picked and trees that are drawn have different rules: choose among either")
         self.trees, self.plain, self.costs, self.clock = list(trees), plain, costs, clock
         self.feature_layers: tuple[int, ...] = trees[0].feature_layers
-        self.origin: TreeKind = trees[0].origin
+        self.kind: TreeKind = trees[0].kind
         self.max_nodes = max(tree.max_nodes for tree in trees)
         heads_trees = self._heads_trees()
         for tree in heads_trees:  # they share one state
@@ -259,7 +259,7 @@ class AdaptiveDrafter(Drafter):
     def begin(self, start: DraftContext) -> None:
         """A new stream."""
         self._began, self._samples = None, start.draft_probs is not None
-        self._chooses = self.origin == "picked" or start.draft_probs is None
+        self._chooses = self.kind == "top_k" or start.draft_probs is None
         for tree in self.trees:
             tree.begin(start)
         self._share()

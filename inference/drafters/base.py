@@ -102,7 +102,7 @@ class Drafter:
     """The target's layers that it wants to see."""
     max_nodes: int
     """Size of the largest tree that it proposes, the root counted."""
-    origin: TreeKind = "picked"
+    kind: TreeKind = "top_k"
     """How its trees are made."""
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ class EarlyExitChain(HeadDrafter):
         """Hold a head; see `EarlyExitShape` and `drafter_of`."""
         super().__init__(head, modules, shape.depth, shape.expanded, shape.size)
         self.shape, self.budget = shape, budget
-        self.origin = "chain" if shape.drawn else "picked"
+        self.kind = "sampled_chain" if shape.drawn else "top_k"
         self.seen: list[Tensor] | None = None
         """The signs at each depth of the last chain, for whoever trains a stopper; None to keep none."""
 
@@ -105,5 +105,5 @@ class EarlyExitChain(HeadDrafter):
         probs_BNV = None
         if drawn_from:
             probs_BNV = torch.cat([*drawn_from, torch.zeros_like(drawn_from[0])], dim=1)  # nothing below the last token
-        tree = DraftTree.of_shape(shape, tokens_BN, self.origin if drawn_from else "picked", probs_BNV)
+        tree = DraftTree.of_shape(shape, tokens_BN, self.kind if drawn_from else "top_k", probs_BNV)
         return replace(tree, sizes_B=size.expand(len(roots_B)), padding=True)

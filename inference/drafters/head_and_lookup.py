@@ -45,7 +45,7 @@ class HeadAndLookup(Drafter):
         """
         if not isinstance(source, PromptLookupDrafter):
             raise ValueError("beside a head, a drafter must be one that looks things up: prompt-lookup or retrieval")
-        if head.origin != "picked":
+        if head.kind != "top_k":
             raise ValueError("guesses that are drawn cannot be joined with those of another source; pick them instead")
         self.head, self.source = head, source
         self.feature_layers = head.feature_layers

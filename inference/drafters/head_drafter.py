@@ -120,7 +120,7 @@ class HeadDrafter(Drafter):
         """All that the head can guess, as the target's tokens."""
 
     def __repr__(self) -> str:
-        made = "" if self.origin == "picked" else ", drawn"
+        made = "" if self.kind == "top_k" else ", drawn"
         return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{made})"
 
     @property
@@ -147,7 +147,7 @@ class HeadDrafter(Drafter):
     def begin(self, start: DraftContext) -> None:
         """An empty state."""
         self.shared = Shared(self.head.begin(self.modules, start.batch_size, start.capacity, *self.room))
-        self._gumbel = start.gumbel if self.origin == "picked" else None
+        self._gumbel = start.gumbel if self.kind == "top_k" else None
 
     def resume(self, start: DraftContext, kept: PrefillChunk, memory: Any, whole: bool) -> None:
         """The state after what is kept, or all that is kept to be shown again."""

@@ -24,7 +24,7 @@ class HostDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         """Hold a drafter."""
         self.drafter = drafter
-        self.max_nodes, self.origin = drafter.max_nodes, drafter.origin
+        self.max_nodes, self.kind = drafter.max_nodes, drafter.kind
         self.newest: list[int] = []
         """Each row's last token."""
 

@@ -35,7 +35,7 @@ class StaticTree(HeadDrafter):
         head: DraftModel,
         shape: TreeShape,
         modules: TargetModules,
-        origin: TreeKind = "picked",
+        kind: TreeKind = "top_k",
         budget: int | None = None,
     ) -> None:
         """See `drafter_of`."""
@@ -46,13 +46,13 @@ class StaticTree(HeadDrafter):
                 f"{head.draft_vocab_size}"
             )
         super().__init__(head, modules, shape.depth, shape.expanded, shape.size)
-        self.shape, self.budget, self.origin = shape, budget, origin
+        self.shape, self.budget, self.kind = shape, budget, kind
 
     def begin(self, start: DraftContext) -> None:
         """An empty state; how to draw."""
         super().begin(start)
         self._draw = start.draw
-        self._probs_of = None if self.origin == "picked" else start.draft_probs
+        self._probs_of = None if self.kind == "top_k" else start.draft_probs
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Expand level by level."""
@@ -67,7 +67,7 @@ class StaticTree(HeadDrafter):
         tokens_BN = self._levels(self.state, roots_B, None, plan, drawn_from)
         inner = torch.cat(drawn_from, dim=1)
         probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan.inner_N, inner)
-        return DraftTree.of_shape(shape, tokens_BN, self.origin, probs_BNV)
+        return DraftTree.of_shape(shape, tokens_BN, self.kind, probs_BNV)
 
     def _grow(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
         """See `HeadDrafter._grow`."""
@@ -88,7 +88,13 @@ class StaticTree(HeadDrafter):
             else:
                 logits_BWV, state = self.expand(depth, state, frontier_BW, parents_BW)
                 ranked_BWR, probs_BWV = drawn_children(
-                    self.head, logits_BWV, nodes, level.width, self._probs_of, self._draw, self.origin == "independent"
+                    self.head,
+                    logits_BWV,
+                    nodes,
+                    level.width,
+                    self._probs_of,
+                    self._draw,
+                    self.kind == "sampled_independent",
                 )
                 drawn_from.append(probs_BWV)
             children_BC = ranked_BWR.flatten(1)
@@ -255,5 +261,5 @@ def drafter_of(head: DraftModel, policy: TreePolicy, modules: TargetModules, bud
     if isinstance(policy, EarlyExitShape):
         return EarlyExitChain(head, policy, modules, budget)
     if isinstance(policy, SampledShape):
-        return StaticTree(head, policy.shape, modules, policy.origin, budget)
+        return StaticTree(head, policy.shape, modules, policy.kind, budget)
     return StaticTree(head, policy, modules, budget=budget)

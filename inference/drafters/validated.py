@@ -30,10 +30,10 @@ class ValidatedDrafter(Drafter):
         Raises:
             ValueError: a drafter that draws.
         """
-        if drafter.origin != "picked":
+        if drafter.kind != "top_k":
             raise ValueError(
                 f"a drafter of your own must pick its guesses, and {type(drafter).__name__} says that they are "
-                f"{drafter.origin!r}: with wrong draft probabilities the output would not be the target's"
+                f"{drafter.kind!r}: with wrong draft probabilities the output would not be the target's"
             )
         self.drafter, self.vocab_size = drafter, vocab_size
         self.feature_layers, self.max_nodes = drafter.feature_layers, drafter.max_nodes

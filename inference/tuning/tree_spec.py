@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-TreeKind = Literal["picked", "chain", "independent", "without_replacement"]
-"""How the children of a node came about, which decides the verifiers that are exact: picked as the best tokens; one
-drawn; several drawn, each from the same probabilities; several drawn, no token twice."""
+TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
+"""How the children of a node are made, which decides the acceptance rules that are exact: the draft's top-k tokens; one
+sampled child; several, sampled independently; several, sampled without replacement."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class SampledShape:
         return self.shape.size
 
     @property
-    def origin(self) -> TreeKind:
+    def kind(self) -> TreeKind:
         """What an acceptance rule must know: a chain has no siblings."""
         if self.shape.size == self.shape.depth + 1:
-            return "chain"
-        return "independent" if self.independent else "without_replacement"
+            return "sampled_chain"
+        return "sampled_independent" if self.independent else "sampled_without_replacement"
 
     def __post_init__(self) -> None:
         """Refuse a child without those that are drawn before it."""

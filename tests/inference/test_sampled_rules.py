@@ -97,7 +97,13 @@ class World:
                 self.target[prefix] = processors(None, logits[:1].clone())[0]
                 self.draft[prefix] = processors(None, logits[1:].clone())[0].softmax(-1)
         self.replace = replace
-        self.origin = "chain" if depth + 1 == self.shape.size else "independent" if replace else "without_replacement"
+        self.kind = (
+            "sampled_chain"
+            if depth + 1 == self.shape.size
+            else "sampled_independent"
+            if replace
+            else "sampled_without_replacement"
+        )
         self.rows, self.weights = self._rows()
 
     def _rows(self):
@@ -137,7 +143,7 @@ class World:
             parents_BN=torch.tensor(self.shape.parents).expand(rows, -1),
             sizes_B=torch.full((rows,), self.shape.size),
             max_depth=self.shape.depth,
-            origin=self.origin,
+            kind=self.kind,
             draft_probs_BNV=torch.stack([torch.stack([self.draft[row[path]] for path in paths]) for row in self.rows]),
             shape=self.shape,
         )
@@ -194,10 +200,10 @@ SMALL = [[[0], [1], [1, 0]], *(shape for shape in CHAINS + TREES if len(shape) <
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("word", WORDS)
 def test_every_exact_rule_keeps_the_targets_distribution(word, seed):
-    origins = RULES[word].origins
-    shapes = CHAINS if origins == {"chain"} else SMALL if word == "point_mass" else CHAINS + TREES
-    here = world(seed, shapes, replace="independent" in origins and (word != "point_mass" or seed % 2 == 0))
-    assert here.error(choose_rule(word, here.origin, lossy=False)) <= 1e-9
+    kinds = RULES[word].kinds
+    shapes = CHAINS if kinds == {"sampled_chain"} else SMALL if word == "point_mass" else CHAINS + TREES
+    here = world(seed, shapes, replace="sampled_independent" in kinds and (word != "point_mass" or seed % 2 == 0))
+    assert here.error(choose_rule(word, here.kind, lossy=False)) <= 1e-9
 
 
 def picked_and_taken_for_drawn(tree, scores, draw):
@@ -284,7 +290,7 @@ def test_typical_acceptance_takes_what_passes_the_threshold():
 
     def accepted(*tokens):
         tree = DraftTree(
-            torch.tensor([[0, *tokens]]), torch.tensor([shape.parents]), torch.tensor([4]), 2, "picked", draft, shape
+            torch.tensor([[0, *tokens]]), torch.tensor([shape.parents]), torch.tensor([4]), 2, "top_k", draft, shape
         )
         verdict = RULES["typical"].verify(tree, logits[None], None)
         return verdict.path_BA[0, : int(verdict.lengths_B)].tolist(), int(verdict.next_tokens_B)
@@ -300,28 +306,32 @@ def test_typical_acceptance_takes_what_passes_the_threshold():
     assert RULES["typical"].verify(tree, flat[None], None).lengths_B.tolist() == [2]
 
 
-@pytest.mark.parametrize("origin", BEST)
-def test_auto_is_an_exact_rule_that_fits(origin):
-    assert origin in RULES[BEST[origin]].origins and not RULES[BEST[origin]].lossy
-    assert choose_rule("auto", origin, lossy=False) is RULES[BEST[origin]].verify
+@pytest.mark.parametrize("kind", BEST)
+def test_auto_is_an_exact_rule_that_fits(kind):
+    assert kind in RULES[BEST[kind]].kinds and not RULES[BEST[kind]].lossy
+    assert choose_rule("auto", kind, lossy=False) is RULES[BEST[kind]].verify
 
 
 @pytest.mark.parametrize(
-    ("word", "origin", "message"),
+    ("word", "kind", "message"),
     [
-        ("token", "picked", "'token' would be biased for trees whose nodes are picked and not drawn"),
-        ("traversal", "picked", "choose from point_mass$"),
-        ("without_replacement", "independent", "drawn independently; choose from point_mass, with_replacement$"),
-        ("with_replacement", "without_replacement", "choose from point_mass, without_replacement, traversal$"),
-        ("block", "without_replacement", "'block' would be biased"),
-        ("typical", "picked", "'typical' is lossy: .* say lossy=True .* or choose 'point_mass'"),
-        ("exact", "picked", "unknown verifier 'exact'; choose from auto, point_mass"),
+        ("token", "top_k", "'token' would be biased for trees whose nodes are top-k tokens and not sampled"),
+        ("traversal", "top_k", "choose from point_mass$"),
+        (
+            "without_replacement",
+            "sampled_independent",
+            "sampled independently; choose from point_mass, with_replacement$",
+        ),
+        ("with_replacement", "sampled_without_replacement", "choose from point_mass, without_replacement, traversal$"),
+        ("block", "sampled_without_replacement", "'block' would be biased"),
+        ("typical", "top_k", "'typical' is lossy: .* say lossy=True .* or choose 'point_mass'"),
+        ("exact", "top_k", "unknown verifier 'exact'; choose from auto, point_mass"),
     ],
 )
-def test_a_rule_that_would_change_the_distribution_is_refused(word, origin, message):
+def test_a_rule_that_would_change_the_distribution_is_refused(word, kind, message):
     with pytest.raises(ValueError, match=message):
-        choose_rule(word, origin, lossy=False)
+        choose_rule(word, kind, lossy=False)
 
 
 def test_a_lossy_rule_is_taken_by_those_who_say_so():
-    assert choose_rule("typical", "picked", lossy=True) is RULES["typical"].verify
+    assert choose_rule("typical", "top_k", lossy=True) is RULES["typical"].verify

@@ -347,7 +347,7 @@ def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
         SpeculativeLM(target, verifier="exact")
     with pytest.raises(ValueError, match="'typical' is lossy"):
         SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="typical")
-    with pytest.raises(ValueError, match="'traversal' would be biased for trees whose nodes are picked"):
+    with pytest.raises(ValueError, match="'traversal' would be biased for trees whose nodes are top-k"):
         SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="traversal")
 
 

@@ -31,9 +31,11 @@ class Case:
     """A tree that a rule takes, with random scores, and a cache that holds its nodes."""
 
     def __init__(self, rule, rows, shape=None):
-        origins = RULES[rule].origins if rule in RULES else ("picked",)
-        drawn = "picked" not in origins
-        self.shape = shape or (TreeShape.branching([2, 2]) if "without_replacement" in origins else TreeShape.chain(3))
+        kinds = RULES[rule].kinds if rule in RULES else ("top_k",)
+        drawn = "top_k" not in kinds
+        self.shape = shape or (
+            TreeShape.branching([2, 2]) if "sampled_without_replacement" in kinds else TreeShape.chain(3)
+        )
         random = torch.Generator().manual_seed(7)
         nodes = self.shape.size
         probs = torch.rand(rows, nodes, VOCAB, generator=random).softmax(-1)
@@ -42,7 +44,7 @@ class Case:
             torch.tensor([self.shape.parents]).repeat(rows, 1),
             torch.full((rows,), nodes),
             self.shape.depth,
-            next(iter(sorted(origins))) if drawn else "picked",
+            next(iter(sorted(kinds))) if drawn else "top_k",
             probs if drawn else None,
             self.shape,
         )
@@ -103,7 +105,7 @@ def test_every_number_that_was_drawn_is_used_once():
 def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
     """A wide tree and a deep one, or a chain where a rule is for chains alone."""
     target = tiny_target(vocab_size=20)
-    at_least_fp32 = "without_replacement" in RULES[rule].origins
+    at_least_fp32 = "sampled_without_replacement" in RULES[rule].kinds
     for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if at_least_fp32 else ("drawn:chain:4",):
         lm = SpeculativeLM.from_pretrained(
             target, drafter="random", tree=tree, verifier=rule, lossy=True, fallback=False

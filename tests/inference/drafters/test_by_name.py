@@ -129,7 +129,7 @@ def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, 
 
     def run(draw):
         drafter = source(word, target, tiny_target, tree, 3)
-        rule = choose_rule(verifier, drafter.origin, lossy=False)
+        rule = choose_rule(verifier, drafter.kind, lossy=False)
         return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
 
     found = tools.every_branch(run)

@@ -69,7 +69,7 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ve
     target = tiny_target(vocab_size=3)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
     drafter = draft_model(tiny_target(vocab_size=3, layers=1, seed=3), target, tree)
-    rule, prompt, lengths = choose_rule(verifier, drafter.origin, lossy=False), torch.tensor([1, 2, 1]), set()
+    rule, prompt, lengths = choose_rule(verifier, drafter.kind, lossy=False), torch.tensor([1, 2, 1]), set()
     new = 2 if verifier == "point_mass" else 3  # which draws at every node, so that there are more branches
 
     def run(draw):

@@ -151,7 +151,7 @@ def test_a_dynamic_tree_holds_the_best_of_all_candidates(seed, blind):
         assert set(found) == expected
         assert len(found) == min(shape.size, len(candidates) + 1)
         assert found == sorted(found, key=len), "layer by layer"
-    assert tree.origin == "picked" and tree.draft_probs_BNV is None
+    assert tree.kind == "top_k" and tree.draft_probs_BNV is None
 
 
 def test_rows_have_trees_of_their_own():

@@ -27,9 +27,9 @@ def plainly(target, tokens):
 
 def test_a_drafter_of_somebody_elses_may_not_draw(target):
     class Odd(Useless):
-        origin = "chain"
+        kind = "sampled_chain"
 
-    with pytest.raises(ValueError, match="must pick its guesses, and Odd says that they are 'chain'"):
+    with pytest.raises(ValueError, match="must pick its guesses, and Odd says that they are 'sampled_chain'"):
         SpeculativeLM.from_pretrained(target, drafter=Odd())
 
 
