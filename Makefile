@@ -1,13 +1,17 @@
-# Everything runs from .venv, which is made on first use and made anew when its pins change.
+# Everything runs from .venv, which is made on first use and rebuilt when its pins change.
 # On a machine without a GPU, the CPU build of torch saves gigabytes:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON   ?= python3
 MINUTES  ?= 15
+JOBS     ?= logical
 PACKAGES := heads inference train scripts
 VENV     := .venv
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
+# Tests run in one process per core, 8 at most, or in JOBS=N; worksteal keeps a file's tests together.
+PYTEST   := $(BIN)/python -m pytest -q
+PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup types check check-isa format test test-gpu test-slow peers demo wheel clean
@@ -40,19 +44,19 @@ format: $(STAMP)  ## format, and fix what lint can fix
 	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
-test: $(STAMP)  ## the normal tests, and those of decoding on an accelerator on a simulated one
-	$(BIN)/python -m pytest -q
-	HEADSTART_TEST_DEVICE=sim $(BIN)/python -m pytest -q tests/gpu
+test: $(STAMP)  ## the normal tests, and those of tests/gpu on a simulated accelerator; JOBS=N processes
+	$(PYTEST) $(PARALLEL)
+	HEADSTART_TEST_DEVICE=sim $(PYTEST) $(PARALLEL) tests/gpu
 
-test-gpu: $(STAMP)  ## the tests of decoding on an accelerator, on a GPU
-	HEADSTART_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -m gpu tests/gpu
+test-gpu: $(STAMP)  ## the tests of decoding and training on an accelerator, on a GPU
+	HEADSTART_TEST_DEVICE=cuda $(PYTEST) -m gpu tests/gpu
 
 # torch, oneDNN and our kernels take their code by the environment.
 check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor without AVX-512
-	HEADSTART_TEST_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -q -m "isa and not slow"
+	HEADSTART_TEST_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m "isa and not slow"
 
 test-slow: $(STAMP)  ## the tests on a real model (long)
-	$(BIN)/python -m pytest -q -m slow --timeout=7200
+	$(PYTEST) -m slow --timeout=7200
 
 # Another project, in an environment of its own: what torchvision is built for is not the torch that is pinned.
 peers:  ## make .venv-peers, by which `make test` compares with the package speculators
@@ -60,7 +64,7 @@ peers:  ## make .venv-peers, by which `make test` compares with the package spec
 	.venv-peers/bin/python -m pip install --quiet -c constraints-peers.txt speculators
 	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 
-demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; goes on where it stopped
+demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
 
 wheel: $(STAMP)  ## build dist/headstart-*.whl

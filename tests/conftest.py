@@ -1,96 +1,61 @@
-"""Tiny seeded targets, a tokenizer, conversations; drafters and draws that drive the decoder into every corner."""
+"""The fixtures of all tests, and the environment that they run in."""
 
 from __future__ import annotations
 
 import atexit
-import itertools
+import dataclasses
 import json
+import math
 import os
 import shutil
+import signal
+import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker; its cache folder is that of the process that started it
+    os.environ["OMP_NUM_THREADS"] = "1"  # which torch reads when it is imported
+else:
+    os.environ["HEADSTART_CACHE"] = tempfile.mkdtemp(
+        prefix="headstart-tests-"
+    )  # processes that tests start have it too
+    atexit.register(shutil.rmtree, os.environ["HEADSTART_CACHE"], ignore_errors=True)
 
+import helpers
 import pytest
 import torch
+from helpers import build_model, build_tokenizer
 from huggingface_hub import constants
 from loopback_hub import Hub
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
-from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
-from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
-from headstart.inference.loop import Rules, speculate
+from headstart.inference import Target, load_tokenizer
 from headstart.inference.models import dtypes
-from headstart.inference.sequences import Sequences
 from headstart.inference.tuning import machine
-from headstart.inference.verify_step import Decider
+from headstart.train import loop, precision
+from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.console import show_on_console
-
-pytest_plugins = ["training_fixtures"]
-os.environ["HEADSTART_CACHE"] = tempfile.mkdtemp(prefix="headstart-tests-")  # processes that tests start have it too
-atexit.register(shutil.rmtree, os.environ["HEADSTART_CACHE"], ignore_errors=True)
+from headstart.train.data.chat_template import collate, encode, read_conversations
 
 show_on_console()  # as commands do: tests read there what a user reads
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<|im_start|>", "<|im_end|>")
-
-
-def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """256 bytes and two special tokens: V = 258."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    fast.chat_template = chat_template
-    return fast
-
-
-def build_model(
-    vocab_size: int = 258, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float64, head_dim: int = 8
-) -> LlamaForCausalLM:
-    """A random Llama whose next token really depends on its prefix."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data *= 4
-    return model.to(dtype).eval()
 
 
 @pytest.fixture(autouse=True)
 def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What "auto" takes does not depend on the machine that runs the tests; those about it say what is fast."""
+    """Make what dtype="auto" chooses independent of the machine; tests of that choice say what is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
+    monkeypatch.setattr(precision, "_timed", lambda: 1.0)
 
 
 @pytest.fixture
 def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing of this machine was measured or told yet; the folder where it will be kept."""
+    """Forget what was measured on this machine and warned about; returns the folder where it will be kept."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "_measured", {})
     monkeypatch.setattr(machine, "_told", set())
@@ -136,185 +101,134 @@ def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Oracle(Drafter):
-    """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
+@pytest.fixture
+def tools() -> ModuleType:
+    """The module helpers.py."""
+    return helpers
 
-    `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.
+
+@pytest.fixture(scope="session")
+def taught(target_folder, conversations_file, tmp_path_factory) -> Path:
+    """The tiny target, trained on the conversations until it knows them, so that its tokens can be predicted."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target_folder), load_tokenizer(target_folder)
+    eos = frozenset({tokenizer.eos_token_id})
+    rows = read_conversations(str(conversations_file))
+    batch = collate([example for row in rows for example in encode(row, tokenizer, eos, 200)])
+    labels = batch.tokens_BT.masked_fill(~batch.loss_mask_BT, -100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        model(input_ids=batch.tokens_BT, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("taught")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talking(target_folder, tokenizer, tmp_path_factory) -> Callable[[dict[str, float], float], Path]:
+    """Builds a float32 target that generates tokens with given probabilities: `talking(probabilities, noise)`.
+
+    One hidden dimension is constant, and the LM head reads from it how likely each token is; `noise` multiplies its
+    other weights.
     """
 
-    def __init__(self, shape: TreeShape, truths: list[list[int]], vocab_size: int, wrong: float, seed: int = 0) -> None:
-        self.shape, self.truths, self.vocab_size, self.wrong = shape, truths, vocab_size, wrong
-        self.max_nodes = shape.size
-        self.random = torch.Generator().manual_seed(seed)
+    def build(likely: dict[str, float], noise: float) -> Path:
+        model = AutoModelForCausalLM.from_pretrained(target_folder)
+        model.model.embed_tokens.weight.data[:, 0] = 40.0
+        shares = {tokenizer.encode(text, add_special_tokens=False)[0]: share for text, share in likely.items()}
+        model.lm_head.weight.data *= noise
+        for token in range(model.config.vocab_size):
+            model.lm_head.weight.data[token, 0] = math.log(shares.get(token, 1e-7)) / 5.6
+        folder = tmp_path_factory.mktemp("talker")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
 
-    def begin(self, start: DraftContext) -> None:
-        self.rows = list(range(start.batch_size))
-        self.written: list[list[int]] = []
-
-    def read(self, passage: PrefillChunk) -> None:
-        """The last passage ends with the target's own choice."""
-        self.written = [[root] for root in passage.next_tokens_BT[:, -1].tolist()]
-
-    def replace(self, rows_R: Tensor, other: Any) -> None:
-        raise AssertionError("an oracle knows its texts by their place in the first batch")
-
-    def select(self, rows_R: Tensor) -> None:
-        self.rows = [self.rows[row] for row in rows_R.tolist()]
-        self.written = [self.written[row] for row in rows_R.tolist()]
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        truths = [self.truths[row] for row in self.rows]
-        rows = [self._row(root, written, truth) for root, written, truth in zip(roots_B.tolist(), self.written, truths)]
-        batch = len(rows)
-        parents = torch.tensor(self.shape.parents).expand(batch, -1)
-        return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
-
-    def observe(self, finished: StepResult) -> None:
-        for written, tokens in zip(self.written, finished.tokens, strict=True):
-            written.extend(tokens)
-
-    def _row(self, root: int, written: list[int], truth: list[int]) -> list[int]:
-        """Each node's children are distinct; one of them is true where the parent's path is."""
-        tokens, on_truth = {(): root}, {(): truth[: len(written)] == written}
-        for parent in ((), *self.shape.paths):
-            children = [path for path in self.shape.paths if path[:-1] == parent]
-            if not children:
-                continue
-            place = len(written) + len(parent)
-            drawn = torch.randperm(self.vocab_size, generator=self.random).tolist()
-            true = truth[place] if on_truth[parent] and place < len(truth) else None
-            if true is not None and torch.rand((), generator=self.random) >= self.wrong:
-                lucky = int(torch.randint(len(children), (), generator=self.random))
-                drawn = [token for token in drawn if token != true]
-                drawn.insert(lucky, true)
-            for path, token in zip(children, drawn):
-                tokens[path], on_truth[path] = token, token == true
-        return [tokens[path] for path in ((), *self.shape.paths)]
+    return build
 
 
-class AllDraws(RandomSampler):
-    """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its probability."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = torch.ones(())
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        nodes, vocab = probs.shape[1:]
-        outcomes = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
-        assert len(outcomes) == len(probs)
-        self.weights = probs.gather(2, outcomes[:, :, None])[..., 0].prod(-1)
-        return outcomes
-
-
-class Branch:
-    """One path through a tree of random choices; `every_branch` takes them all."""
-
-    def __init__(self, script: list[tuple[int, int]]) -> None:
-        self.script, self.place, self.weight = script, 0, 1.0
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        return torch.tensor([self._choose(row) for row in probs.reshape(-1, probs.shape[-1])]).reshape(probs.shape[:-1])
-
-    def accept(self, probs: Tensor) -> Tensor:
-        chances = [torch.stack([1 - prob, prob]) for prob in probs.flatten()]
-        return torch.tensor([self._choose(row) == 1 for row in chances]).reshape(probs.shape)
-
-    def distinct(self, probs: Tensor, count: int) -> Tensor:
-        return torch.tensor(
-            [self._choose_distinct(row, count) for row in probs.reshape(-1, probs.shape[-1])], dtype=torch.int64
-        ).reshape(*probs.shape[:-1], count)
-
-    def _choose_distinct(self, row: Tensor, count: int) -> list[int]:
-        chosen: list[int] = []
-        while len(chosen) < count:
-            rest = row.clone()
-            rest[chosen] = 0
-            if rest.sum() > 0:
-                chosen.append(self._choose(rest / rest.sum()))
-            else:
-                chosen.append(next(token for token in range(len(row)) if token not in chosen))
-        return chosen
-
-    def _choose(self, row: Tensor) -> int:
-        options = row.nonzero().flatten().tolist()
-        if self.place == len(self.script):
-            self.script.append((0, len(options)))
-        choice, _ = self.script[self.place]
-        self.place += 1
-        self.weight *= float(row[options[choice]])
-        return int(options[choice])
-
-
-def every_branch(run: Callable[[Branch], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-    """The exact distribution of what a random program returns."""
-    script: list[tuple[int, int]] = []
-    found: dict[tuple[int, ...], float] = {}
-    while True:
-        branch = Branch(script)
-        result = run(branch)
-        found[result] = found.get(result, 0.0) + branch.weight
-        while script and script[-1][0] + 1 == script[-1][1]:
-            script.pop()
-        if not script:
-            return found
-        script[-1] = (script[-1][0] + 1, script[-1][1])
-
-
-def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_children: int = 3) -> TreeShape:
-    """A random static tree."""
-    random = torch.Generator().manual_seed(seed)
-    paths: list[tuple[int, ...]] = [()]
-    for _ in range(int(torch.randint(1, max_nodes, (), generator=random))):
-        parent = paths[int(torch.randint(len(paths), (), generator=random))]
-        children = sum(path[:-1] == parent and path != () for path in paths)
-        if len(parent) < max_depth and children < max_children:
-            paths.append((*parent, children))
-    return TreeShape.from_paths(paths[1:])
-
-
-def write(
-    target: Target,
-    drafter: Any,
-    rule: Any,
-    prompts: list[Tensor],
-    processors: Any,
-    draw: Any,
-    new_tokens: int,
-    slots: int | None = None,
-) -> tuple[list[list[int]], Stats]:
-    """The loop by itself, with a draw of the test's own: the new tokens of each row."""
-    out = Sequences(prompts, new_tokens, frozenset(), slots=slots)
-    decide = rule if isinstance(rule, Decider) else Decider(rule)
-    rules = Rules(target, decide, TreeLogitsProcessor(processors, [0] * len(prompts)), draw, sampling=True)
-    stats = speculate(rules, drafter, out)
-    return out.rows, stats
-
-
-def exactly(target: Target, prompt: Tensor, new_tokens: int, temperature: float) -> dict[tuple[int, ...], float]:
-    """The target's own distribution of the next tokens, by one forward for every token of every text."""
-    weights = {}
-    for text in itertools.product(range(target.info.vocab_size), repeat=new_tokens):
-        weight, ids = 1.0, prompt.tolist()
-        for token in text:
-            logits = target.model(torch.tensor([ids])).logits[0, -1] / temperature
-            weight *= float(logits.softmax(-1)[token])
-            ids.append(token)
-        weights[text] = weight
-    return weights
+@pytest.fixture(scope="session")
+def run_options(taught, conversations_file) -> Callable[[Path, int], TrainConfig]:
+    """Builds the options of a run in float32: `run_options(folder, steps)`."""
+    return lambda output, steps: TrainConfig(
+        target=str(taught),
+        output=str(output),
+        head={"type": "medusa", "num_heads": 2},
+        target_dtype="float32",
+        data=DataConfig(sources=[str(conversations_file)], held_out=0.2),
+        optim=OptimConfig(lr=3e-3),
+        loop=LoopConfig(
+            max_steps=steps, batch_size=4, precision="float32", log_every=1, eval_every=20, save_every=7, keep=3
+        ),
+        eval=EvalConfig(prompts=5, new_tokens=8, conversations=5, nodes=6),
+    )
 
 
 @pytest.fixture
-def tools() -> Any:
-    """The helpers above, by name."""
+def short(run_options, tmp_path) -> TrainConfig:
+    """A run of two and a half epochs, evaluated and saved only at its end."""
+    config = run_options(tmp_path / "run", 12)
+    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, eval_every=0, save_every=0))
 
-    class Tools:
-        pass
 
-    Tools.Oracle, Tools.AllDraws = Oracle, AllDraws
-    for helper in (every_branch, exactly, random_shape, write):
-        setattr(Tools, helper.__name__, staticmethod(helper))
-    return Tools
+@pytest.fixture(scope="session")
+def changed() -> Callable[..., TrainConfig]:
+    """A config with other values: `changed(config, output=..., loop={"keep": 1})`."""
+
+    def change(config: TrainConfig, **changes: Any) -> TrainConfig:
+        groups = {"data", "optim", "loop", "eval"}
+        parts = {
+            name: dataclasses.replace(getattr(config, name), **value) if name in groups else value
+            for name, value in changes.items()
+        }
+        return dataclasses.replace(config, **parts)
+
+    return change
+
+
+@pytest.fixture
+def stop_after() -> Callable[[pytest.MonkeyPatch, int], None]:
+    """Asks runs in this process to stop after a step: `stop_after(monkeypatch, step)`."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+        original = loop.Report.end_step
+
+        def end_step(self: loop.Report, *arguments: Any) -> Any:
+            row = original(self, *arguments)
+            if self.progress.step == step:
+                signal.raise_signal(signal.SIGTERM)
+            return row
+
+        monkeypatch.setattr(loop.Report, "end_step", end_step)
+
+    return patch
+
+
+@pytest.fixture(scope="session")
+def steps_logged() -> Callable[[str | Path], int]:
+    """Counts the steps that the run in a folder has logged."""
+
+    def count(folder: str | Path) -> int:
+        path = Path(folder) / "log.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    return count
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[[subprocess.Popen[Any], Callable[[], object], str], None]:
+    """Waits until `seen()` is true while a command runs: `wait_for(process, seen, what)`."""
+
+    def wait(process: subprocess.Popen[Any], seen: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 120
+        while not seen():
+            assert process.poll() is None, f"the run ended before {what}: {process.communicate()[0]}"
+            assert time.monotonic() < deadline, f"no {what} in two minutes"
+            time.sleep(0.0005)
+
+    return wait
 
 
 @pytest.fixture

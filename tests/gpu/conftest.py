@@ -1,4 +1,7 @@
-"""Where the tests of this room run, and a tiny target there."""
+"""Decoding and training on an accelerator: HEADSTART_TEST_DEVICE is "sim", or "cuda" (`make test-gpu`).
+
+The simulated device changes the process that registers it, so these tests run in a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerator_helpers import DEVICE, VOCAB
+from helpers import DEVICE, VOCAB, build_model
 
 from headstart.inference import Target
+
+if DEVICE == "sim":
+    import simulated  # noqa: F401 - registers the device
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -24,8 +30,6 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def on_cpu() -> Target:
     """A tiny target in float64, whose rows never end by themselves."""
-    from conftest import build_model
-
     return Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
 
 

@@ -233,7 +233,7 @@ def _made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.arange(..., device="sim")` would fill a tensor of no size, which stays that of its wrapper."""
+    """`torch.arange(..., device="sim")` would resize an empty tensor, which its wrapper would not follow."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None or torch.device(device).type != "sim":
@@ -247,15 +247,3 @@ def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 torch.arange = _counted_up(torch.arange)  # type: ignore[assignment]
 torch.tensor, torch.as_tensor = _made_on_host(torch.tensor), _made_on_host(torch.as_tensor)  # type: ignore[assignment]
-
-
-def _arange(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    """`torch.arange` makes an empty tensor and resizes it, which a wrapper's shape would not follow."""
-    if device is None or torch.device(device).type != "sim":
-        return _torch_arange(*args, device=device, **kwargs)
-    if not _silent:
-        _note("operations")
-    return SimTensor(_torch_arange(*args, **kwargs), torch.device(device).index or 0)
-
-
-_torch_arange, torch.arange = torch.arange, _arange  # type: ignore[assignment]

@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from accelerator_helpers import VOCAB, head_for
-from conftest import build_model
+from helpers import VOCAB, build_model, head_for
 
 from headstart.heads import HEADS
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target

@@ -2,7 +2,7 @@
 
 The table of benchmarks/rounds.md:
 
-    HEADSTART_TEST_DEVICE=sim PYTHONPATH=tests:tests/gpu python tests/gpu/test_rounds.py
+    HEADSTART_TEST_DEVICE=sim PYTHONPATH=tests python tests/gpu/test_rounds.py
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 import itertools
 import statistics
-import sys
 
 import pytest
 import simulated
 import torch
-from accelerator_helpers import head_for
+from helpers import VOCAB, build_model, head_for
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
@@ -92,10 +91,6 @@ def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
 
 def main() -> None:
     """Print the table."""
-    sys.path.pop(0)  # this folder, which has a conftest of its own
-    from accelerator_helpers import VOCAB
-    from conftest import build_model
-
     on_cpu = Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
     there = Target(copy.deepcopy(on_cpu.model).to("sim:0"))
     print("| drafts | waits | uploads | operations | drawn: waits | uploads | operations |")

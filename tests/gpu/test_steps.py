@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerator_helpers import DEVICE, VOCAB, head_for
+from helpers import DEVICE, VOCAB, head_for
 
 from headstart.heads import HEADS
 from headstart.inference import Target

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from accelerator_helpers import DEVICE, VOCAB, head_for
+from helpers import DEVICE, VOCAB, head_for
 
 from headstart.heads import HEADS, TargetFeatures, losses
 from headstart.heads.losses import LOSSES

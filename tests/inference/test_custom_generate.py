@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import build_model
+from helpers import build_model
 
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from

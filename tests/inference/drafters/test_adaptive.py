@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from useless_drafter import Useless
+from helpers import Useless
 
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from useless_drafter import Useless
+from helpers import Useless
 
 from headstart.inference import DraftTree, SpeculativeLM
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_model, build_tokenizer
+from helpers import build_model, build_tokenizer
 from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 

@@ -1,0 +1,256 @@
+"""Tiny seeded models, a tokenizer and heads; drafters and samplers that drive the decoder into every corner."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.heads import DraftHead
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
+from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
+from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
+from headstart.inference.loop import Rules, speculate
+from headstart.inference.sequences import Sequences
+from headstart.inference.verify_step import Decider
+
+DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
+"""Where tests/gpu runs: "sim", "cuda", or "" for nowhere."""
+VOCAB = 40
+"""Vocabulary of the targets in tests/gpu."""
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+
+
+def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """256 bytes and two special tokens: V = 258."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = chat_template
+    return fast
+
+
+def build_model(
+    vocab_size: int = 258, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float64, head_dim: int = 8
+) -> LlamaForCausalLM:
+    """A random Llama whose next token really depends on its prefix."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 4
+    return model.to(dtype).eval()
+
+
+def head_for(target: Target, kind: str) -> DraftHead:
+    """An untrained head on the CPU, initialized from the target so that its drafts vary."""
+    torch.manual_seed(0)
+    head = build_head(kind, {}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return head.eval()
+
+
+class Oracle(Drafter):
+    """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
+
+    `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.
+    """
+
+    def __init__(self, shape: TreeShape, truths: list[list[int]], vocab_size: int, wrong: float, seed: int = 0) -> None:
+        self.shape, self.truths, self.vocab_size, self.wrong = shape, truths, vocab_size, wrong
+        self.max_nodes = shape.size
+        self.random = torch.Generator().manual_seed(seed)
+
+    def begin(self, start: DraftContext) -> None:
+        self.rows = list(range(start.batch_size))
+        self.written: list[list[int]] = []
+
+    def read(self, passage: PrefillChunk) -> None:
+        """The last passage ends with the target's own choice."""
+        self.written = [[root] for root in passage.next_tokens_BT[:, -1].tolist()]
+
+    def replace(self, rows_R: Tensor, other: Any) -> None:
+        raise AssertionError("an oracle knows its texts by their place in the first batch")
+
+    def select(self, rows_R: Tensor) -> None:
+        self.rows = [self.rows[row] for row in rows_R.tolist()]
+        self.written = [self.written[row] for row in rows_R.tolist()]
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        truths = [self.truths[row] for row in self.rows]
+        rows = [self._row(root, written, truth) for root, written, truth in zip(roots_B.tolist(), self.written, truths)]
+        batch = len(rows)
+        parents = torch.tensor(self.shape.parents).expand(batch, -1)
+        return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
+
+    def observe(self, finished: StepResult) -> None:
+        for written, tokens in zip(self.written, finished.tokens, strict=True):
+            written.extend(tokens)
+
+    def _row(self, root: int, written: list[int], truth: list[int]) -> list[int]:
+        """Each node's children are distinct; one of them is true where the parent's path is."""
+        tokens, on_truth = {(): root}, {(): truth[: len(written)] == written}
+        for parent in ((), *self.shape.paths):
+            children = [path for path in self.shape.paths if path[:-1] == parent]
+            if not children:
+                continue
+            place = len(written) + len(parent)
+            drawn = torch.randperm(self.vocab_size, generator=self.random).tolist()
+            true = truth[place] if on_truth[parent] and place < len(truth) else None
+            if true is not None and torch.rand((), generator=self.random) >= self.wrong:
+                lucky = int(torch.randint(len(children), (), generator=self.random))
+                drawn = [token for token in drawn if token != true]
+                drawn.insert(lucky, true)
+            for path, token in zip(children, drawn):
+                tokens[path], on_truth[path] = token, token == true
+        return [tokens[path] for path in ((), *self.shape.paths)]
+
+
+class Useless(Drafter):
+    """Always drafts a chain of the same wrong token: the last of a small vocabulary."""
+
+    max_nodes, vocab_size = 8, 20
+
+    def propose(self, roots_B):
+        tokens = torch.full((len(roots_B), 8), self.vocab_size - 1)
+        tokens[:, 0] = roots_B
+        parents = torch.arange(-1, 7).expand(len(roots_B), -1)
+        return DraftTree(tokens, parents, torch.full_like(roots_B, 8), max_depth=7)
+
+
+class AllDraws(RandomSampler):
+    """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.ones(())
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        nodes, vocab = probs.shape[1:]
+        outcomes = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
+        assert len(outcomes) == len(probs)
+        self.weights = probs.gather(2, outcomes[:, :, None])[..., 0].prod(-1)
+        return outcomes
+
+
+class Branch:
+    """One path through a tree of random choices; `every_branch` takes them all."""
+
+    def __init__(self, script: list[tuple[int, int]]) -> None:
+        self.script, self.place, self.weight = script, 0, 1.0
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        return torch.tensor([self._choose(row) for row in probs.reshape(-1, probs.shape[-1])]).reshape(probs.shape[:-1])
+
+    def accept(self, probs: Tensor) -> Tensor:
+        chances = [torch.stack([1 - prob, prob]) for prob in probs.flatten()]
+        return torch.tensor([self._choose(row) == 1 for row in chances]).reshape(probs.shape)
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        return torch.tensor(
+            [self._choose_distinct(row, count) for row in probs.reshape(-1, probs.shape[-1])], dtype=torch.int64
+        ).reshape(*probs.shape[:-1], count)
+
+    def _choose_distinct(self, row: Tensor, count: int) -> list[int]:
+        chosen: list[int] = []
+        while len(chosen) < count:
+            rest = row.clone()
+            rest[chosen] = 0
+            if rest.sum() > 0:
+                chosen.append(self._choose(rest / rest.sum()))
+            else:
+                chosen.append(next(token for token in range(len(row)) if token not in chosen))
+        return chosen
+
+    def _choose(self, row: Tensor) -> int:
+        options = row.nonzero().flatten().tolist()
+        if self.place == len(self.script):
+            self.script.append((0, len(options)))
+        choice, _ = self.script[self.place]
+        self.place += 1
+        self.weight *= float(row[options[choice]])
+        return int(options[choice])
+
+
+def every_branch(run: Callable[[Branch], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The exact distribution of what a random program returns."""
+    script: list[tuple[int, int]] = []
+    found: dict[tuple[int, ...], float] = {}
+    while True:
+        branch = Branch(script)
+        result = run(branch)
+        found[result] = found.get(result, 0.0) + branch.weight
+        while script and script[-1][0] + 1 == script[-1][1]:
+            script.pop()
+        if not script:
+            return found
+        script[-1] = (script[-1][0] + 1, script[-1][1])
+
+
+def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_children: int = 3) -> TreeShape:
+    """A random static tree."""
+    random = torch.Generator().manual_seed(seed)
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(int(torch.randint(1, max_nodes, (), generator=random))):
+        parent = paths[int(torch.randint(len(paths), (), generator=random))]
+        children = sum(path[:-1] == parent and path != () for path in paths)
+        if len(parent) < max_depth and children < max_children:
+            paths.append((*parent, children))
+    return TreeShape.from_paths(paths[1:])
+
+
+def write(
+    target: Target,
+    drafter: Any,
+    rule: Any,
+    prompts: list[Tensor],
+    processors: Any,
+    draw: Any,
+    new_tokens: int,
+    slots: int | None = None,
+) -> tuple[list[list[int]], Stats]:
+    """The loop by itself, with a draw of the test's own: the new tokens of each row."""
+    out = Sequences(prompts, new_tokens, frozenset(), slots=slots)
+    decide = rule if isinstance(rule, Decider) else Decider(rule)
+    rules = Rules(target, decide, TreeLogitsProcessor(processors, [0] * len(prompts)), draw, sampling=True)
+    stats = speculate(rules, drafter, out)
+    return out.rows, stats
+
+
+def exactly(target: Target, prompt: Tensor, new_tokens: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the next tokens, by one forward for every token of every text."""
+    weights = {}
+    for text in itertools.product(range(target.info.vocab_size), repeat=new_tokens):
+        weight, ids = 1.0, prompt.tolist()
+        for token in text:
+            logits = target.model(torch.tensor([ids])).logits[0, -1] / temperature
+            weight *= float(logits.softmax(-1)[token])
+            ids.append(token)
+        weights[text] = weight
+    return weights
