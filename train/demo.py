@@ -25,6 +25,7 @@ from .console import StopRequest, console, duration, log
 from .data.chat_template import count_answer_tokens, read_prompts, read_sources
 from .data.self_made import make_conversations
 from .engine import Shared
+from .files import write_whole
 from .loop import seconds_per_step, train
 from .setup import split_examples
 
@@ -73,9 +74,7 @@ class Budget:
         self.kept["spent"] = self.seconds - self.left
         with StopRequest():  # whole or not at all
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.kept, indent=1), encoding="utf-8")
-            partial.replace(self.path)
+            write_whole(self.path, json.dumps(self.kept, indent=1))
 
     def __enter__(self) -> Budget:
         return self

@@ -27,6 +27,7 @@ from .config import TrainConfig
 from .console import log
 from .engines import from_main
 from .evaluate import Evaluation, summary
+from .files import check_options, whole_lines, write_whole
 from .samples import Sample
 from .tracking import Tracker, flat
 
@@ -110,19 +111,11 @@ class Run:
         path = self.folder / "config.yaml"
         asked = dataclasses.asdict(config)
         if before := earlier_options(self.folder):
-            now = flat(json_ready(asked))
-            for name in sorted(before.keys() | now.keys()):
-                free = name in FREE_TO_CHANGE or name.split(".")[0] in FREE_TO_CHANGE
-                if before.get(name) != now.get(name) and not free:
-                    raise ValueError(
-                        f"{self.folder} holds a run with {name} = {before.get(name)!r}, not {now.get(name)!r}; "
-                        "continue it with its own options, or choose another output folder"
-                    )
+            advice = "continue it with its own options, or choose another output folder"
+            check_options(f"{self.folder} holds a run with", before, flat(json_ready(asked)), advice, FREE_TO_CHANGE)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(yaml.safe_dump(json_ready(asked), sort_keys=False), encoding="utf-8")
-            partial.replace(path)
+            write_whole(path, yaml.safe_dump(json_ready(asked), sort_keys=False))
         self.accelerator.wait_for_everyone()
 
     @property
@@ -160,10 +153,9 @@ class Run:
             self.accelerator.load_state(str(whole[-1]))
             progress = dataclasses.replace(found, processes=processes, engine=engine)
         if self.accelerator.is_main_process and (self.folder / "log.jsonl").exists():
-            lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= progress.step]
-            (self.folder / "log.partial").write_text("".join(kept), encoding="utf-8")
-            (self.folder / "log.partial").replace(self.folder / "log.jsonl")
+            lines = [line.decode() for line in whole_lines(self.folder / "log.jsonl")]
+            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= progress.step]
+            write_whole(self.folder / "log.jsonl", "".join(kept))
         if self.accelerator.is_main_process:
             finish_replacing(self.best)
         return progress

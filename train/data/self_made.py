@@ -28,6 +28,7 @@ from ...inference.sequences import Sequences
 from ..commands import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..engine import Shared, load
+from ..files import check_options, write_whole
 from .chat_template import check_lengths, prompt_ids, read_prompts, render
 
 Messages = list[dict[str, str]]
@@ -55,6 +56,9 @@ class Progress:
     """Bytes of the file that are whole."""
     ended: bool = False
     """Whether the time was over before all conversations were made."""
+
+
+ADVICE = "continue it with its own options, or choose another output"
 
 
 class _TimeIsOver(Exception):
@@ -337,13 +341,10 @@ def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
         path.touch()
         return Progress(), set()
     state = json.loads(state_path.read_text(encoding="utf-8"))
-    now = dataclasses.asdict(config)
-    for name, before in state["options"].items():
-        if state["progress"]["batches"] and name != "output" and before != now[name]:
-            raise ValueError(
-                f"{path} was started with {name} = {before!r}, not {now[name]!r}; go on with its own options, or "
-                "choose another output"
-            )
+    if state["progress"]["batches"]:
+        before, now = state["options"], dataclasses.asdict(config)
+        asked = {name: now[name] for name in before}  # options that are newer than the file have no say
+        check_options(f"{path} was started with", before, asked, ADVICE, ("output",))
     progress = Progress(**state["progress"])
     if not path.exists() and progress.size == 0:
         path.touch()
@@ -355,9 +356,7 @@ def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
 
 def _write_state(path: Path, config: SelfMadeConfig, progress: Progress, seen: set[str]) -> None:
     state = {"options": dataclasses.asdict(config), "progress": dataclasses.asdict(progress), "seen": sorted(seen)}
-    partial = _state_path(path).with_suffix(".partial")
-    partial.write_text(json.dumps(state), encoding="utf-8")
-    partial.replace(_state_path(path))
+    write_whole(_state_path(path), json.dumps(state))
 
 
 def _state_path(path: Path) -> Path:

@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ..console import console
+from ..files import write_whole
 from .chat_template import Example, count_answer_tokens, encode
 from .conversations import Source, check_conversation, format_of, open_source, values
 
@@ -246,10 +247,8 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
         left.unlink()  # of a start with another number of processes
     counts_V, digest = _summed(folder, files)
     np.save(folder / "counts.npy", counts_V)
-    partial = folder / "manifest.partial"
     manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
-    partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    partial.replace(folder / "manifest.json")
+    write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
 
 
 def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int) -> list[str]:

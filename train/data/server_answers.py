@@ -20,8 +20,9 @@ from openai.types.chat import ChatCompletion
 
 from ..commands import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
+from ..files import check_options, whole_lines, write_whole
 from .chat_template import read_prompts
-from .self_made import Messages, distinct_share
+from .self_made import ADVICE, Messages, distinct_share
 
 RETRIES = 6
 """How often a request is repeated after an error that may pass (429, 5xx, no connection), after longer and longer
@@ -142,18 +143,10 @@ def _claim(path: Path, config: SelfMadeConfig) -> set[int]:
     state = path.with_name(path.name + ".state.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        state.write_text(json.dumps({"options": asked}), encoding="utf-8")
+        write_whole(state, json.dumps({"options": asked}))
         return set()
     if not state.exists():
         raise ValueError(f"{path} exists and was not written by this command; choose another output")
     before = json.loads(state.read_text(encoding="utf-8"))["options"]
-    for name in sorted(before.keys() | asked.keys()):
-        if before.get(name) != asked.get(name):
-            raise ValueError(
-                f"{path} was started with {name} = {before.get(name)!r}, not {asked.get(name)!r}; go on with its own "
-                "options, or choose another output"
-            )
-    whole = path.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    os.truncate(path, len(whole))
-    return {json.loads(line)["number"] for line in whole.splitlines()}
+    check_options(f"{path} was started with", before, asked, ADVICE)
+    return {json.loads(line)["number"] for line in whole_lines(path)}

@@ -28,6 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..files import check_options, replacing, write_whole
+
 SHARD_BYTES = 2**28
 """A shard is written as soon as it is this large."""
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
@@ -65,18 +67,11 @@ class FeatureCache:
         self._new_bytes = 0
         path = folder / "manifest.json"
         if path.exists():
-            there = json.loads(path.read_text(encoding="utf-8"))
-            for name in sorted(there.keys() | manifest.keys()):
-                if there.get(name) != manifest.get(name):
-                    raise ValueError(
-                        f"{folder} holds states with {name} = {there.get(name)!r}, not {manifest.get(name)!r}; choose "
-                        "another folder, or remove this one"
-                    )
+            before = json.loads(path.read_text(encoding="utf-8"))
+            check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            partial.replace(path)
+            write_whole(path, json.dumps(manifest, indent=1))
         self.refresh()
 
     def refresh(self) -> None:
@@ -149,12 +144,10 @@ class FeatureCache:
         if scales:
             tensors["scales"] = torch.cat(scales)
         path = self.folder / f"{hashlib.blake2b(b''.join(keys), digest_size=12).hexdigest()}.safetensors"
-        partial = path.with_suffix(".partial")
         try:
-            save_file(tensors, partial)
-            partial.replace(path)
+            with replacing(path) as partial:
+                save_file(tensors, partial)
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
             raise OSError(f"{path} cannot be written: {error}") from error
         self._new.clear()
         self._new_bytes = 0
