@@ -14,6 +14,7 @@ Built on torch's Python backend for PrivateUse1. Nothing runs asynchronously, so
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,19 +124,27 @@ class SimTensor(torch.Tensor):
 
 
 def _note(kind: str) -> None:
-    """Count for the innermost line of the project that is running, or of whoever it is."""
+    """Count for the innermost line of the project that is running."""
     if not _counts:
         return
     frame: Any = sys._getframe(1)
     where = "elsewhere"
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PROJECT) and "site-packages" not in path.parts and "tests" not in path.parts:
-            where = f"{path.relative_to(PROJECT)}:{frame.f_lineno}"
+        if (file := _project_file(frame.f_code.co_filename)) is not None:
+            where = f"{file}:{frame.f_lineno}"
             break
         frame = frame.f_back
     for counts in _counts:
         getattr(counts, kind)[where] += 1
+
+
+@functools.cache
+def _project_file(filename: str) -> Path | None:
+    """The path in the repository, or None for tests and other projects."""
+    path = Path(filename)
+    if not path.is_relative_to(PROJECT) or "site-packages" in path.parts or "tests" in path.parts:
+        return None
+    return path.relative_to(PROJECT)
 
 
 def _raw(value: Any) -> Any:
