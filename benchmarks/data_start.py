@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from process_status import status
+from process_status import memory_mib
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.inference import load_tokenizer
@@ -107,7 +107,7 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     loop.set_up = lambda *given: setups.append(set_up(*given)) or setups[0]
 
     def end_step(*_: object) -> None:
-        seconds, peak = time.time() - args.began, status("VmHWM")
+        seconds, peak = time.time() - args.began, memory_mib("VmHWM")
         training = setups[0].training
         found = {"seconds": seconds, "peak_gb": peak * 2**20 / 1e9, "sequences": len(training)}
         print("\n" + json.dumps({**found, "tokens": sum(training.lengths)}), flush=True)

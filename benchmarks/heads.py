@@ -5,7 +5,7 @@
 One training per configs/smollm2-*.yaml, each as long as `--minutes` allows on this machine (a probe of some steps
 tells how many that are); then, for every prompt file and temperature, all heads with a chain and with their own tree,
 interleaved prompt by prompt with stock `model.generate` and the plain engine; then acceptance after longer and longer
-contexts. Every piece that is finished lies under `--output` and is not made again: the command goes on where it was
+contexts. Every piece that is finished lies under `--output` and is not made again: the command resumes where it was
 stopped. `heads.md` there holds the tables.
 """
 

@@ -1,14 +1,14 @@
-"""What Linux tells of the running process."""
+"""Memory of the running process. Imports nothing of headstart, which speculators' environment lacks (trainers.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 
-def status(name: str) -> float:
-    """A figure of this process, in MiB: VmRSS, the memory that it has now, or VmHWM, the most that it ever had.
+def memory_mib(name: str) -> float:
+    """VmRSS (memory now) or VmHWM (peak) of this process, in MiB (Linux).
 
-    `getrusage` tells a peak, too, but counts the process that began this one.
+    The peak of `getrusage` counts the process that started this one.
     """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024

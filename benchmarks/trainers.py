@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from process_status import status
+from process_status import memory_mib
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -269,7 +269,7 @@ def serve(side: Ours | Theirs, out: Path) -> None:
         loss = side.step(row)
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
     save_file({name: value.contiguous() for name, value in side.weights().items()}, out)
-    print(json.dumps({"peak": status("VmHWM")}), flush=True)
+    print(json.dumps({"peak": memory_mib("VmHWM")}), flush=True)
 
 
 # Comparing.

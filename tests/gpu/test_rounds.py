@@ -1,8 +1,6 @@
-"""What a round costs an accelerator besides arithmetic: waits, uploads, and operations that are asked for one by one.
+"""What a round costs an accelerator besides arithmetic: waits, uploads, and operations that are launched one by one.
 
-The table of benchmarks/rounds.md:
-
-    HEADSTART_TEST_DEVICE=sim PYTHONPATH=tests python tests/gpu/test_rounds.py
+benchmarks/rounds.py prints the table.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import statistics
 import pytest
 import simulated
 import torch
-from helpers import VOCAB, build_model, head_for
+from helpers import head_for
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
@@ -87,23 +85,3 @@ def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
     assert statistics.median(waits) == max(waits) == WAITS, counts.waits
     assert max(uploads) <= UPLOADS, counts.uploads
     assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], counts.operations.most_common(9)
-
-
-def main() -> None:
-    """Print the table."""
-    on_cpu = Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
-    there = Target(copy.deepcopy(on_cpu.model).to("sim:0"))
-    print("| drafts | waits | uploads | operations | drawn: waits | uploads | operations |")
-    print("|---|---|---|---|---|---|---|")
-    for name, (options, _) in CASES.items():
-        cells = []
-        for sampling in (False, True):
-            with pytest.MonkeyPatch.context() as patch:
-                rounds, _ = counts_of(lm_of(there, on_cpu, **options), patch, do_sample=sampling)
-            waits, uploads, operations = zip(*rounds, strict=True)
-            cells += [str(max(waits)), str(max(uploads)), f"{statistics.median(operations):.0f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-
-
-if __name__ == "__main__":
-    main()

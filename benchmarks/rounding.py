@@ -1,6 +1,6 @@
 """How often 16-bit greedy answers differ from `generate`'s and our plain steps', and whether rounding explains it.
 
-    python benchmarks/identity.py --head examples/smollm2-135m-eagle3 \\
+    python benchmarks/rounding.py --head examples/smollm2-135m-eagle3 \\
         --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
 A forward over a tree and one over a single token add up the same numbers in another order. So where two tokens are
@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--every", type=int, default=10, help="measure rounding on every so manieth answer")
-    parser.add_argument("--output", default="identity.json")
+    parser.add_argument("--every", type=int, default=10, help="measure rounding on every Nth answer")
+    parser.add_argument("--output", default="rounding.json")
     args = parser.parse_args()
     target = Target.from_pretrained(args.target, getattr(torch, args.dtype))
     tokenizer = load_tokenizer(args.target)

