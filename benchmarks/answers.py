@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
-from headstart.train.benchmark import quartiles
+from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids, read_prompts
 from headstart.train.data.self_made import WAVES

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.tuning.machine import turns
-from headstart.train.benchmark import quartiles, spread
+from headstart.scripts.measuring.comparison import quartiles, spread
 from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids, read_prompts
 

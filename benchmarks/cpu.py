@@ -32,9 +32,8 @@ from transformers import AutoModelForCausalLM
 from headstart.heads.base import dtype_name
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.models.loading import locate
-from headstart.train.benchmark import first_difference, quartiles
+from headstart.scripts.measuring.comparison import answer_settings, first_difference, quartiles
 from headstart.train.data.chat_template import prompt_ids
-from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import hardware
 
 LLAMA = """

@@ -24,7 +24,7 @@ from headstart.inference import Target
 from headstart.inference.compiled.cpu_kernels import GROUP, Packed, library, linear, pack
 from headstart.inference.tuning.costs import checker
 from headstart.inference.tuning.machine import seconds_in_turns
-from headstart.train.floors import memory_bandwidth
+from headstart.scripts.measuring.bandwidth import memory_bandwidth
 from headstart.train.provenance import hardware
 
 NODES = (1, 6, 16, 32)

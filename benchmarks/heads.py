@@ -26,11 +26,11 @@ from headstart.heads.checkpoints.save_load import json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command import options
-from headstart.train.benchmark import quartiles
+from headstart.scripts.measuring.comparison import answer_settings, quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids, read_conversations, read_prompts
-from headstart.train.evaluate import answer_settings, summary
+from headstart.train.evaluate import summary
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
 

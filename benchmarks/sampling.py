@@ -17,7 +17,7 @@ from common import HEAD, TARGET, Side, arguments, compared, encoded, ratio, save
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
-from headstart.train.evaluate import answer_settings
+from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.provenance import hardware
 
 TREES = ("chain:1", "chain:3", "branch:4", "branch:3x1x1", "dynamic:8:4:2", "dynamic:16:5:5")

@@ -24,10 +24,9 @@ from torch import Tensor
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
-from headstart.train.commands import DatastoreConfig
+from headstart.scripts.datastore import DatastoreConfig, build_datastore
+from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.data.chat_template import prompt_ids, read_conversations
-from headstart.train.datastore import build_datastore
-from headstart.train.evaluate import answer_settings
 from headstart.train.provenance import hardware
 
 COPIED_WORDS = (40, 90)

@@ -34,7 +34,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.decoder_layer import TrainingTimeTest
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command import options
-from headstart.train.benchmark import quartiles
+from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console
 from headstart.train.data.batches import Order

@@ -1,25 +1,292 @@
 """Measure speed: `headstart bench --target MODEL --head HEAD --prompts '[FILE.jsonl]'`.
 
-Stock `model.generate`, the same engine without speculation and with it, interleaved on the same prompts; a table row
-for each file, and with `--output FILE.json` every figure with versions and hardware. A speedup over `generate` alone
-flatters: it holds both the engine's gain and speculation's.
+Stock `model.generate`, plain decoding by this package and speculation answer the same prompts in one process, one
+prompt after the other, in another order each time, so that a machine whose speed drifts treats them alike. Ratios are
+taken prompt by prompt. A table row for each file, and with `--output FILE.json` every figure with versions and
+hardware. A speedup over `generate` alone flatters: it holds the gain of the plain engine, too.
 """
 
 from __future__ import annotations
 
-import sys
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from headstart.scripts.command import options, run
-from headstart.train.commands import BenchConfig
+from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.train.console import ProgressBar, Stopped, StopRequest, console, log, number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headstart.inference import SpeculativeLM, Stats, Target
+    from headstart.train.engine import Shared
+
+SIDES = ("generate", "plain", "speculative")
+
+
+@dataclass(frozen=True)
+class BenchConfig(SpeculativeOptions):
+    """Stock `model.generate`, plain decoding and speculation, interleaved on the same prompts."""
+
+    required = ("target", "prompts")
+    minimum: ClassVar[dict[str, float]] = {"limit": 1, "temperature": 0}
+
+    prompts: list[str] = field(default_factory=list)
+    """JSONL files of prompts; a table row each."""
+    limit: int | None = None
+    """Use only the first prompts of each file; null for all."""
+    output: str | None = None
+    """JSON file for all figures."""
+    profile: bool = False
+    """Compare a round's parts with the target's bare forward and with the time to read its bytes from memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.head and not self.drafter:
+            raise ValueError("a head or a drafter is required and neither was given")
+        if self.max_new_tokens < 2:
+            raise ValueError(
+                f"max_new_tokens must be at least 2, not {self.max_new_tokens}: the first is the prefill's"
+            )
+
+
+@dataclass(frozen=True)
+class ComparedPrompt:
+    """One prompt, answered by all three sides."""
+
+    tokens: dict[str, int]
+    """New tokens, by side."""
+    seconds: dict[str, float]
+    """Wall-clock of the whole call, prefill included, by side."""
+    difference: dict[str, float] | None
+    """Where speculation first differs from stock `generate`, and the gap between the two tokens' logits; None if
+    nowhere."""
+    stats: Stats
+    """Rounds of the speculative side."""
+
+    def rate(self, side: str) -> float:
+        """Tokens per second."""
+        return self.tokens[side] / self.seconds[side]
+
+
+Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
+"""Answers a prompt [1, time]: the whole sequence and, of this package's sides, the statistics."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse and measure."""
-    config = options(BenchConfig, "bench", __doc__, arguments)
-    from headstart.train.benchmark import benchmark  # not before the options are known to be good
-
-    benchmark(config)
+    benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
-if __name__ == "__main__":
-    run(main, sys.argv[1:])
+def benchmark(config: BenchConfig, deadline: float = math.inf, shared: Shared | None = None) -> dict[str, Any]:
+    """Compare the three sides, print the table, write the JSON.
+
+    Args:
+        config: of the command.
+        deadline: on `time.monotonic`'s clock; as many prompts as fit before it are answered, at least one.
+        shared: target and tokenizer, if other commands of this process use them too.
+
+    Raises:
+        ValueError: a target, head, tree or prompt file that cannot be used.
+        Stopped: Ctrl-C or SIGTERM; what was measured is printed and written.
+    """
+    from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
+
+    prompts = read_prompt_files(config.prompts, config.limit)
+    fast, tokenizer = config.load(shared)
+    config = config.as_loaded(fast)
+    encoded = encode_prompts(prompts, tokenizer, fast.target, config.max_new_tokens, config.thinking)
+    with StopRequest() as stop:
+        compared = _compare(fast.target, encoded, _sides(fast, config), deadline, stop)
+        report = _report(config, fast, encoded, compared, stop.wanted)
+        if stop.wanted:
+            raise Stopped(f"stopped after {report['total']['prompts']} prompts; the same command starts over")
+    return report
+
+
+def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
+    import torch
+
+    from headstart.inference import SpeculativeLM
+    from headstart.scripts.measuring.comparison import answer_settings
+
+    target, settings = fast.target, answer_settings(config.max_new_tokens, config.temperature)
+    generator = torch.Generator(target.device).manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # stock generate samples with the global generator
+
+    def stock(input_ids: Tensor) -> tuple[Tensor, None]:
+        return target.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings), None
+
+    def ours(lm: SpeculativeLM) -> Side:
+        def side(input_ids: Tensor) -> tuple[Tensor, Stats]:
+            mask = torch.ones_like(input_ids)
+            output = lm.generate(input_ids, attention_mask=mask, generator=generator, **settings)
+            return output.sequences, output.stats
+
+        return side
+
+    plain = SpeculativeLM.from_pretrained(target, compile=config.compile)
+    return {"generate": stock, "plain": ours(plain), "speculative": ours(fast)}
+
+
+def _compare(
+    target: Target, encoded: dict[str, list[Tensor]], sides: dict[str, Side], deadline: float, stop: StopRequest
+) -> dict[str, list[ComparedPrompt]]:
+    """Answer the prompts until the deadline or a request to stop, but at least one."""
+    from headstart.inference.tuning.machine import turns
+
+    compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
+    log.info("each side answers the first prompt once, to be warm")
+    with stop.at_once():
+        for side in sides.values():
+            side(next(iter(encoded.values()))[0])
+    began = time.monotonic()
+    with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar, suppress(Stopped):
+        for path, prompts in encoded.items():
+            for place, input_ids in enumerate(prompts):
+                each = (time.monotonic() - began) / max(bar.done, 1)
+                if bar.done and time.monotonic() + each > deadline:
+                    return compared
+                with stop.at_once():
+                    found = _compare_one(target, input_ids, sides, turns(SIDES, place))
+                compared[path].append(found)
+                bar.update(bar.done + 1, Path(path).name)
+    if not any(compared.values()):
+        raise Stopped("stopped before a prompt was answered")
+    return compared
+
+
+def _compare_one(target: Target, input_ids: Tensor, sides: dict[str, Side], order: list[str]) -> ComparedPrompt:
+    import torch
+
+    from headstart.scripts.measuring.comparison import first_difference
+
+    outputs: dict[str, tuple[Tensor, Stats | None]] = {}
+    seconds: dict[str, float] = {}
+    for name in order:
+        start = time.perf_counter()
+        outputs[name] = sides[name](input_ids)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - start
+    stats = outputs["speculative"][1]
+    assert stats is not None
+    return ComparedPrompt(
+        tokens={name: sequences.shape[1] - input_ids.shape[1] for name, (sequences, _) in outputs.items()},
+        seconds=seconds,
+        difference=first_difference(target, outputs["generate"][0], outputs["speculative"][0], input_ids.shape[1]),
+        stats=stats,
+    )
+
+
+def _report(
+    config: BenchConfig,
+    fast: SpeculativeLM,
+    encoded: dict[str, list[Tensor]],
+    compared: dict[str, list[ComparedPrompt]],
+    stopped: bool,
+) -> dict[str, Any]:
+    """Print and write all figures."""
+    from headstart.heads.checkpoints.save_load import json_ready
+    from headstart.inference import Stats
+    from headstart.scripts.measuring.bandwidth import profile
+    from headstart.train.provenance import provenance
+
+    greedy = config.temperature == 0
+    report = {
+        "options": dataclasses.asdict(config),
+        "nodes": fast.drafter.max_nodes,
+        "complete": all(len(compared[path]) == len(rows) for path, rows in encoded.items()),
+        "stopped": stopped,
+        "files": {path: figures(rows, greedy) for path, rows in compared.items() if rows},
+        "total": figures([row for rows in compared.values() for row in rows], greedy),
+        **provenance(),
+    }
+    if config.profile and report["total"]["prompts"]:
+        longest = max((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
+        stats = Stats.merged(row.stats for rows in compared.values() for row in rows)
+        report["profile"] = profile(fast, stats, longest)
+    report = json_ready(report)
+    print_report(report)
+    if config.output:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, Any]:
+    """All figures of a set of prompts; two sampled answers are independent, so only greedy ones are compared."""
+    from headstart.inference import Stats
+    from headstart.scripts.measuring.comparison import quartiles
+    from headstart.train.evaluate import summary
+
+    stats = Stats.merged(row.stats for row in compared)
+
+    def speedup(side: str, baseline: str) -> dict[str, float]:
+        return quartiles([row.rate(side) / row.rate(baseline) for row in compared])
+
+    return {
+        "prompts": len(compared),
+        "tokens_per_second": {
+            side: sum(row.tokens[side] for row in compared) / sum(row.seconds[side] for row in compared)
+            for side in SIDES
+        },
+        "speedup_vs_generate": speedup("speculative", "generate"),
+        "speedup_vs_plain": speedup("speculative", "plain"),
+        "plain_vs_generate": speedup("plain", "generate"),
+        **summary(stats),
+        "identical": sum(row.difference is None for row in compared) if greedy else None,
+        "differences": [row.difference for row in compared if row.difference is not None] if greedy else None,
+        "milliseconds_per_round": {
+            name: 1000 * seconds / max(stats.rounds, 1) for name, seconds in stats.seconds.items() if name != "prefill"
+        },
+    }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the table of a report that `benchmark` returned or wrote."""
+    from rich.table import Table
+
+    from headstart.scripts.measuring.comparison import spread
+
+    options = report["options"]
+    title = f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g}, {report['nodes']} nodes"
+    table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
+    table.add_column("prompts")
+    rates = (f"{side} tok/s" for side in SIDES)
+    for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "identical"):
+        table.add_column(column, justify="right")
+    stems = [Path(path).stem for path in report["files"]]
+    names = {
+        Path(path).stem if stems.count(Path(path).stem) == 1 else path: row for path, row in report["files"].items()
+    }
+    for name, row in {**names, "total": report["total"]}.items():
+        table.add_row(
+            name,
+            *(f"{row['tokens_per_second'][side]:.1f}" for side in SIDES),
+            spread(row["speedup_vs_generate"]),
+            spread(row["speedup_vs_plain"]),
+            number(row["acceptance_length"]),
+            " ".join(number(rate) for rate in row["acceptance_rate_by_depth"]),
+            "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
+        )
+    console.print(table)
+    total = report["total"]
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items())
+    log.info(f"a round in milliseconds: {parts}")
+    log.info(f"{total['plain_rounds']} of {total['rounds']} rounds without drafts, to time plain steps or to be faster")
+    if "profile" in report:
+        found = report["profile"]
+        log.info(
+            f"of {found['round']:.1f} ms, {found['milliseconds']['mask']:.1f} build the mask (counted in the target's "
+            f"part); the bare forward over {found['nodes']} nodes takes {found['floors']['forward']:.1f} "
+            f"({found['of_the_round']['forward']:.0%}), reading its {found['bytes_read'] / 1e6:.0f} MB at "
+            f"{found['bytes_per_second'] / 1e9:.1f} GB/s {found['floors']['bytes']:.1f} "
+            f"({found['of_the_round']['bytes']:.0%})"
+        )

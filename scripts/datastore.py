@@ -1,24 +1,72 @@
-"""Store a corpus for retrieval: `headstart datastore --target MODEL --sources FILE.jsonl --output FOLDER`.
+"""Index a corpus for retrieval: `headstart datastore --target MODEL --sources FILE.jsonl --output FOLDER`.
 
-Its texts, as tokens of the target, and the order of all their places: `--drafter retrieval:FOLDER` of the other
-commands then guesses what followed the newest tokens there, and `ngram:3:FOLDER` counts in it.
+Its texts as tokens of the target, with a suffix array: `--drafter retrieval:FOLDER` of the other commands then drafts
+what followed the newest tokens there, and `ngram:3:FOLDER` counts n-grams in it.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headstart.scripts.command import options, run
-from headstart.train.commands import DatastoreConfig
+from headstart.scripts.command_line import options
+from headstart.train.config import CommandOptions
+from headstart.train.console import log
+
+if TYPE_CHECKING:
+    from headstart.inference.drafters.ngram_index import Datastore
+
+
+@dataclass(frozen=True)
+class DatastoreConfig(CommandOptions):
+    """A corpus, sorted so that the continuations of any n-gram are found at once."""
+
+    required = ("target", "sources", "output")
+
+    target: str = ""
+    """The model whose tokens are stored: a folder, a Hub id, a GGUF file, or package:NAME."""
+    sources: list[str] = field(default_factory=list)
+    """Text files, or conversations in any form that training reads."""
+    output: str = ""
+    """Folder to write."""
+    limit: int | None = None
+    """Read only the first conversations of each source; null for all."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse and build."""
-    config = options(DatastoreConfig, "datastore", __doc__, arguments)
-    from headstart.train.datastore import build_datastore  # not before the options are known to be good
-
-    build_datastore(config)
+    build_datastore(options(DatastoreConfig, "datastore", __doc__, arguments))
 
 
-if __name__ == "__main__":
-    run(main, sys.argv[1:])
+def build_datastore(config: DatastoreConfig) -> Datastore:
+    """Encode, sort and write the corpus, whole or not at all.
+
+    Raises:
+        ValueError: a source that cannot be read, or sources without a token.
+    """
+    from headstart.heads.checkpoints.save_load import new_folder
+    from headstart.inference import load_tokenizer
+    from headstart.inference.drafters.ngram_index import Datastore
+    from headstart.inference.models.loading import tokenizer_origin
+    from headstart.train.data.chat_template import check_tokenizer, read_conversations, render
+
+    tokenizer = load_tokenizer(config.target)
+
+    def texts_of(source: str) -> Iterator[str]:
+        if Path(source).is_file() and not source.endswith((".jsonl", ".json", ".parquet")):
+            yield Path(source).read_text(encoding="utf-8")
+            return
+        check_tokenizer(tokenizer, source)
+        for row in read_conversations(source, config.limit):
+            yield render(tokenizer, row["messages"])
+
+    texts = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for source in config.sources for text in texts_of(source)
+    ]
+    store = Datastore.of(texts, tokenizer_origin(tokenizer)["tokenizer"])
+    with new_folder(Path(config.output)) as partial:
+        store.save(partial)
+    log.info(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")
+    return store

@@ -1,6 +1,6 @@
-"""Write the target's states to disk, for training to read: `headstart features --config configs/smollm2-eagle3.yaml`.
+"""Write the target's hidden states to disk for training: `headstart features --config configs/smollm2-eagle3.yaml`.
 
-The options are those of the training run. Started again, the command goes on; under `accelerate launch` the processes
+The options are those of the training run. Started again, the command resumes; under `accelerate launch` the processes
 share the work.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from headstart.scripts.command import options, run
+from headstart.scripts.command_line import options, run
 from headstart.train.config import TrainConfig
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse and write."""
     config = options(TrainConfig, "features", __doc__, arguments)
-    from headstart.train.features.precompute import precompute
+    from headstart.train.features.precompute import precompute  # not before the options are known to be good
 
     precompute(config)
 

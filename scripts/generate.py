@@ -1,24 +1,123 @@
 """Answer a prompt: `headstart generate --target MODEL --head HEAD --prompt "..."`.
 
 The answer streams as it is accepted; a line of statistics follows. Greedy and sampled answers are lossless: the
-model's own, and drawn from its own distribution.
+model's own, or sampled from its own distribution.
 """
 
 from __future__ import annotations
 
-import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from headstart.scripts.command import options, run
-from headstart.train.commands import GenerateConfig
+from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.train.console import console, log
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headstart.train.engine import Shared
+
+
+@dataclass(frozen=True)
+class GenerateConfig(SpeculativeOptions):
+    """One prompt, answered on screen."""
+
+    required = ("target", "prompt")
+    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 0, "temperature": 0, "top_k": 0}
+
+    prompt: str = ""
+    """The user's message."""
+    compare: bool = False
+    """Let stock `model.generate` answer first, and print both rates."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    top_k: int = 0
+    """Sample from this many best tokens only; 0 for all."""
+    top_p: float = 1.0
+    """Sample from the best tokens that hold this share of the probability only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse and answer."""
-    config = options(GenerateConfig, "generate", __doc__, arguments)
-    from headstart.train.answer import answer  # not before the options are known to be good
-
-    answer(config)
+    stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
 
 
-if __name__ == "__main__":
-    run(main, sys.argv[1:])
+def stream_answer(config: GenerateConfig, shared: Shared | None = None) -> dict[str, float]:
+    """Stream the answer to one prompt and print its rate, if asked for beside that of stock `generate`.
+
+    Args:
+        config: of the command.
+        shared: target and tokenizer, if other commands of this process use them too.
+
+    Returns:
+        tokens per second by side: `headstart`, and with `compare` also `generate`.
+
+    Raises:
+        ValueError: a target, head, tree or prompt that cannot be used.
+    """
+    import torch
+    from transformers import TextStreamer
+
+    from headstart.inference import Stats
+    from headstart.scripts.measuring.comparison import first_difference
+    from headstart.train.data.chat_template import prompt_ids
+
+    lm, tokenizer = config.load(shared)
+    target = lm.target
+    messages = [{"role": "user", "content": config.prompt}]
+    input_ids = prompt_ids(tokenizer, messages, config.thinking).to(target.device)
+    settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.temperature > 0}
+    if config.temperature > 0:
+        settings |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    settings["attention_mask"] = torch.ones_like(input_ids)
+    settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    torch.manual_seed(config.seed)  # both sides sample with the global generator
+    rates: dict[str, float] = {}
+
+    def timed(side: str, title: str, generate: Callable[[], Tensor]) -> Tensor:
+        console.rule(title)
+        start = time.perf_counter()
+        sequences = generate()
+        rates[side] = (sequences.shape[1] - input_ids.shape[1]) / (time.perf_counter() - start)
+        return sequences
+
+    compared = config.compare and config.max_new_tokens > 0
+    if compared:
+        log.info("warming up both sides")  # the first call of either is slow
+        target.model.generate(input_ids, attention_mask=settings["attention_mask"], max_new_tokens=2, do_sample=False)
+        lm.warmup()
+        stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings))
+        log.info(f"{rates['generate']:.1f} tokens/s")
+    stats = Stats()
+
+    def speculate() -> Tensor:
+        output = lm.generate(input_ids, **settings)
+        nonlocal stats
+        stats = output.stats
+        return output.sequences
+
+    ours = timed("headstart", "headstart" if config.head or config.drafter else "headstart, plain", speculate)
+    line = f"{rates['headstart']:.1f} tokens/s"
+    if compared:
+        line += f" ({rates['headstart'] / rates['generate']:.2f} times)"
+    if stats.rounds:
+        accepted = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
+        line += f", {stats.rounds} rounds, acceptance length {stats.acceptance_length:.2f}"
+        line += f", acceptance rate by depth {accepted}" if accepted else ""
+    log.info(line)
+    if compared and config.temperature == 0:
+        difference = first_difference(target, stock, ours, input_ids.shape[1])
+        log.info(
+            "both generated the same text"
+            if difference is None
+            else f"the texts differ from token {difference['token']} on, where the logits of the two tokens lie "
+            f"{abs(difference['logit_gap']):.2g} apart (in {str(target.dtype).removeprefix('torch.')})"
+        )
+    return rates

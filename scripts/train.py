@@ -1,6 +1,6 @@
 """Train a draft head: `headstart train --config configs/smollm2-medusa.yaml --optim.lr 1e-3`.
 
-Also `accelerate launch scripts/train.py --config ...`. Started again with the same options, a run goes on.
+Also `accelerate launch scripts/train.py --config ...`. Started again with the same options, a run resumes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import sys
 
 from headstart.heads import HEADS
-from headstart.scripts.command import options, run
+from headstart.scripts.command_line import options, run
 from headstart.train.config import TrainConfig
 
 

@@ -1,29 +1,274 @@
 """Find a head's draft tree: `headstart tree --target MODEL --head FOLDER --prompts FILE.jsonl`.
 
-The target answers the prompts, which shows how often the head's i-th best token is right at each depth; the tree with
-the most expected tokens per second on this machine is saved with the head, and used wherever the tree is `auto`.
+The target answers the prompts. How often the token at each depth is the head's i-th best gives the best static tree
+of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's own candidates along the answers
+give the acceptance of every dynamic tree. A tree of n nodes and depth d, e of them expanded, emits F tokens in
+t_draft(d, e) + t_target(n) + the rest of a round (Sequoia, arXiv:2402.12374, section 4.2). The tree of each kind with
+the most tokens per second is tried; the faster one is saved with the head and used wherever the tree is `auto`.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-from headstart.scripts.command import options, run
-from headstart.train.commands import TreeConfig
+from headstart.scripts.command_line import DecodingOptions, options
+from headstart.train.console import console, counted, log
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headstart.heads import DraftHead, TargetModules
+    from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
+    from headstart.inference.drafters.base import Drafter
+    from headstart.scripts.measuring.chains import Explained
+    from headstart.scripts.measuring.tree_costs import Costs, Shape
+
+SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+"""Sizes of trees that are considered if none is given."""
+TIMED_PROMPTS = 3
+"""Prompts with the longest answers, on which the parts of a round are timed."""
+
+
+@dataclass(frozen=True)
+class TreeConfig(DecodingOptions):
+    """The draft tree that is fastest for a head on this machine."""
+
+    required = ("target", "prompts")
+    minimum: ClassVar[dict[str, float]] = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
+
+    head: str = ""
+    """The head's checkpoint folder; the tree is written into it."""
+    prompts: list[str] = field(default_factory=list)
+    """JSONL files of prompts on whose answers acceptance is measured."""
+    limit: int | None = None
+    """Use only the first prompts of each file; null for all."""
+    max_new_tokens: int = 64
+    """Tokens of each answer."""
+    nodes: int | None = None
+    """Size of the tree, the root counted; null for the one that is fastest here."""
+    stopper: bool = False
+    """Train an early-exit classifier too, which ends a chain where the next draft would hardly be accepted."""
+    explain: bool = False
+    """Print what chains of each length gain, by the formulas and measured, and write nothing."""
+    drafter: str | None = None
+    """With --explain, in place of a head: ngram:ORDER, random, or model:NAME (a smaller model)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drafter is not None and not self.explain:
+            raise ValueError(f"drafter {self.drafter!r} has no tree to find; give --explain with it")
+        if not self.head and self.drafter is None:
+            raise ValueError("option 'head' is required and was not given")
+        if self.explain and self.stopper:
+            raise ValueError("explain writes nothing, so a stopper would be lost; choose one of them")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, then calibrate or explain."""
+    """Parse, then find the tree or explain chains."""
     config = options(TreeConfig, "tree", __doc__, arguments)
-    # not before the options are known to be good
-    from headstart.train.calibrate import calibrate
-    from headstart.train.explain import explain_chains
-
     if config.explain:
         explain_chains(config)
     else:
         calibrate(config)
 
 
-if __name__ == "__main__":
-    run(main, sys.argv[1:])
+def calibrate(config: TreeConfig) -> TreePolicy:
+    """Find a head's fastest tree and save it in the head's checkpoint.
+
+    Raises:
+        ValueError: a target, head or prompt file that cannot be used.
+    """
+    from headstart.heads.checkpoints.save_load import load_head
+    from headstart.inference import SpeculativeLM, load_tokenizer
+    from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
+    from headstart.train.data.chat_template import check_tokenizer, warn_of_other_data
+
+    prompts = read_prompt_files(config.prompts, config.limit)
+    if not Path(config.head).is_dir():
+        raise ValueError(f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will not do")
+    load_head(config.head)  # mistakes are reported before a model is loaded
+    tokenizer = load_tokenizer(config.target)
+    check_tokenizer(tokenizer, config.target)
+    lm = SpeculativeLM.from_pretrained(config.target, config.head, config.dtype, compile=config.compile)
+    config, target = config.as_loaded(lm), lm.target
+    head = load_head(config.head, target.info, target.dtype)[0].to(target.device).eval()
+    warn_of_other_data(lm.origin, tokenizer, config.thinking)
+    encoded = encode_prompts(prompts, tokenizer, target, config.max_new_tokens, config.thinking)
+    return fastest(lm, head, [ids for rows in encoded.values() for ids in rows], config)
+
+
+def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
+    """Predict the speed of all trees, try the best of each kind, and save the faster one.
+
+    Args:
+        lm: answers the prompts; how it drafts does not matter.
+        head: whose tree is searched.
+        prompts: token ids, each [1, time].
+        config: of the command.
+    """
+    from headstart.heads.checkpoints.save_load import save_tree
+    from headstart.inference import DynamicShape, TreeShape, tree_word
+    from headstart.inference.tuning.tree_search import machine
+    from headstart.scripts.measuring import tree_costs
+    from headstart.scripts.measuring.comparison import answer_settings
+    from headstart.scripts.measuring.early_exit import train_stopper
+    from headstart.train.data.chat_template import Example
+    from headstart.train.evaluate import summary, teacher_forced
+    from headstart.train.provenance import provenance
+
+    target, settings = lm.target, answer_settings(config.max_new_tokens, config.temperature)
+    sequences = [lm.generate(ids, **settings).sequences for ids in counted(prompts, "answers")]
+    new_tokens = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, sequences, strict=True)]
+    if max(new_tokens) < 2:
+        raise ValueError(
+            f"no answer to {', '.join(config.prompts)} is longer than one token: there is nothing to draft"
+        )
+    examples = [
+        Example(row[0].tolist(), [i >= ids.shape[1] for i in range(row.shape[1])])
+        for ids, row in zip(prompts, sequences, strict=True)
+    ]
+    _, accuracy_KI = teacher_forced(target, head, examples)
+    sizes = SIZES if config.nodes is None else (config.nodes,)
+    lengths = tree_costs.expected_lengths(target, head, accuracy_KI, examples, sizes)
+    longest = sorted(range(len(prompts)), key=lambda number: -new_tokens[number])[:TIMED_PROMPTS]
+    trees = [None, *tree_costs.timed_trees(head)]
+    timed = _decode_with(target, head, trees, [prompts[number] for number in longest], config)
+    costs = tree_costs.measured_costs(target, head, timed, sequences[longest[0]], sizes)
+    _print_best_trees(lengths, costs)
+    rates = {policy: costs.rate(policy, length) for policy, length in lengths.items()}
+    kinds: dict[str, type[Shape]] = {"static": TreeShape, "dynamic": DynamicShape}
+    tried = {
+        name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
+        for name, kind in kinds.items()
+    }
+    if config.stopper:
+        step = timed[None].round_parts
+        stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, settings, step)
+        tried["stopping"] = stopping
+    stats = _decode_with(target, head, [None, *tried.values()], prompts, config)
+    speeds = {
+        policy: each.acceptance_length / sum(each.round_parts.values())  # tokens per second, without the prefill
+        for policy, each in stats.items()
+    }
+    found = {name: speeds[policy] / speeds[None] for name, policy in tried.items()}
+    for name, policy in tried.items():
+        log.info(
+            f"{_described(policy)}: acceptance length {stats[policy].acceptance_length:.2f} (expected "
+            f"{lengths[policy]:.2f}), {speeds[policy]:.1f} tokens/s, {found[name]:.2f} times plain decoding "
+            f"(expected {rates[policy] * costs.plain:.2f})"
+        )
+    best = max(found, key=lambda name: found[name])
+    measured = {
+        "prompts": len(prompts),
+        "new_tokens": config.max_new_tokens,
+        "accuracy": accuracy_KI,
+        "hardware": provenance()["hardware"] + (", compiled" if config.compile else ""),
+        "expected_speedup": rates[tried[best]] * costs.plain,
+        "speedup": found[best],
+        "trees": {name: {"nodes": policy.size, **summary(stats[policy])} for name, policy in tried.items()},
+    }
+    save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile is True))
+    log.info(f"the {best} tree is saved in {config.head}")
+    return tried[best]
+
+
+def _print_best_trees(lengths: dict[Shape, float], costs: Costs) -> None:
+    """Print the best tree of each size."""
+    from rich.table import Table
+
+    table = Table("tree", "expected tokens", "target, ms", "draft, ms", "the rest, ms", "expected tokens/s", "vs plain")
+    for size in sorted({policy.size for policy in lengths}):
+        rates = {policy: costs.rate(policy, lengths[policy]) for policy in lengths if policy.size == size}
+        policy = max(rates, key=lambda each: rates[each])
+        times = (f"{1000 * seconds:.1f}" for seconds in costs.parts(policy))
+        speeds = (f"{rates[policy]:.1f}", f"{rates[policy] * costs.plain:.2f}")
+        table.add_row(_described(policy), f"{lengths[policy]:.2f}", *times, *speeds)
+    console.print(table)
+
+
+def _described(policy: Shape) -> str:
+    from headstart.inference import tree_word
+
+    name = tree_word(policy)
+    return name if isinstance(name, str) else f"static, {policy.size} nodes, depth {policy.depth}"
+
+
+def _decode_with(
+    target: Target,
+    head: DraftHead,
+    policies: Sequence[TreePolicy | None],
+    prompts: list[Tensor],
+    config: TreeConfig,
+) -> dict[TreePolicy | None, Stats]:
+    """Statistics of answering the prompts with each tree, and, for None, plainly."""
+    from headstart.inference import SpeculativeLM
+    from headstart.scripts.measuring.comparison import answer_settings, in_turns
+
+    engines = {
+        policy: SpeculativeLM(
+            target, None if policy is None else _drafter(head, policy, target.modules, config.compile is True)
+        )
+        for policy in policies
+    }
+    return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
+
+
+@lru_cache(maxsize=16)
+def _drafter(head: DraftHead, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
+    """Build the drafter of a tree, once, so that nothing is compiled twice."""
+    from headstart.inference.drafters.tree_drafting import drafter_of
+
+    drafter = drafter_of(head, policy, modules)
+    if compiled:
+        drafter.compile()
+    return drafter
+
+
+def explain_chains(config: TreeConfig) -> list[Explained]:
+    """Print the gain of chains of each length, by the formulas and measured.
+
+    Raises:
+        ValueError: a target, head, drafter or prompt file that cannot be used, or a drafter without chains.
+    """
+    from headstart.inference import SpeculativeLM, TreeShape, load_tokenizer
+    from headstart.inference.drafters.head_drafter import HeadDrafter
+    from headstart.inference.drafters.tree_drafting import drafter_of
+    from headstart.scripts.measuring.chains import LONGEST, explain, operations_of
+    from headstart.scripts.measuring.comparison import answer_settings, encode_prompts, read_prompt_files
+    from headstart.train.data.chat_template import check_tokenizer
+
+    prompts = read_prompt_files(config.prompts, config.limit)
+    tokenizer = load_tokenizer(config.target)
+    check_tokenizer(tokenizer, config.target)
+    lm = SpeculativeLM.from_pretrained(
+        config.target,
+        config.head or None,
+        config.dtype,
+        tree="auto" if config.head else f"chain:{LONGEST}",
+        compile=config.compile,
+        drafter=config.drafter,
+        fallback=False,
+    )
+    target, longest = lm.target, lm.drafter
+    if not isinstance(longest, HeadDrafter):
+        raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
+    encoded = encode_prompts(prompts, tokenizer, target, config.max_new_tokens, config.thinking)
+
+    def chain_of(length: int) -> Drafter:
+        drafter = drafter_of(longest.head, TreeShape.chain(length), target.modules)
+        if target.graph is not None:
+            drafter.compile()
+        return drafter
+
+    return explain(
+        target,
+        chain_of,
+        longest.head.max_depth,
+        [ids for rows in encoded.values() for ids in rows],
+        answer_settings(config.max_new_tokens, config.temperature),
+        operations_of(longest.head, target),
+    )

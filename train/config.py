@@ -1,4 +1,4 @@
-"""Every option of a training run, its default and its unit; those of the other commands are in commands.py.
+"""Every option of training and of making conversations, its default and its unit.
 
 A YAML file sets them and the command line overrides them with dots (`--optim.lr 1e-3`).
 """
@@ -6,25 +6,109 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from .commands import Dtype
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The words for dtypes in configs and on the command line, but for auto."""
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def dtype_of(word: str) -> torch.dtype:
-    """A dtype by its word.
+def dtype_of(name: str) -> torch.dtype:
+    """Look up a dtype by its name in configs and on the command line; auto is none.
 
     Raises:
-        ValueError: an unknown word.
+        ValueError: an unknown name.
     """
-    if word not in DTYPES:
-        raise ValueError(f"unknown dtype {word!r}; choose from {', '.join(DTYPES)}")
-    return DTYPES[word]
+    import torch  # not before options are parsed: importing it takes seconds
+
+    names = get_args(Dtype)[1:]
+    if name not in names:
+        raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(names)}")
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Options of a command; those that cannot work are refused when they are given."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    """Options without which nothing can run."""
+    minimum: ClassVar[dict[str, float]] = {}
+    """Smallest valid value of numeric options."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ValueError: naming the option, the value given, and what is valid.
+        """
+        for name in self.required:
+            if not getattr(self, name):
+                raise ValueError(f"option {name!r} is required and was not given")
+        for name, least in self.minimum.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True)
+class SelfMadeConfig(CommandOptions):
+    """Conversations that the model generates."""
+
+    required = ("target", "output")
+    minimum: ClassVar[dict[str, float]] = {
+        "conversations": 1,
+        "batch_size": 1,
+        "answer_tokens": 1,
+        "prompt_tokens": 1,
+        "temperature": 0,
+    }
+
+    target: str = ""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    output: str = ""
+    """JSONL file to write; started again with the same options, the command resumes where it stopped."""
+    prompts: str | None = None
+    """JSONL file of prompts to answer; null lets the model generate the prompts too."""
+    server: str | None = None
+    """URL of an OpenAI-compatible server of `target` (vLLM, SGLang: http://HOST:8000/v1) that answers the prompts; null
+    for the model in this process."""
+    head: str | None = None
+    """A draft head's checkpoint folder or Hub id, which makes the model in this process generate faster."""
+    conversations: int = 1000
+    """How many to make; at most one for each given prompt."""
+    batch_size: int = 16
+    """Conversations generated at the same time; a finished one makes room for the next."""
+    target_dtype: Dtype = "auto"
+    """Data type of the model's weights; auto takes the fastest one here that is accurate enough for the model."""
+    temperature: float = 0.8
+    """Sampling temperature of answers; 0 for greedy decoding."""
+    answer_tokens: int = 256
+    """Longest answer, in tokens."""
+    prompt_temperature: float = 1.0
+    """Sampling temperature of generated prompts."""
+    prompt_min_p: float = 0.05
+    """Tokens less likely than this share of the best one are not sampled in generated prompts."""
+    prompt_tokens: int = 128
+    """Longest generated prompt, in tokens; one that does not end by itself is dropped."""
+    min_distinct: float = 0.3
+    """Texts in which a smaller share of the 4-grams is distinct are dropped as degenerate; 0 keeps all."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.server is not None and (self.prompts is None or self.head is not None):
+            raise ValueError(
+                f"server {self.server!r} answers given prompts in its own way: it needs prompts and takes no head, "
+                f"not {self.prompts!r} and {self.head!r}"
+            )
+        if self.prompt_temperature <= 0:
+            raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
+        for name in ("min_distinct", "prompt_min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

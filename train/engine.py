@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..heads.base import dtype_name
 from ..inference import SpeculativeLM, Target, load_tokenizer
-from .commands import BenchConfig, GenerateConfig, TreeConfig
 from .console import log
-from .data.chat_template import check_tokenizer, warn_of_other_data
-
-Options = TypeVar("Options", BenchConfig, TreeConfig)
-
-
-def as_loaded(config: Options, lm: SpeculativeLM) -> Options:
-    """The options with what "auto" became."""
-    dtype: Any = dtype_name(lm.target.dtype)
-    return dataclasses.replace(config, dtype=dtype, compile=lm.target.compiled)
+from .data.chat_template import check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -59,27 +48,3 @@ def load(
     tokenizer = load_tokenizer(target)
     check_tokenizer(tokenizer, target)
     return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer
-
-
-def load_engine(
-    config: BenchConfig | GenerateConfig, shared: Shared | None = None
-) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """The engine of a command's options, and the tokenizer that it was trained with.
-
-    Raises:
-        ValueError: see `load`.
-    """
-    lm, tokenizer = load(
-        config.target,
-        config.head,
-        config.dtype,
-        shared,
-        tree=config.tree,
-        verifier=config.verifier,
-        lossy=config.lossy,
-        compile=config.compile,
-        drafter=config.drafter,
-        fallback=config.fallback,
-    )
-    warn_of_other_data(lm.origin, tokenizer, config.thinking)
-    return lm, tokenizer

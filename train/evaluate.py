@@ -8,9 +8,9 @@ each process evaluates everything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..heads import DraftHead
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
-from ..inference.tuning.machine import turns
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest
@@ -214,39 +213,9 @@ def greedy_answers(
         return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False)
 
 
-Key = TypeVar("Key")
-
-
-def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
-    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike.
-
-    Args:
-        engines: any names to engines; each answers the first prompt once more before, to be warm and compiled.
-        prompts: token ids, each [1, time].
-        settings: of `generate`.
-    """
-    found: dict[Key, list[Stats]] = {name: [] for name in engines}
-    with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
-        for lm in engines.values():
-            lm.generate(prompts[0], **settings)
-            bar.update(bar.done + 1)
-        for number, ids in enumerate(prompts):
-            for name in turns(list(engines), number):
-                found[name].append(engines[name].generate(ids, **settings).stats)
-                bar.update(bar.done + 1)
-    return {name: Stats.merged(parts) for name, parts in found.items()}
-
-
 def prompt_of(example: Example) -> Tensor:
     """The tokens before the first answer."""
     return torch.tensor(example.tokens[: example.loss_mask.index(True)])
-
-
-def answer_settings(new_tokens: int, temperature: float) -> dict[str, Any]:
-    """How `generate` is asked for an answer that is compared: greedy, or from the whole distribution."""
-    if temperature == 0:
-        return {"max_new_tokens": new_tokens, "do_sample": False}
-    return {"max_new_tokens": new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
 def summary(stats: Stats) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.verify import point_mass
 from headstart.inference.verify_step import Decider
-from headstart.train.benchmark import first_difference
+from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.data.chat_template import prompt_ids, read_prompts
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,7 @@ import torch
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM
-from headstart.train.commands import PushConfig
-from headstart.train.exchange import push_head
+from headstart.scripts.checkpoints.push import PushConfig, push_head
 from headstart.train.loop import train
 
 OPTIONS = {

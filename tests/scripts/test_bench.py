@@ -13,15 +13,14 @@ from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
 from headstart.inference import Stats, Target
 from headstart.inference.stats import PARTS, RoundRecord
-from headstart.train import benchmark as benchmarking
-from headstart.train.benchmark import SIDES, Answered, benchmark, figures, first_difference, print_report, quartiles
-from headstart.train.commands import BenchConfig
+from headstart.scripts import bench as benchmarking
+from headstart.scripts.bench import SIDES, BenchConfig, ComparedPrompt, benchmark, figures, print_report
 from headstart.train.console import Stopped
 
 
 def answered(seconds, tokens=(10, 10, 10), difference=None, rounds=((1, 2),), times=()):
     stats = Stats([[RoundRecord(*pair) for pair in rounds]], max_depth=2, seconds=dict(times))
-    return Answered(
+    return ComparedPrompt(
         tokens=dict(zip(SIDES, tokens, strict=True)),
         seconds=dict(zip(SIDES, seconds, strict=True)),
         difference=difference,
@@ -48,28 +47,6 @@ def test_figures_are_totals_for_rates_and_medians_over_prompts_for_speedups():
     assert row["acceptance_length"] == pytest.approx(9 / 5)
     assert row["acceptance_rate_by_depth"] == pytest.approx([3 / 5, 1 / 3])
     assert row["milliseconds_per_round"] == pytest.approx({"draft": 60, "target": 240, "verify": 18, "rest": 6})
-
-
-def test_quartiles_of_one_prompt_are_that_prompt():
-    assert quartiles([2.5]) == {"median": 2.5, "lower_quartile": 2.5, "upper_quartile": 2.5}
-    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3, "lower_quartile": 2, "upper_quartile": 4}
-
-
-def test_a_difference_is_found_where_it_is_with_the_gap_between_the_logits(tiny_target):
-    target = tiny_target(vocab_size=20)
-    stock = torch.tensor([[3, 1, 4, 1, 5, 9]])
-    ours = torch.tensor([[3, 1, 4, 7, 5, 9]])
-    with torch.no_grad():
-        logits = target.model(stock).logits[0, 2]
-    found = first_difference(target, stock, ours, prompt=2)
-    assert found == {"token": 1, "logit_gap": pytest.approx(float(logits[1] - logits[7]), rel=1e-5)}
-    assert first_difference(target, stock, stock.clone(), prompt=2) is None
-
-
-@pytest.mark.parametrize("lengths", [(6, 5), (5, 6)])
-def test_an_answer_that_stops_too_early_or_too_late_is_a_difference(tiny_target, lengths):
-    stock, ours = (torch.tensor([[3, 1, 4, 1, 5, 9]])[:, :length] for length in lengths)
-    assert first_difference(tiny_target(vocab_size=20), stock, ours, prompt=2)["token"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +165,7 @@ def test_when_the_time_is_over_one_prompt_is_there(config):
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_stopped_in_an_answer_what_was_measured_is_written(config, monkeypatch, at, capsys):
-    original, calls = benchmarking._answer, []
+    original, calls = benchmarking._compare_one, []
 
     def answer(*given):
         calls.append(given)
@@ -196,7 +173,7 @@ def test_stopped_in_an_answer_what_was_measured_is_written(config, monkeypatch, 
             signal.raise_signal(signal.SIGTERM)
         return original(*given)
 
-    monkeypatch.setattr(benchmarking, "_answer", answer)
+    monkeypatch.setattr(benchmarking, "_compare_one", answer)
     with pytest.raises(Stopped):
         benchmark(config)
     assert len(calls) == at

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from headstart.inference import DraftTree, TreeShape
+from headstart.inference import DraftTree, TreeShape, kv_cache
 from headstart.inference.logits import RandomSampler
-from headstart.train import gpu_bench as module
-from headstart.train.gpu_bench import bench_gpu, synthetic
-from headstart.train.gpu_options import GpuBenchConfig
+from headstart.scripts.measuring import gpu_rounds
+from headstart.scripts.measuring.bench_gpu import GpuBenchConfig, bench_gpu
 
 
 def tiny():
@@ -30,7 +29,7 @@ def tiny():
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(gpu_rounds, "SHAPES", {"tiny": tiny})
     return GpuBenchConfig(
         str(tmp_path), ["tiny"], batches=[1, 2], contexts=[40], nodes=[1, 4, 12], repeats=2, training=[2, 24]
     )
@@ -54,20 +53,22 @@ def test_every_size_is_measured_and_what_is_synthetic_is_called_so(config, tmp_p
 
 
 def test_what_does_not_fit_or_is_late_is_left_out(config, monkeypatch, capsys):
-    monkeypatch.setattr(module, "free_memory", lambda device: 1000.0)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: 1000.0)
     assert bench_gpu(config)["shapes"]["tiny"] == []
     assert "left out" in capsys.readouterr().out
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"training needs a number of rows and of tokens, or nothing, not \[3\]"):
         bench_gpu(dataclasses.replace(config, shapes=["qwen3-8b"], training=[3]))
     with pytest.raises(ValueError, match="unknown shape 'huge'; choose from llama"):
-        bench_gpu(GpuBenchConfig("o", ["huge"]))
+        bench_gpu(GpuBenchConfig(output="o", shapes=["huge"]))
 
 
 def test_synthetic_acceptance_has_its_rate():
     shape = TreeShape.chain(7)
     parents = torch.tensor(shape.parents).expand(2000, -1)
     tree = DraftTree(torch.zeros_like(parents), parents, torch.full((2000,), 8), 7)
-    lengths = synthetic(tree, torch.zeros(2000, 8, 3), RandomSampler(torch.Generator().manual_seed(0))).lengths_B
-    expected = 1 + sum(module.RATE**depth for depth in range(1, 8))
+    lengths = gpu_rounds.synthetic(
+        tree, torch.zeros(2000, 8, 3), RandomSampler(torch.Generator().manual_seed(0))
+    ).lengths_B
+    expected = 1 + sum(gpu_rounds.RATE**depth for depth in range(1, 8))
     assert lengths.float().mean() == pytest.approx(expected, abs=0.15) and 6 < expected < 6.5

@@ -20,21 +20,13 @@ from headstart.heads import HEADS, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, head_config, save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
-from headstart.scripts.command import options
-from headstart.train import answer, benchmark, calibrate, checkup, datastore, demo, exchange, loop
-from headstart.train.commands import (
-    BenchConfig,
-    DatastoreConfig,
-    DemoConfig,
-    ExportConfig,
-    GenerateConfig,
-    ImportConfig,
-    PushConfig,
-    SelfMadeConfig,
-    TreeConfig,
-    VerifyConfig,
-)
-from headstart.train.config import AdapterConfig, TrainConfig
+from headstart.scripts import bench, datastore, demo, generate, tree, verify
+from headstart.scripts.bench import BenchConfig
+from headstart.scripts.checkpoints import export, import_head, push
+from headstart.scripts.command_line import options
+from headstart.scripts.tree import TreeConfig
+from headstart.train import loop
+from headstart.train.config import AdapterConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data import self_made as selfmade
 from headstart.train.features import precompute
 
@@ -42,18 +34,16 @@ COMMANDS = {
     "data": (SelfMadeConfig, selfmade, "make_conversations"),
     "features": (TrainConfig, precompute, "precompute"),
     "train": (TrainConfig, loop, "train"),
-    "tree": (TreeConfig, calibrate, "calibrate"),
-    "datastore": (DatastoreConfig, datastore, "build_datastore"),
-    "generate": (GenerateConfig, answer, "answer"),
-    "bench": (BenchConfig, benchmark, "benchmark"),
-    "verify": (VerifyConfig, checkup, "verify_head"),
-    "push": (PushConfig, exchange, "push_head"),
-    "import": (ImportConfig, exchange, "import_foreign"),
-    "export": (ExportConfig, exchange, "export_foreign"),
-    "demo": (DemoConfig, demo, "demo"),
+    "tree": (TreeConfig, tree, "calibrate"),
+    "datastore": (datastore.DatastoreConfig, datastore, "build_datastore"),
+    "generate": (generate.GenerateConfig, generate, "stream_answer"),
+    "bench": (BenchConfig, bench, "benchmark"),
+    "verify": (verify.VerifyConfig, verify, "verify_head"),
+    "push": (push.PushConfig, push, "push_head"),
+    "import": (import_head.ImportConfig, import_head, "import_foreign"),
+    "export": (export.ExportConfig, export, "export_foreign"),
+    "demo": (demo.DemoConfig, demo, "demo"),
 }
-FILES = {"import": "import_head"}
-"""Commands whose file has another name."""
 REQUIRED = {
     "data": ["--target", "t", "--output", "o"],
     "features": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
@@ -112,12 +102,14 @@ def head_folder(target_folder, tmp_path):
 
 def documented_options(kind, before=""):
     """Dotted names of a config's options, and the docstring under each of them in the source."""
-    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body)
-    told = {
-        node.target.id: text.value.value
-        for node, text in itertools.pairwise(body)
-        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    told = {}
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        (body,) = (node.body for node in ast.parse(inspect.getsource(base)).body)
+        told |= {
+            node.target.id: text.value.value
+            for node, text in itertools.pairwise(body)
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(field.default_factory):
             yield from documented_options(field.default_factory, f"{before}{field.name}.")
@@ -142,7 +134,7 @@ def test_the_head_may_go_without_its_option(parsed, command):
 def test_help_names_every_option_and_says_what_it_is_for(run, command):
     status, shown, _ = run(command, "--help")
     assert status == 0
-    purpose = importlib.import_module(f"headstart.scripts.{FILES.get(command, command)}").__doc__.partition(":")[0]
+    purpose = importlib.import_module(f"headstart.scripts.{entry.COMMANDS[command][0]}").__doc__.partition(":")[0]
     text = "".join(shown.split())  # lines may break anywhere
     assert "".join(purpose.split()) in text
     for name, told in documented_options(COMMANDS[command][0]):
@@ -189,14 +181,30 @@ def test_bench_takes_the_command_line_of_the_manual(parsed):
     line = "--target T --head H --prompts a.jsonl b.jsonl --limit 4 --max-new-tokens 32 --temperature 0.5"
     config = parsed("bench", *line.split(), "--dtype", "float32", "--output", "out.json")
     assert config == BenchConfig(
-        "T", "H", ["a.jsonl", "b.jsonl"], 4, 32, temperature=0.5, dtype="float32", output="out.json"
+        target="T",
+        head="H",
+        prompts=["a.jsonl", "b.jsonl"],
+        limit=4,
+        max_new_tokens=32,
+        temperature=0.5,
+        dtype="float32",
+        output="out.json",
     )
 
 
 def test_tree_takes_the_command_line_of_the_manual(parsed):
     line = "--target T --head H --prompts a.jsonl b.jsonl --max-new-tokens 32 --nodes 24 --thinking false"
     config = parsed("tree", *line.split(), "--dtype", "float32", "--temperature", "0.7")
-    assert config == TreeConfig("T", "H", ["a.jsonl", "b.jsonl"], None, 32, False, 24, 0.7, "float32")
+    assert config == TreeConfig(
+        target="T",
+        head="H",
+        prompts=["a.jsonl", "b.jsonl"],
+        max_new_tokens=32,
+        thinking=False,
+        nodes=24,
+        temperature=0.7,
+        dtype="float32",
+    )
 
 
 DTYPES = {
@@ -456,7 +464,7 @@ def test_generate_streams_what_stock_generate_writes(run, target_folder, head_fo
     answered = tokenizer.decode(written, skip_special_tokens=True)
     assert shown.count(answered.strip()) == 2  # both sides
     rates, equal = shown.splitlines()[-2:]
-    assert " times)" in rates and equal == "both wrote the same text"
+    assert " times)" in rates and equal == "both generated the same text"
 
 
 def test_generate_of_no_tokens_says_nothing(run, target_folder):

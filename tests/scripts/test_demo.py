@@ -15,9 +15,8 @@ import torch
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
 from headstart.inference import Target
-from headstart.train.commands import DemoConfig
+from headstart.scripts.demo import Budget, DemoConfig, demo
 from headstart.train.data import self_made as selfmade
-from headstart.train.demo import Budget, demo
 
 LIKELY = {"<|im_end|>": 0.05, **dict.fromkeys("abcdefghijklmnopqrst", 0.05)}
 
@@ -48,7 +47,7 @@ def test_what_is_finished_is_not_repeated(config, capsys, monkeypatch):
     demo(config)
     assert time.monotonic() - began < 66
     first = capsys.readouterr().out
-    assert "both wrote the same text" in first and first.count("identical") == 2
+    assert "both generated the same text" in first and first.count("identical") == 2
     monkeypatch.setattr(Target, "from_pretrained", lambda *_: pytest.fail("loaded something"))
     demo(config)
     second = capsys.readouterr().out

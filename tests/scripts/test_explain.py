@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
-from headstart.train.commands import TreeConfig
+from headstart.scripts.tree import TreeConfig, explain_chains
 from headstart.train.data.chat_template import prompt_ids, read_prompts
-from headstart.train.explain import explain_chains
 from headstart.train.loop import train
 
 
@@ -43,7 +42,15 @@ def test_chains_of_a_source_are_explained(taught, prompts, capsys):
 def test_chains_of_a_head_are_explained_with_their_operations(run_options, changed, tmp_path, prompts):
     config = run_options(tmp_path / "run", 5)
     head = train(changed(config, loop={"eval_every": 0, "save_every": 0})) / "last"
-    asked = TreeConfig(config.target, str(head), [prompts], explain=True, dtype="float32", max_new_tokens=8, limit=2)
+    asked = TreeConfig(
+        target=config.target,
+        head=str(head),
+        prompts=[prompts],
+        explain=True,
+        dtype="float32",
+        max_new_tokens=8,
+        limit=2,
+    )
     before = (head / "config.json").read_bytes()
     found = explain_chains(asked)
     assert all(row.operations > 0 for row in found)
@@ -52,8 +59,10 @@ def test_chains_of_a_head_are_explained_with_their_operations(run_options, chang
 
 def test_what_cannot_be_explained_is_refused(taught, prompts):
     with pytest.raises(ValueError, match="'lookahead' takes no tree 'chain:8'"):
-        explain_chains(TreeConfig(str(taught), prompts=[prompts], explain=True, drafter="lookahead", dtype="float32"))
+        explain_chains(
+            TreeConfig(target=str(taught), prompts=[prompts], explain=True, drafter="lookahead", dtype="float32")
+        )
     with pytest.raises(ValueError, match="has no tree to find; give --explain"):
-        TreeConfig(str(taught), prompts=[prompts], drafter="random")
+        TreeConfig(target=str(taught), prompts=[prompts], drafter="random")
     with pytest.raises(ValueError, match="'head' is required"):
-        TreeConfig(str(taught), prompts=[prompts])
+        TreeConfig(target=str(taught), prompts=[prompts])

@@ -9,13 +9,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from headstart.heads.checkpoints import hub
 from headstart.heads.checkpoints.files import read_weights
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.models import dtypes
-from headstart.train import exchange
-from headstart.train.commands import ExportConfig, ImportConfig, PushConfig
-from headstart.train.exchange import export_foreign, import_foreign, original, push_head
+from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
+from headstart.scripts.checkpoints.import_head import ImportConfig, import_foreign
+from headstart.scripts.checkpoints.original import original_target
+from headstart.scripts.checkpoints.push import PushConfig, push_head
 
 OPTIONS = {
     "cut": {},
@@ -83,7 +85,7 @@ def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
     _, folder = made("medusa")
-    monkeypatch.setattr(exchange, "push_folder", lambda *_: pytest.fail("uploaded"))
+    monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
     push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True, base_model="org/base", license="mit"))
     said = capsys.readouterr().out
     assert "model.safetensors" in said and "base_model: org/base" in said and "nothing was uploaded" in said
@@ -99,7 +101,7 @@ def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(taught, m
         found.update(read_weights(ready), repo=repo)
         return "an address"
 
-    monkeypatch.setattr(exchange, "push_folder", push)
+    monkeypatch.setattr(hub, "push_folder", push)
     push_head(PushConfig(run=str(tmp_path / "run"), repo="me/head"))
     weight_VD = Target.from_pretrained(taught).modules.lm_head.weight
     assert found["repo"] == "me/head" and torch.equal(found["lm_heads.0.weight"], weight_VD)
@@ -159,5 +161,5 @@ def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught
     AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
     monkeypatch.setattr(dtypes, "against_float32", lambda dtype: 3.0)
     assert Target.from_pretrained(tmp_path / "rounded", device="cpu").dtype == torch.float32
-    assert original(str(tmp_path / "rounded")).dtype == torch.bfloat16
-    assert original(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16
+    assert original_target(str(tmp_path / "rounded")).dtype == torch.bfloat16
+    assert original_target(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16

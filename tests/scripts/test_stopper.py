@@ -8,7 +8,7 @@ import torch
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.early_exit import EarlyExitChain, sureness
-from headstart.train.stopper import Judged, Prices, fit, simulated, train_stopper
+from headstart.scripts.measuring.early_exit import Judged, Prices, fit, simulated, train_stopper
 
 
 def rounds(count=400, depth=4):

@@ -19,13 +19,12 @@ from headstart.inference.drafters.tree_drafting import DynamicTree, StaticTree
 from headstart.inference.stats import RoundRecord, Stats
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length, machine
 from headstart.inference.tuning.tree_spec import EarlyExitShape
-from headstart.train import calibrate as module
-from headstart.train import expected
-from headstart.train.calibrate import calibrate
-from headstart.train.commands import TreeConfig
+from headstart.scripts import tree as module
+from headstart.scripts.measuring import early_exit, tree_costs
+from headstart.scripts.measuring.tree_costs import Costs, dynamic_lengths, measured_costs, timed_trees
+from headstart.scripts.tree import TreeConfig, calibrate
 from headstart.train.data.chat_template import Example, prompt_ids, read_prompts
 from headstart.train.evaluate import real_acceptance, teacher_forced
-from headstart.train.expected import Costs, dynamic_lengths, measured_costs, timed_trees
 from headstart.train.loop import train
 
 NEW_TOKENS = 10
@@ -49,7 +48,13 @@ def config(taught, head, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 9)), encoding="utf-8")
     return TreeConfig(
-        str(taught), str(head), [str(path)], limit=5, max_new_tokens=NEW_TOKENS, dtype="float32", compile=False
+        target=str(taught),
+        head=str(head),
+        prompts=[str(path)],
+        limit=5,
+        max_new_tokens=NEW_TOKENS,
+        dtype="float32",
+        compile=False,
     )
 
 
@@ -84,7 +89,7 @@ def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(c
 
 def rated(monkeypatch, fastest):
     """As if rounds with trees of a kind were twice as fast as all others."""
-    original = module._answered
+    original = module._decode_with
 
     def answered(*given):
         found = original(*given)
@@ -93,7 +98,7 @@ def rated(monkeypatch, fastest):
             stats.seconds = {"target": stats.rounds * length / (2.0 if isinstance(policy, fastest) else 1.0)}
         return found
 
-    monkeypatch.setattr(module, "_answered", answered)
+    monkeypatch.setattr(module, "_decode_with", answered)
 
 
 @pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])
@@ -109,13 +114,13 @@ def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, hea
 
 
 def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, monkeypatch):
-    tried, original = {}, module._answered
+    tried, original = {}, module._decode_with
 
     def noted(target, head, policies, *rest):
         tried.update({"static" if isinstance(policy, TreeShape) else "dynamic": policy for policy in policies[1:]})
         return original(target, head, policies, *rest)
 
-    monkeypatch.setattr(module, "_answered", noted)
+    monkeypatch.setattr(module, "_decode_with", noted)
     calibrate(changed(config, nodes=5))
     found = load_head(head)[1].measured["calibration"]
     target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
@@ -145,7 +150,7 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
 def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config, monkeypatch):
     """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more slowly."""
     costs = Costs({size: 1.0 if size <= 6 else float(size) for size in module.SIZES}, (0.1, 0.0, 0.0), 0.0, 1.0)
-    monkeypatch.setattr(module, "measured_costs", lambda *_: costs)
+    monkeypatch.setattr(tree_costs, "measured_costs", lambda *_: costs)
     assert calibrate(config).size == 6
 
 
@@ -158,7 +163,7 @@ def test_costs_are_those_of_the_parts(taught, monkeypatch):
     timed = {None: round_of(draft=0.0, target=3.0)}
     for tree in (shallow, deep, at_least_fp32):
         timed[tree] = round_of(draft=0.5 + 0.25 * tree.depth + 0.125 * tree.expanded, target=6.0)
-    monkeypatch.setattr(expected, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.4})
+    monkeypatch.setattr(tree_costs, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.4})
     costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
     assert costs.draft == pytest.approx((0.5, 0.25, 0.125))
     assert costs.other == 0.75 and costs.plain == 3.75
@@ -216,7 +221,7 @@ def test_sampling_is_calibrated_too(config, head):
 def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, taught, monkeypatch):
     rated(monkeypatch, EarlyExitShape)
     trained = EarlyExitShape(2, 0.3, weights=(1.25, -0.5, -0.1, 2.0))
-    monkeypatch.setattr(module, "train_stopper", lambda *_: (trained, 1.5, 100.0))
+    monkeypatch.setattr(early_exit, "train_stopper", lambda *_: (trained, 1.5, 100.0))
     policy = calibrate(changed(config, nodes=5, stopper=True))
     assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
     drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
@@ -240,7 +245,7 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
 
 
 def refused_early(config, monkeypatch, words):
-    monkeypatch.setattr(module.SpeculativeLM, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr(SpeculativeLM, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
     with pytest.raises(ValueError, match=words):
         calibrate(config)
 

@@ -11,8 +11,7 @@ import torch
 
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
 from headstart.inference import Target
-from headstart.train.checkup import changed, verify_head
-from headstart.train.commands import VerifyConfig
+from headstart.scripts.verify import VerifyConfig, verify_head, with_options
 from headstart.train.fingerprint import NOISE, OTHERS, apart, probe
 from headstart.train.loop import train
 
@@ -34,14 +33,14 @@ def checked(target, head):
 def test_a_healthy_head_is_said_to_be_so(trained, capsys):
     checked(*trained)
     said = capsys.readouterr().out
-    assert "healthy: " in said and "guesses along a fixed text: 0% others than when it was saved, 0.000" in said
+    assert "healthy: " in said and "drafts along a fixed text: 0% others than when it was saved, 0.000" in said
 
 
 def altered(name, change):
     """The head with another tensor."""
 
     def alter(head):
-        head = changed(head)
+        head = with_options(head)
         head.load_state_dict({**head.state_dict(), name: change(head.state_dict()[name].clone())})
         return head
 
@@ -49,8 +48,8 @@ def altered(name, change):
 
 
 MISTAKES = {
-    "another norm before the residual": lambda head: changed(head, norm_before_residual=True),
-    "normalised output fed back": lambda head: changed(head, norm_output=True),
+    "another norm before the residual": lambda head: with_options(head, norm_before_residual=True),
+    "normalised output fed back": lambda head: with_options(head, norm_output=True),
     "a lost norm": altered("midlayer.hidden_norm.weight", torch.zeros_like),
     "an LM head drawn at random": altered("lm_head.weight", torch.randn_like),
     "fc transposed": altered("fc.weight", lambda weight: weight.T.reshape(weight.shape)),
@@ -71,14 +70,14 @@ def test_a_head_that_was_read_otherwise_is_found_out(trained, mistake, ours, tmp
     if not ours:
         metadata = CheckpointMetadata()
     save_head(mistake(head), tmp_path / "head", metadata)
-    with pytest.raises(ValueError, match=r"read otherwise|no numbers or infinite|right about its first draft"):
+    with pytest.raises(ValueError, match=r"was misread|infinite or not numbers|of its first drafts are right"):
         checked(target, tmp_path / "head")
 
 
 def test_the_misreading_that_explains_it_is_named(trained, tmp_path):
     target, folder = trained
     head, _ = load_head(folder)
-    moved = changed(head)
+    moved = with_options(head)
     moved.d2t.sub_(1)
     moved.t2d.copy_(moved.t2d.roll(-1))
     save_head(moved, tmp_path / "head", CheckpointMetadata())
@@ -134,6 +133,6 @@ def test_the_shipped_head_is_told_from_every_misreading_of_it():
     others, noise = apart(probe(target, head), metadata.measured["probe"])
     assert others <= OTHERS / 2 and noise <= 0.75 * NOISE  # saved in bfloat16, guessed in float32
     for what, options in REAL.items():
-        others, noise = apart(probe(target, changed(head, **options)), metadata.measured["probe"])
+        others, noise = apart(probe(target, with_options(head, **options)), metadata.measured["probe"])
         print(f"{what}: {others:.2f}, {noise:.3f}")
         assert others > OTHERS or noise > 1.5 * NOISE, what

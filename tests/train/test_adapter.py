@@ -18,14 +18,13 @@ from transformers import AutoModelForCausalLM
 from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
-from headstart.train.commands import ExportConfig
 from headstart.train.config import AdapterConfig
 from headstart.train.console import Stopped
 from headstart.train.data.chat_template import collate, read_conversations
 from headstart.train.evaluate import prompt_of
-from headstart.train.exchange import export_foreign
 from headstart.train.loop import train
 from headstart.train.setup import split_examples
 

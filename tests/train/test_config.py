@@ -7,7 +7,10 @@ import re
 
 import pytest
 
-from headstart.train.commands import BenchConfig, DemoConfig, GenerateConfig, SelfMadeConfig, TreeConfig
+from headstart.scripts.bench import BenchConfig
+from headstart.scripts.demo import DemoConfig
+from headstart.scripts.generate import GenerateConfig
+from headstart.scripts.tree import TreeConfig
 from headstart.train.config import (
     AdapterConfig,
     DataConfig,
@@ -15,6 +18,7 @@ from headstart.train.config import (
     FeaturesConfig,
     LoopConfig,
     OptimConfig,
+    SelfMadeConfig,
     TrainConfig,
     dtype_of,
 )

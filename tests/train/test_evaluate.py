@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead
-from headstart.inference import DynamicShape, SpeculativeLM, Stats, TreeShape, tree_policy
+from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.train.config import EvalConfig
 from headstart.train.data.chat_template import Example
-from headstart.train.evaluate import RANKS, evaluate, in_turns, prompt_of, real_acceptance, summary, teacher_forced
+from headstart.train.evaluate import RANKS, evaluate, prompt_of, real_acceptance, summary, teacher_forced
 
 VOCAB = 24
 
@@ -123,21 +123,3 @@ def test_the_card_gets_every_tree_with_its_size(target, examples):
 
 def test_a_prompt_is_what_comes_before_the_first_answer():
     assert prompt_of(Example([4, 5, 6, 7, 8], [False, False, True, False, True])).tolist() == [4, 5]
-
-
-def test_engines_answer_each_prompt_in_turns(target):
-    asked = []
-
-    class Noted(SpeculativeLM):
-        def generate(self, ids, **settings):
-            asked.append((self.name, ids.shape[1]))
-            return super().generate(ids, **settings)
-
-    engines = {name: Noted(target) for name in ("one", "two")}
-    for name, lm in engines.items():
-        lm.name = name
-    prompts = [torch.ones(1, length, dtype=torch.int64) for length in (3, 4, 5)]
-    found = in_turns(engines, prompts, {"max_new_tokens": 4, "do_sample": False})
-    assert asked == [("one", 3), ("two", 3), ("one", 3), ("two", 3), ("two", 4), ("one", 4), ("one", 5), ("two", 5)]
-    # Of the four tokens the first is the prompt's, and the warm-up's do not count.
-    assert {name: stats.tokens for name, stats in found.items()} == {"one": 9, "two": 9}

@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference.tuning import machine
 from headstart.train import loop, precision
-from headstart.train.commands import SelfMadeConfig
-from headstart.train.config import DataConfig, LoopConfig, TrainConfig
+from headstart.train.config import DataConfig, LoopConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
 from headstart.train.loop import train
 from headstart.train.precision import as_begun, formats, resolved, with_formats

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoints.save_load import differences, load_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer, tokenizer_origin
-from headstart.train.answer import answer
-from headstart.train.commands import GenerateConfig
+from headstart.scripts.generate import GenerateConfig, stream_answer
 from headstart.train.data.chat_template import data_origin, warn_of_other_data
 from headstart.train.loop import train
 
@@ -126,6 +125,6 @@ def test_prompts_that_reach_the_model_differently_are_named(head, taught, change
 
 
 def test_a_command_says_it_too(head, taught):
-    options = GenerateConfig(str(taught), "hi", str(head), max_new_tokens=2, dtype="float32")
+    options = GenerateConfig(target=str(taught), prompt="hi", head=str(head), max_new_tokens=2, dtype="float32")
     with pytest.warns(UserWarning, match="thinking False"):
-        answer(options)
+        stream_answer(options)

@@ -7,8 +7,7 @@ import yaml
 from accelerate import Accelerator
 
 from headstart.heads.checkpoints.save_load import finish_replacing
-from headstart.train.commands import SelfMadeConfig
-from headstart.train.config import DataConfig, TrainConfig
+from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
 from headstart.train.run_folder import Run
 

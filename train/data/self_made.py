@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM
 from ...inference.sequences import Sequences
-from ..commands import SelfMadeConfig
+from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..engine import Shared, load
 from ..files import check_options, write_whole

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from openai import APIError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
 
-from ..commands import SelfMadeConfig
+from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..files import check_options, whole_lines, write_whole
 from .chat_template import read_prompts

@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
-from headstart.train.benchmark import first_difference
+from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.provenance import hardware
 
 pytestmark = pytest.mark.isa

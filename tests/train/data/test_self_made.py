@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from headstart.train.commands import SelfMadeConfig
+from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import self_made as selfmade
 from headstart.train.data.chat_template import check_conversation

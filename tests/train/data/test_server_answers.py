@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from headstart.train.commands import SelfMadeConfig
+from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import server_answers as served
 from headstart.train.data.chat_template import encode, read_conversations

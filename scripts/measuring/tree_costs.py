@@ -14,19 +14,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..heads import DraftHead
-from ..inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
-from ..inference.drafters.base import DraftContext, PrefillChunk
-from ..inference.drafters.tree_drafting import DynamicTree
-from ..inference.logits import RandomSampler
-from ..inference.target import TargetOutput
-from ..inference.tuning.costs import forward_seconds
-from ..inference.tuning.tree_spec import EarlyExitShape
-from .console import counted
-from .data.chat_template import Example
+from headstart.heads import DraftHead
+from headstart.inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
+from headstart.inference.drafters.base import DraftContext, PrefillChunk
+from headstart.inference.drafters.tree_drafting import DynamicTree
+from headstart.inference.logits import RandomSampler
+from headstart.inference.target import TargetOutput
+from headstart.inference.tuning.costs import forward_seconds
+from headstart.inference.tuning.tree_search import best_static_tree, expected_length
+from headstart.inference.tuning.tree_spec import EarlyExitShape
+from headstart.train.console import counted
+from headstart.train.data.chat_template import Example
 
 TIMED, TIMED_DEPTH, TIMED_WIDTHS = 8, 4, (2, 8)
-"""Size, largest depth, and widths of the trees by which drafting is timed; deeper ones go on along the line."""
+"""Size, largest depth, and widths of the trees by which drafting is timed; costs of deeper ones are extrapolated."""
+WIDTHS = (2, 4, 8)
+"""Widths of dynamic trees that are considered."""
+
+
+def expected_lengths(
+    target: Target, head: DraftHead, accuracy_KI: list[list[float]], examples: list[Example], sizes: Sequence[int]
+) -> dict[Shape, float]:
+    """Tokens a round of the best static tree of every size and depth, and of every dynamic one."""
+    lengths: dict[Shape, float] = {}
+    for size in sizes:
+        for depth in range(1, head.max_depth + 1):
+            shape = best_static_tree(accuracy_KI[:depth], size)
+            lengths[shape] = expected_length(shape, accuracy_KI)
+    for width in {min(width, head.draft_vocab_size) for width in WIDTHS}:
+        found = dynamic_lengths(target, head, width, examples, sizes)
+        for (size, depth), length in found.items():
+            most = 1 + width + (depth - 1) * width**2
+            if depth < size:
+                lengths[DynamicShape(min(size, most), depth, width)] = length
+    return lengths
 
 
 @torch.inference_mode()

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads import DraftHead
-from ..inference import SpeculativeLM, Stats, Target
-from ..inference.drafters.base import StepResult
-from ..inference.drafters.early_exit import EarlyExitChain, sureness
-from ..inference.tuning.tree_spec import STOPPER_WEIGHTS, EarlyExitShape
-from .expected import check_seconds
+from headstart.heads import DraftHead
+from headstart.inference import SpeculativeLM, Stats, Target
+from headstart.inference.drafters.base import StepResult
+from headstart.inference.drafters.early_exit import EarlyExitChain, sureness
+from headstart.inference.tuning.tree_spec import STOPPER_WEIGHTS, EarlyExitShape
+from headstart.scripts.measuring.tree_costs import check_seconds
 
 THRESHOLDS = tuple(i / 20 for i in range(20))
 """That are tried."""

@@ -1,4 +1,4 @@
-"""What chains of each length gain: by the formulas, and measured.
+"""Gain of chains of each length: by the formulas, and measured.
 
     headstart tree --explain --target MODEL --head HEAD --prompts FILE
     headstart tree --explain --target MODEL --drafter model:SMALLER --prompts FILE
@@ -16,18 +16,15 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..heads import DraftHead
-from ..inference import SpeculativeLM, Target, TreeShape, load_tokenizer
-from ..inference.drafters.base import Drafter
-from ..inference.drafters.draft_model import AssistantModel
-from ..inference.drafters.head_drafter import DraftModel, HeadDrafter
-from ..inference.drafters.tree_drafting import drafter_of
-from ..inference.tuning.tree_search import best_draft_length, chain_length, operations_factor, time_factor
-from .commands import TreeConfig
-from .console import console, log, number
-from .data.chat_template import check_lengths, check_tokenizer, prompt_ids, read_prompts
-from .evaluate import answer_settings, in_turns
-from .expected import check_seconds
+from headstart.heads import DraftHead
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.drafters.base import Drafter
+from headstart.inference.drafters.draft_model import AssistantModel
+from headstart.inference.drafters.head_drafter import DraftModel
+from headstart.inference.tuning.tree_search import best_draft_length, chain_length, operations_factor, time_factor
+from headstart.scripts.measuring.comparison import in_turns
+from headstart.scripts.measuring.tree_costs import check_seconds
+from headstart.train.console import console, log, number
 
 LONGEST = 8
 """Chains are looked at up to this length."""
@@ -47,55 +44,19 @@ class Explained:
     """Times as many as plain decoding; None where a draft's are not known."""
 
 
-def explain_chains(config: TreeConfig) -> list[Explained]:
-    """Load what drafts, and explain it.
-
-    Raises:
-        ValueError: a target, head, drafter or prompt file that cannot be used, or a drafter without chains.
-    """
-    rows = [row for path in config.prompts for row in read_prompts(path, config.limit)]
-    if not rows:
-        raise ValueError(f"{config.prompts[0]} holds no prompts")
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(
-        config.target,
-        config.head or None,
-        config.dtype,
-        tree="auto" if config.head else f"chain:{LONGEST}",
-        compile=config.compile,
-        drafter=config.drafter,
-        fallback=False,
-    )
-    target, lead = lm.target, lm.drafter
-    if not isinstance(lead, HeadDrafter):
-        raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
-    prompts = [prompt_ids(tokenizer, row, config.thinking).to(target.device) for row in rows]
-    check_lengths(prompts, config.max_new_tokens, target.max_positions, ", ".join(config.prompts))
-
-    def chain_of(gamma: int) -> Drafter:
-        drafter = drafter_of(lead.head, TreeShape.chain(gamma), target.modules)
-        if target.graph is not None:
-            drafter.compile()
-        return drafter
-
-    settings = answer_settings(config.max_new_tokens, config.temperature)
-    return explain(target, chain_of, lead.head.max_depth, prompts, settings, _operations(lead.head, target))
-
-
-def _operations(guesser: DraftModel, target: Target) -> float | None:
-    """A draft's over a plain step's: the weights of their linear maps, each used once for a token."""
+def operations_of(draft: DraftModel, target: Target) -> float | None:
+    """Operations of a draft over those of a plain step: weights of linear layers, each used once for a token."""
 
     def linear(*modules: nn.Module) -> int:
         maps = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
         return sum(part.weight.numel() for part in maps.values())
 
-    if isinstance(guesser, AssistantModel):
-        return linear(guesser.model.model) / linear(target.model)
-    if not isinstance(guesser, DraftHead):
+    if isinstance(draft, AssistantModel):
+        return linear(draft.model.model) / linear(target.model)
+    if not isinstance(draft, DraftHead):
         return None
-    shared = () if hasattr(guesser, "lm_head") else (target.modules.lm_head,)
-    return linear(guesser, *shared) / linear(target.model)
+    shared = () if hasattr(draft, "lm_head") else (target.modules.lm_head,)
+    return linear(draft, *shared) / linear(target.model)
 
 
 def explain(

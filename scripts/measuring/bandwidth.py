@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
-from ..inference.tuning.costs import forward_seconds
+from headstart.inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
+from headstart.inference.tuning.costs import forward_seconds
 
 READ_BYTES = {"cuda": 2**31, "cpu": 2**28}
 """That are read to measure a device's bandwidth; far more than its caches hold."""

@@ -1,43 +1,32 @@
-"""What rounds cost on a GPU: a small real model with its head, and the shapes of large ones with random weights.
+"""Times of rounds on a GPU: shapes of large models with random weights, against transformers' own steps.
 
-    python scripts/bench_gpu.py --output benchmarks/gpu
-
-The large models' acceptance is SYNTHETIC: their weights are random, so each round's accepted tokens are drawn from a
-rate that gives the acceptance length published for EAGLE-3 (arXiv:2503.01840, table 1). What is measured is what rounds
-cost.
+The acceptance is SYNTHETIC: the weights are random, so each round's accepted tokens are drawn at a rate that gives the
+acceptance length published for EAGLE-3 (arXiv:2503.01840, table 1). Only the cost of rounds is measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from ..heads import DraftHead
-from ..heads.checkpoints.save_load import build_head, json_ready
-from ..inference import DynamicShape, Stats, Target, TreeShape
-from ..inference.drafters.base import DraftContext, Drafter, PrefillChunk
-from ..inference.drafters.head_drafter import HeadDrafter, NoDraft
-from ..inference.drafters.tree_drafting import drafter_of
-from ..inference.kv_cache import free_memory
-from ..inference.logits import RandomSampler, Sampler
-from ..inference.tree import DraftTree
-from ..inference.verify import VerifyResult, greedy
-from ..inference.verify_step import Decider
-from .console import log
-from .floors import memory_bandwidth, now, weight_bytes
-from .gpu_options import GpuBenchConfig
-from .gpu_training import head_options, told_training, training_of
-from .provenance import provenance
+from headstart.heads import DraftHead
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import DynamicShape, Stats, Target, TreeShape
+from headstart.inference.drafters.base import DraftContext, Drafter, PrefillChunk
+from headstart.inference.drafters.head_drafter import HeadDrafter, NoDraft
+from headstart.inference.drafters.tree_drafting import drafter_of
+from headstart.inference.logits import RandomSampler, Sampler
+from headstart.inference.tree import DraftTree
+from headstart.inference.verify import VerifyResult, greedy
+from headstart.inference.verify_step import Decider
+from headstart.scripts.measuring.bandwidth import now, weight_bytes
+from headstart.train.console import log
 
 LLAMA_3: dict[str, Any] = {
     "vocab_size": 128256,
@@ -67,69 +56,6 @@ DEPTH, WIDTH = 7, 10
 """Of the trees, as in EAGLE-2."""
 RATE = 0.93
 """Synthetic acceptance rate at every depth: 1 + sum of RATE^d over 7 depths is 6.3, near the published 6.13."""
-TRAINING_STEPS = 5
-"""Training steps that are timed."""
-HEADROOM = 0.85
-"""Share of the device's memory that weights and caches may take."""
-
-
-def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
-    """Measure, print, write JSON and a table; what is measured already stays if a later shape fails.
-
-    Raises:
-        ValueError: an unknown shape.
-    """
-    unknown = sorted(set(config.shapes) - set(SHAPES))
-    if unknown:
-        raise ValueError(f"unknown shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bandwidth = memory_bandwidth(device)
-    log.info(f"{provenance()['hardware']}: reads {bandwidth / 1e9:.0f} GB/s")
-    report: dict[str, Any] = {
-        "synthetic": "acceptance of random weights is drawn, not measured",
-        "bandwidth": bandwidth,
-        **provenance(),
-        "training": {},
-        "shapes": {},
-    }
-    if len(config.training) not in (0, 2) or min([1, *config.training]) < 1:
-        raise ValueError(f"training needs a number of rows and of tokens, or nothing, not {config.training}")
-    deadline = time.monotonic() + 60 * config.minutes
-    for name in config.shapes:
-        report["shapes"][name] = rows = []
-        shape = SHAPES[name]()
-        free = HEADROOM * free_memory(device)
-        weights = 2 * parameters_of(shape)
-        if weights > free:
-            log.info(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
-            continue
-        target, head = random_pair(shape, device)
-        if config.training and not report["training"]:
-            rows_of, length = config.training
-            report["training"][name] = training_of(target, head_options(target), rows_of, length, TRAINING_STEPS)
-            log.info(told_training(name, report["training"][name]))
-            written(report, config)
-        decide = Decider(synthetic)
-        target.compile()
-        decide.compile(device)
-        for batch in config.batches:
-            for context in config.contexts:
-                if weights + target.cache_bytes(batch, context + max(config.nodes)) > free:
-                    log.info(f"{name}, batch {batch}, context {context}: does not fit, left out")
-                    continue
-                for nodes in config.nodes:
-                    if time.monotonic() > deadline:
-                        log.info(f"{config.minutes:g} minutes are over: the rest is left out")
-                        return written(report, config)
-                    rows.append(rounds_of(target, head, decide, batch, context, nodes, bandwidth, config.repeats))
-                    log.info(told(name, rows[-1]))
-                    written(report, config)
-            rows += stock(target, batch, config.repeats, name)
-        del target, head
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return written(report, config)
 
 
 def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, DraftHead]:
@@ -250,40 +176,3 @@ def parameters_of(shape: PretrainedConfig) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     return sum(weight.numel() for weight in model.parameters())
-
-
-def told(name: str, row: dict[str, Any]) -> str:
-    """One line for the screen."""
-    parts = ", ".join(f"{part} {value:.2f}" for part, value in row["milliseconds"].items())
-    return (
-        f"{name}, batch {row['batch']}, context {row['context']}, {row['nodes']} nodes: {row['round']:.2f} ms "
-        f"({parts}), {row['bandwidth_share']:.0%} of the bandwidth, "
-        f"{row['synthetic_tokens_per_second']:.0f} tokens/s (synthetic)"
-    )
-
-
-def written(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, Any]:
-    """JSON, and the same as Markdown."""
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = report | {"options": dataclasses.asdict(config)}
-    (folder / "rounds.json").write_text(json.dumps(json_ready(whole), indent=1) + "\n", encoding="utf-8")
-    lines = [
-        f"Hardware: {report['hardware']}. Acceptance is synthetic (random weights): a rate of {RATE} at each depth."
-    ]
-    lines += [f"\n{told_training(name, row)}" for name, row in report["training"].items()]
-    for name, rows in report["shapes"].items():
-        lines += ["", f"### {name}", "", "| batch | context | nodes | round, ms | draft | target | rest | bandwidth | "]
-        lines[-1] += "synthetic tokens/s |"
-        lines.append("|---|---|---|---|---|---|---|---|---|")
-        for row in rows:
-            if "transformers" in row:
-                lines.append(f"| {row['batch']} | {row['context']} | {row['transformers']} | {row['step']:.2f} |||||| ")
-                continue
-            parts = " | ".join(f"{row['milliseconds'][part]:.2f}" for part in ("draft", "target", "rest"))
-            lines.append(
-                f"| {row['batch']} | {row['context']} | {row['nodes']} | {row['round']:.2f} | {parts} | "
-                f"{row['bandwidth_share']:.0%} | {row['synthetic_tokens_per_second']:.0f} |"
-            )
-    (folder / "rounds.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return whole

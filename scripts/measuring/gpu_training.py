@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from ..heads import TargetFeatures
-from ..heads.checkpoints.save_load import build_head
-from ..heads.eagle3 import Eagle3Head
-from ..heads.layers.decoder_layer import TrainingTimeTest
-from ..inference import Target
-from .config import OptimConfig
-from .data.chat_template import Batch, Example, collate
-from .features.online import online_features
-from .floors import now
-from .optim import build_optimizer
-from .report import PEAK_TFLOPS, count_flops
+from headstart.heads import TargetFeatures
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.layers.decoder_layer import TrainingTimeTest
+from headstart.inference import Target
+from headstart.scripts.measuring.bandwidth import now
+from headstart.train.config import OptimConfig
+from headstart.train.data.chat_template import Batch, Example, collate
+from headstart.train.features.online import online_features
+from headstart.train.optim import build_optimizer
+from headstart.train.report import PEAK_TFLOPS, count_flops
 
 
 def training_of(target: Target, options: dict[str, Any], rows: int, length: int, repeats: int) -> dict[str, Any]:

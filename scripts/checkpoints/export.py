@@ -1,0 +1,181 @@
+"""Convert a head to another project's format: `headstart export HEAD --to speculators --output FOLDER`.
+
+vLLM and SGLang read a head as it is: for them nothing needs to be exported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.scripts.command_line import options
+from headstart.train.config import CommandOptions
+from headstart.train.console import log
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.heads import DraftHead
+    from headstart.heads.checkpoints.save_load import CheckpointMetadata
+    from headstart.inference import Target
+
+NEW_TOKENS = 48
+"""Tokens of each answer on which an int8 head is compared."""
+
+
+@dataclass(frozen=True)
+class ExportConfig(CommandOptions):
+    """A head, converted to another project's format."""
+
+    required = ("head", "to", "output")
+
+    head: str = ""
+    """The head's checkpoint folder or Hub id."""
+    to: str = ""
+    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
+    target with the head's adapter (Medusa-2) merged in, and the head for it. Or int8: the head with 8-bit weights
+    (torchao). Or model: a truncated head as a model by itself."""
+    output: str = ""
+    """Folder to write."""
+    target: str | None = None
+    """The target, whose embedding some projects keep in the file; null for the one in the head's config."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse and export."""
+    export_foreign(options(ExportConfig, "export", __doc__, arguments, first="head"))
+
+
+def export_foreign(config: ExportConfig) -> None:
+    """Write a head for another project.
+
+    Raises:
+        ValueError: no head there, or one that the project cannot have.
+    """
+    from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
+    from headstart.heads.checkpoints.save_load import load_head
+    from headstart.scripts.checkpoints.original import embedding_of, original_target
+
+    own = {"merged": export_merged, "int8": export_int8, "model": export_model}
+    if config.to not in (*PROJECTS, *own):
+        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
+    head, metadata = load_head(config.head)
+    if config.to in own:
+        own[config.to](head, metadata, config)
+        return
+    embedding_VD, architectures = None, ("LlamaForCausalLM",)
+    if config.to != "fasterdecoding":
+        target = original_target(config.target or head.target.name)
+        head.target.check(target.info)
+        embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
+    export_head(head, metadata, config.to, config.output, embedding_VD, architectures)
+    log.info(f"{config.output}: written for {config.to}")
+
+
+def _target_of(
+    head: DraftHead, config: ExportConfig, dtype: torch.dtype | None = None
+) -> tuple[Target, PreTrainedTokenizerBase]:
+    """Load the head's target and tokenizer, in this dtype or that of its checkpoint, and check that they fit."""
+    from headstart.inference import load_tokenizer
+    from headstart.scripts.checkpoints.original import original_target
+
+    source = config.target or head.target.name
+    target, tokenizer = original_target(source, dtype), load_tokenizer(source)
+    head.target.check(target.info)
+    return target, tokenizer
+
+
+def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
+    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter.
+
+    Raises:
+        ValueError: a head without an adapter.
+    """
+    from headstart.heads.checkpoints.save_load import adapter_of, new_folder, save_head
+    from headstart.inference import Target
+
+    if not metadata.adapted:
+        raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
+    target, tokenizer = _target_of(head, config)
+    target.merge_adapter(adapter_of(config.head))
+    model, final = target.model, Path(config.output)
+    if getattr(model, "hf_quantizer", None) is not None and target.origin["quantization"] in (None, "gguf"):
+        model.hf_quantizer = None  # the weights of a GGUF file are no longer packed, and must not say so
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    with new_folder(final) as partial:
+        model.save_pretrained(partial / "target")
+        tokenizer.save_pretrained(partial / "target")
+        origin = metadata.origin | Target(model, str(final / "target")).origin
+        head.target = dataclasses.replace(head.target, name=str(final / "target"))
+        save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, origin=origin))
+    log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
+
+
+def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
+    """Write a head with int8 weights, and report the change in acceptance length.
+
+    Raises:
+        ValueError: a head with an adapter, which stays in its own folder; torchao is not installed.
+    """
+    from headstart.heads.checkpoints.quantized import quantize
+    from headstart.heads.checkpoints.save_load import save_head
+    from headstart.inference import TreeShape
+    from headstart.scripts.verify import PROMPTS
+    from headstart.train.data.chat_template import prompt_ids
+    from headstart.train.evaluate import real_acceptance
+
+    if metadata.adapted:
+        raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
+    dtype = next(head.parameters()).dtype
+    target, tokenizer = _target_of(head, config, dtype)
+    head = head.to(target.device).eval()
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
+
+    def acceptance_length() -> float:
+        return real_acceptance(target, head, TreeShape.chain(head.max_depth), prompts, NEW_TOKENS).acceptance_length
+
+    before = acceptance_length()
+    quantize(head)
+    after = acceptance_length()
+    save_head(head, config.output, metadata)
+    log.info(
+        f"{config.output}: int8 weights; acceptance length on a chain of {head.max_depth}, {len(prompts)} built-in "
+        f"prompts: {before:.3f} in {str(dtype).removeprefix('torch.')}, {after:.3f} in int8 ({after / before - 1:+.1%})"
+    )
+
+
+def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
+    """Write a truncated head as a model by itself, in transformers' format.
+
+    Raises:
+        ValueError: a head that is no model.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from headstart.heads import TruncatedHead
+    from headstart.heads.checkpoints.save_load import new_folder
+    from headstart.scripts.checkpoints.original import embedding_of
+
+    if not isinstance(head, TruncatedHead):
+        raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
+    dtype = next(head.parameters()).dtype
+    target, tokenizer = _target_of(head, config, dtype)
+    keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
+    embedding_VD, lm_head_VD = embedding_of(target), target.modules.lm_head.weight.cpu()
+    # The embedding of a target may be scaled on its way out: then it is no longer the LM head.
+    tied = bool(target.config.tie_word_embeddings) and torch.equal(embedding_VD, lm_head_VD)
+    whole = LlamaConfig(**keys | {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters})
+    model: Any = LlamaForCausalLM._from_config(whole, dtype=dtype)
+    weights = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
+    model.load_state_dict(weights | {"model.embed_tokens.weight": embedding_VD, "lm_head.weight": lm_head_VD})
+    model.generation_config = target.model.generation_config
+    with new_folder(Path(config.output)) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    size = sum(weight.numel() for weight in model.parameters())
+    log.info(f"{config.output}: a model of {size:,} parameters, for transformers, vLLM and SGLang")

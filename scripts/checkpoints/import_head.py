@@ -1,0 +1,66 @@
+"""Convert a head of another project to ours: `headstart import FOLDER_OR_ID --target MODEL --output FOLDER`.
+
+FasterDecoding/Medusa, SafeAILab/EAGLE (1, 2 and 3), Hydra, SpecForge, speculators, ModelOpt, and what vLLM reads,
+recognised by their files. Anything unknown, missing or contradictory is an error that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headstart.scripts.command_line import options
+from headstart.train.config import CommandOptions
+from headstart.train.console import log
+
+
+@dataclass(frozen=True)
+class ImportConfig(CommandOptions):
+    """A head of another project, converted to ours."""
+
+    required = ("head", "target", "output")
+
+    head: str = ""
+    """The other project's checkpoint folder or Hub id."""
+    target: str = ""
+    """The model that the head drafts for: a folder, a Hub id, a GGUF file, or package:NAME."""
+    output: str = ""
+    """Folder to write."""
+    revision: str | None = None
+    """Revision of the Hub id."""
+    token: str | None = None
+    """Access token of the Hub; null for the one that is logged in."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse and import."""
+    import_foreign(options(ImportConfig, "import", __doc__, arguments, first="head"))
+
+
+def import_foreign(config: ImportConfig) -> None:
+    """Read another project's head and save it as ours.
+
+    Raises:
+        ValueError: naming anything in it that cannot be read for certain.
+    """
+    from headstart.heads.checkpoints.conversion import import_head
+    from headstart.heads.checkpoints.files import read_json, read_weights
+    from headstart.heads.checkpoints.hub import local_folder
+    from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
+    from headstart.scripts.checkpoints.original import embedding_of, original_target
+
+    folder = local_folder(config.head, config.revision, config.token)
+    found = read_json(folder / "config.json")
+    if "headstart" in found:
+        raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
+    tensors = read_weights(folder)
+    target = original_target(config.target)
+    imported = import_head(found, tensors, target.info, embedding_of(target))
+    source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
+    save_head(imported.head, config.output, CheckpointMetadata(training={"imported": source}))
+    for remark in imported.remarks:
+        log.info(f"- {remark}")
+    name, size = type(imported.head).__name__, sum(weight.numel() for weight in imported.head.parameters())
+    log.info(
+        f"{config.output}: {name} of {size:,} parameters, read as {imported.form}. Check it with "
+        f"`headstart verify {config.output} --target {config.target}`"
+    )

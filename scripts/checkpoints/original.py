@@ -1,0 +1,20 @@
+"""Targets as their checkpoints store them: what is published or converted must not depend on this machine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.inference import Target
+from headstart.inference.models.dtypes import own_dtype
+from headstart.inference.models.loading import default_device
+
+
+def original_target(source: str, dtype: torch.dtype | None = None) -> Target:
+    """Load a target in this dtype, or in that of its checkpoint."""
+    return Target.load(source, dtype or own_dtype(source)[0], default_device())
+
+
+def embedding_of(target: Target) -> Tensor:
+    """The target's embedding [V, D], on the CPU."""
+    return target.modules.embed(torch.arange(target.info.vocab_size, device=target.device)).cpu()

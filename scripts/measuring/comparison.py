@@ -1,0 +1,106 @@
+"""Comparisons of decoders on the same prompts: interleaved, prompt by prompt, with quartiles over prompts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headstart.inference import SpeculativeLM, Stats, Target
+from headstart.inference.tuning.machine import turns
+from headstart.train.console import ProgressBar
+from headstart.train.data.chat_template import check_lengths, prompt_ids, read_prompts
+
+Key = TypeVar("Key")
+Prompts = dict[str, list[list[dict[str, str]]]]
+"""Messages of every prompt, by file."""
+
+
+def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
+    """Read the first `limit` prompts of each file.
+
+    Raises:
+        ValueError: a file that cannot be read or holds no prompts.
+    """
+    prompts = {path: read_prompts(path, limit) for path in paths}
+    for path, rows in prompts.items():
+        if not rows:
+            raise ValueError(f"{path} holds no prompts")
+    return prompts
+
+
+def encode_prompts(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, target: Target, new_tokens: int, thinking: bool | None
+) -> dict[str, list[Tensor]]:
+    """Token ids of every prompt, each [1, time], on the target's device.
+
+    Raises:
+        ValueError: a prompt that leaves no room for `new_tokens`.
+    """
+    encoded = {
+        path: [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
+        for path, rows in prompts.items()
+    }
+    for path, ids in encoded.items():
+        check_lengths(ids, new_tokens, target.max_positions, path)
+    return encoded
+
+
+def answer_settings(new_tokens: int, temperature: float) -> dict[str, Any]:
+    """Arguments of `generate` for answers that are compared: greedy, or sampled from the whole distribution."""
+    if temperature == 0:
+        return {"max_new_tokens": new_tokens, "do_sample": False}
+    return {"max_new_tokens": new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
+    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike.
+
+    Args:
+        engines: by any key; each first answers the first prompt once more, to be warm and compiled.
+        prompts: token ids, each [1, time].
+        settings: arguments of `generate`.
+    """
+    found: dict[Key, list[Stats]] = {key: [] for key in engines}
+    with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
+        for lm in engines.values():
+            lm.generate(prompts[0], **settings)
+            bar.update(bar.done + 1)
+        for number, ids in enumerate(prompts):
+            for key in turns(list(engines), number):
+                found[key].append(engines[key].generate(ids, **settings).stats)
+                bar.update(bar.done + 1)
+    return {key: Stats.merged(parts) for key, parts in found.items()}
+
+
+@torch.inference_mode()
+def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int) -> dict[str, float] | None:
+    """Find where two answers to a prompt of `prompt` tokens differ first.
+
+    Returns:
+        `token`, counted from the first new one, and `logit_gap` between the two tokens there, by a forward of the
+        target over the text before; None if the answers are equal.
+    """
+    shorter = min(stock_1T.shape[1], ours_1T.shape[1])
+    differing = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()
+    if len(differing) == 0:
+        return None if stock_1T.shape == ours_1T.shape else {"token": shorter - prompt, "logit_gap": float("inf")}
+    place = int(differing[0])
+    logits_V = target.model(stock_1T[:, :place], logits_to_keep=1).logits[0, -1].float()
+    gap = logits_V[stock_1T[0, place]] - logits_V[ours_1T[0, place]]
+    return {"token": place - prompt, "logit_gap": float(gap)}
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """Median and quartiles over prompts."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": median, "lower_quartile": low, "upper_quartile": high}
+
+
+def spread(row: dict[str, float]) -> str:
+    """Format the result of `quartiles` for a table."""
+    return f"{row['median']:.2f} ({row['lower_quartile']:.2f}-{row['upper_quartile']:.2f})"
