@@ -16,9 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.train.config import TYPE_CHECKING
 from headstart.train.console import ProgressBar, Stopped, StopRequest, console, log, number
 
 if TYPE_CHECKING:

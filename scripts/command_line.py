@@ -11,12 +11,12 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.train.config import CommandOptions, Dtype
+from headstart.train.config import TYPE_CHECKING, CommandOptions, Dtype
 from headstart.train.console import Stopped, show_on_console
 
 if TYPE_CHECKING:

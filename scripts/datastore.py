@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headstart.scripts.command_line import options
-from headstart.train.config import CommandOptions
+from headstart.train.config import TYPE_CHECKING, CommandOptions
 from headstart.train.console import log
 
 if TYPE_CHECKING:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from headstart.scripts.bench import BenchConfig, benchmark, print_report
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig, stream_answer
 from headstart.train.config import (
+    TYPE_CHECKING,
     CommandOptions,
     DataConfig,
     EvalConfig,

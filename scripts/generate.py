@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.train.config import TYPE_CHECKING
 from headstart.train.console import console, log
 
 if TYPE_CHECKING:

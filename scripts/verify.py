@@ -12,9 +12,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from headstart.scripts.command_line import TargetOptions, options
+from headstart.train.config import TYPE_CHECKING
 from headstart.train.console import console, log
 
 if TYPE_CHECKING:

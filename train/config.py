@@ -6,7 +6,11 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
+
+TYPE_CHECKING = False
+"""The constant that type checkers know by its name. Where it is the one of `typing`, jsonargparse runs the imports below
+it to look for types of options, and a command needs seconds to import torch before it refuses an option."""
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +29,7 @@ def dtype_of(name: str) -> torch.dtype:
     names = get_args(Dtype)[1:]
     if name not in names:
         raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(names)}")
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 @dataclass(frozen=True)

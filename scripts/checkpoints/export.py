@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headstart.scripts.command_line import options
-from headstart.train.config import CommandOptions
+from headstart.train.config import TYPE_CHECKING, CommandOptions
 from headstart.train.console import log
 
 if TYPE_CHECKING:
