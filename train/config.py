@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 TYPE_CHECKING = False
-"""The constant that type checkers know by its name. Where it is the one of `typing`, jsonargparse runs the imports below
-it to look for types of options, and a command needs seconds to import torch before it refuses an option."""
+"""The constant that type checkers know by name. Where it is the one of `typing`, jsonargparse runs the imports below
+it in search of types of options, and a command needs seconds to import torch before it refuses an option."""
 
 if TYPE_CHECKING:
     import torch

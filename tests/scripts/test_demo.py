@@ -59,9 +59,9 @@ SLOW = """
 import functools, sys, time
 from transformers import LlamaForCausalLM
 from headstart.scripts.__main__ import main
-from headstart.train import selfmade
+from headstart.train.data import self_made
 from headstart.train.console import console
-selfmade.distinct_share = lambda _: 1.0
+self_made.distinct_share = lambda _: 1.0
 stage, rule, forward, slow = sys.argv.pop(1), console.rule, LlamaForCausalLM.forward, []
 
 def told(title):
