@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.heads.base import at_least_fp32
+from headstart.heads.layers.decoder_layer import at_least_fp32
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.head_drafter import HeadDrafter, over_target

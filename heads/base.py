@@ -1,7 +1,7 @@
-"""What every draft head is: a module that learns from a frozen target's features and guesses its next tokens.
+"""Interface of a draft head: a module that learns from a frozen target's features and drafts its next tokens.
 
-Training calls `forward` (the loss, teacher-forced, one term per depth). Decoding calls `begin` once, then
-`observe` after the prefill and after every round, and `expand` once per depth of the tree that is grown.
+Training calls `forward`: the loss, teacher-forced, one term per depth. Decoding calls `begin` once, then `observe`
+after the prefill and after every round, and `expand` once per depth of the draft tree.
 
 Letters in tensor names: B batch, T time, A accepted tokens, W width of the tree's frontier, V vocabulary,
 D hidden size, F width of the chosen feature layers side by side, K depths, I ranks.
@@ -15,9 +15,9 @@ import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The facts of a target model that decide whether a head fits it; saved with every head."""
+    """Dimensions of a target model, which decide whether a head fits it; saved with every head."""
 
     name: str
     """Folder, Hub id or file that the target was loaded from."""
@@ -45,21 +45,21 @@ class TargetInfo:
     num_key_value_heads: int
     """Key and value heads of a block."""
     head_dim: int
-    """Width of one of them."""
+    """Width of an attention head."""
     hidden_act: str
-    """Activation of the MLPs, by transformers' word."""
+    """Activation of the MLPs, by its name in transformers."""
     rms_norm_eps: float
-    """Added to variances under the root."""
+    """Added to the variance in a norm."""
     max_positions: int
-    """Longest text."""
+    """Tokens of the longest sequence."""
     rope_parameters: dict[str, Any]
     """Rotary embedding with its scaling, as in a transformers config."""
 
     def check(self, other: TargetInfo) -> None:
-        """Refuse a target that a head for `self` cannot read.
+        """Refuse a target that a head trained for this one does not fit.
 
         Raises:
-            ValueError: naming every dimension that differs, with both values.
+            ValueError: with every dimension that differs, and both values.
         """
         differing = [
             f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)} (target)"
@@ -85,12 +85,12 @@ class TargetModules:
     blocks: Sequence[nn.Module]
     """The decoder blocks, which a head may start from."""
     logit_scale: float = 1.0
-    """Factor of what the LM head gives: Cohere's logit_scale, the inverse of Granite's logits_scaling."""
+    """Factor on the LM head's output: Cohere's logit_scale, the inverse of Granite's logits_scaling."""
     logit_cap: float | None = None
-    """Gemma 2's final_logit_softcapping: logits are bent into (-cap, cap)."""
+    """Gemma 2's final_logit_softcapping, which bends logits into (-cap, cap)."""
 
     def lm_head_rows(self, tokens: Tensor | None) -> Tensor:
-        """Scaled rows [tokens, D] of the LM head, from which a head's own one starts; None for all tokens."""
+        """Scaled rows [tokens, D] of the LM head as starting values; None for all tokens."""
         weight_VD = self.lm_head.weight.detach()
         rows = weight_VD if tokens is None else weight_VD[tokens.to(weight_VD.device)]
         return rows if self.logit_scale == 1 else rows * self.logit_scale
@@ -100,14 +100,14 @@ class TargetModules:
         return self.scaled(self.lm_head(states))
 
     def scaled(self, products: Tensor) -> Tensor:
-        """What the LM head gave, [..., V], as logits."""
+        """The LM head's output [..., V] to logits."""
         logits = products if self.logit_scale == 1 else products * self.logit_scale
         return logits if self.logit_cap is None else self.logit_cap * (logits / self.logit_cap).tanh()
 
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What a head trains on: one batch of conversations, seen by the frozen target."""
+    """One training batch of conversations, with the states of the frozen target."""
 
     features_BTF: Tensor
     """The chosen layers' residual streams, side by side."""
@@ -115,35 +115,34 @@ class TargetFeatures:
     """The state after the final norm."""
     tokens_BT: Tensor
     loss_mask_BT: Tensor
-    """True where the token is one that the assistant wrote. On the CPU: how many drafts there are to judge is asked of
-    it, and an accelerator would have to be waited for."""
+    """True at the tokens of the assistant. On the CPU, so that counting draft positions waits for no accelerator."""
     modules: TargetModules
     positions_BT: Tensor | None = None
-    """Of packed rows: each token's place in its own sequence, from 0. None where every row is one sequence."""
+    """Position of each token in its sequence where rows are packed; None where every row is one sequence."""
 
     @property
-    def places_BT(self) -> Tensor:
-        """Each token's position, packed or not."""
+    def position_ids_BT(self) -> Tensor:
+        """Position of each token in its sequence, packed or not."""
         if self.positions_BT is not None:
             return self.positions_BT
         return torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(self.tokens_BT)
 
-    def tokens_after(self, places: int) -> Tensor:
-        """The token so many places further on; past the end, where no draft is judged, the last one."""
-        place_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
-        return self.tokens_BT[:, (place_T + places).clamp(max=len(place_T) - 1)]
-
     @property
     def sequences_BT(self) -> Tensor | None:
-        """Of packed rows: the number of the sequence that each token is of."""
+        """Number of each token's sequence in a packed row; None where every row is one sequence."""
         return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
+
+    def tokens_after(self, offset: int) -> Tensor:
+        """Token `offset` positions later, [B, T]; past the end, where no draft is judged, the last one."""
+        position_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+        return self.tokens_BT[:, (position_T + offset).clamp(max=len(position_T) - 1)]
 
 
 class HeadOutput(NamedTuple):
     """The loss of one batch and the counts from which every reported mean is made.
 
-    A tuple, in which engines that shard a head (FSDP2) find the tensors that its backward starts from. All are
-    sums over positions, so that batches, accumulation steps and ranks add up before anything is divided.
+    A tuple, so that engines that shard a head (FSDP2) find the tensors that need gradients. All are sums over
+    positions, so that batches, accumulation steps and ranks add up before anything is divided.
     """
 
     loss: Tensor
@@ -151,110 +150,102 @@ class HeadOutput(NamedTuple):
     losses_K: Tensor
     """The unweighted loss summed over positions, per depth."""
     counts_K: Tensor
-    """How many positions each depth was judged on."""
+    """Positions at which each depth was judged."""
     hits_KI: Tensor
-    """How often the true token was the head's i-th best."""
+    """Positions at which the true token was the head's i-th best."""
 
 
-@runtime_checkable
 class BatchCache(Protocol):
-    """A part of a draft state that holds rows of the batch in its own way."""
+    """KV cache of a head, preallocated and written to in place."""
+
+    nodes: int
+    """Slots of draft nodes, before those of committed tokens."""
+    attended: int | None
+    """Slots that forwards attend to, from the first on; None for all."""
 
     def select(self, rows_R: Tensor) -> BatchCache:
-        """The same with these rows only."""
+        """A cache of some rows."""
 
     def replace(self, rows_R: Tensor, other: BatchCache) -> None:
-        """Put the rows of another one, as large, in the places of these."""
-
-    def show(self, tokens: int) -> None:
-        """There are no more than so many tokens in any row: nothing behind them need be looked at."""
+        """Overwrite rows by those of a cache of the same capacity."""
 
     def resized(self, capacity: int) -> BatchCache:
-        """With room for so many tokens of each row, or as it is if it has that."""
+        """This cache, or a copy with room for `capacity` committed tokens in each row."""
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """Its tensors, with the dimensions whose size differs between generations."""
+        """Tensors with their dimensions that differ between generations."""
 
 
 @dataclass(frozen=True)
 class DraftState:
-    """What a head carries from `observe` through the `expand` calls of one round; each head adds its own fields."""
+    """State that a head carries from `observe` through the `expand` calls of a round.
+
+    Each head adds its own fields: tensors with the batch first, and tokens committed so far as `lengths_B`.
+    """
 
     modules: TargetModules
     depth: int
-    """Depth of the tree at which the next `expand` call draws children, counted from 0 at the root."""
+    """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the root."""
     max_depth: int
-    """How many `expand` calls a round makes at most."""
-
-    def select(self, rows_R: Tensor) -> Self:
-        """The state of these rows only: all tensors have a row of the batch first, and caches select for themselves."""
-        chosen: dict[str, Any] = {}
-        for name in (field.name for field in dataclasses.fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                chosen[name] = value[rows_R]
-            elif isinstance(value, BatchCache):
-                chosen[name] = value.select(rows_R)
-        return dataclasses.replace(self, **chosen)
-
-    def resume(self, tokens: int | None, capacity: int) -> Self:
-        """The state of a text that goes on, when it had so many tokens (None: all), with room for `capacity`.
-
-        More is shown to it before it drafts. A state that keeps more of a text than `lengths_B` and caches says how it
-        goes back.
-        """
-        changed: dict[str, Any] = {}
-        for name in (field.name for field in dataclasses.fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, BatchCache):
-                changed[name] = value.resized(capacity)
-            elif name == "lengths_B" and tokens is not None:
-                changed[name] = value.clamp(max=tokens)
-        return dataclasses.replace(self, **changed)
+    """Most `expand` calls of a round."""
+    cache: BatchCache | None = field(default=None, kw_only=True)
+    """The head's KV cache, if it has one."""
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """All tensors but those of caches, with the dimension whose size differs between generations: rows."""
-        return [(value, 0) for value in self._values() if isinstance(value, Tensor)]
+        """Tensors with their dimension that differs between generations, the batch; those of the cache apart."""
+        return [(value, 0) for value in vars(self).values() if isinstance(value, Tensor)]
 
-    def caches(self) -> list[BatchCache]:
-        """What is written to in place."""
-        return [value for value in self._values() if isinstance(value, BatchCache)]
-
-    def _values(self) -> list[Any]:
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+    def select(self, rows_R: Tensor) -> Self:
+        """The state of some rows."""
+        chosen: dict[str, Any] = {
+            name: value[rows_R] for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        if self.cache is not None:
+            chosen["cache"] = self.cache.select(rows_R)
+        return dataclasses.replace(self, **chosen)
 
     def replace(self, rows_R: Tensor, other: Self) -> Self:
-        """The state with another one's rows in the places of these, both right after an `observe`."""
+        """The state with rows replaced by another one's, both right after an `observe`; the cache changes in place."""
+        changed: dict[str, Any] = {
+            name: value.index_copy(0, rows_R, getattr(other, name))
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        if self.cache is not None and other.cache is not None:
+            self.cache.replace(rows_R, other.cache)
+        return dataclasses.replace(self, **changed)
+
+    def resume(self, tokens: int | None, capacity: int) -> Self:
+        """The state cropped to the first `tokens` of every row (None: all), with room for `capacity` tokens.
+
+        `observe` follows before anything is drafted. A head whose state depends on the text by more than `lengths_B`
+        and the cache overrides it.
+        """
         changed: dict[str, Any] = {}
-        for name in (field.name for field in dataclasses.fields(self)):
-            value, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(value, Tensor):
-                changed[name] = value.index_copy(0, rows_R, theirs)
-            elif isinstance(value, BatchCache):
-                value.replace(rows_R, theirs)
+        if self.cache is not None:
+            changed["cache"] = self.cache.resized(capacity)
+        if tokens is not None and "lengths_B" in vars(self):
+            changed["lengths_B"] = vars(self)["lengths_B"].clamp(max=tokens)
         return dataclasses.replace(self, **changed)
 
 
 class DraftHead(nn.Module, ABC):
-    """A draft head: see the module's docstring for who calls what.
-
-    A new head is one subclass with its config dataclass, and one row in `HEADS`.
-    """
+    """A draft head: a subclass with its config dataclass, and a row in `HEADS`."""
 
     config_class: ClassVar[type[Any]]
     max_depth: int
     feature_layers: tuple[int, ...]
     """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
     reads_from_start: bool = False
-    """A head is shown every token with the feature before it, hence not a text's first token."""
+    """Whether `observe` is given a text's first token too; else each token comes with the feature before it."""
     recompute: bool = False
-    """Whether training computes activations again in the backward pass instead of keeping them; heads that feed on
-    their own outputs, whose activations grow with every step of training-time test, heed it."""
+    """Activation checkpointing: recompute each step of training-time test in the backward pass, where there are such
+    steps, because their activations grow with their number."""
 
     shape: Any = None
-    """The `LayerShape` of its decoder layers, where it has some."""
+    """`LayerShape` of the decoder layers, if any."""
     cached_layers: int = 0
-    """Decoder layers whose keys and values it keeps while decoding."""
+    """Decoder layers with a KV cache while decoding."""
 
     metadata: CheckpointMetadata | None = None
     """What travels with a head that was loaded."""
@@ -323,84 +314,83 @@ class DraftHead(nn.Module, ABC):
         """Take starting values from the target, once, before training.
 
         Args:
-            modules: the target's embedding and LM head.
-            token_counts_V: how often each token is an answer token of the training data.
+            modules: of the target.
+            token_counts_V: frequency of each token in the answers of the training data.
         """
 
     @abstractmethod
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """The teacher-forced loss and hit counts of a batch; `ranks` is how many best tokens are counted as hits."""
+        """The teacher-forced loss of a batch, and how often the true token was among the `ranks` best drafts."""
 
     @abstractmethod
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
-        """An empty draft state.
+        """A draft state without committed tokens.
 
         Args:
-            modules: the target's embedding and LM head.
+            modules: of the target.
             batch_size: rows.
-            capacity: tokens that a row may come to hold.
-            max_depth: expansions of a round, at most.
-            nodes: nodes that a round expands, all depths together, at most.
+            capacity: most committed tokens of a row.
+            max_depth: most expansions of a round.
+            nodes: most nodes that a round expands, all depths together.
         """
 
     @abstractmethod
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
-        """Take in the tokens that were committed: the feature at position t with the token at t + 1.
+        """Commit tokens, the feature at position t with the token at t + 1, and discard the drafts of the round.
 
-        Called with the prompts, passage by passage, and with the accepted path after every round. Rows commit
-        different numbers of tokens: row b's first `lengths_B[b]` count, which are none in passages behind a prompt's
-        end. What earlier `expand` calls guessed is forgotten.
+        Called with each chunk of the prefill, and with the accepted path after every round. Row b commits its first
+        `lengths_B[b]` tokens, which may be none.
         """
 
     @abstractmethod
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftState]:
-        """Logits of the children of a frontier of nodes.
+        """Draft the children of a frontier of nodes.
 
         Args:
             state: after `observe` for the root, after the previous `expand` for deeper nodes.
             tokens_BW: the frontier's tokens; W is 1 at the root.
-            parents_BW: for each, the index of its parent in the previous frontier; -1 at the root.
+            parents_BW: index of each node's parent in the previous frontier; -1 at the root.
 
         Returns:
-            logits_BWV over the draft vocabulary (see `target_tokens`), with W = 1 from a head that does not see
-            the path, and the state for the next depth.
+            logits_BWV over the draft vocabulary, with W = 1 from a head that does not see the path, and the state
+            for the next depth.
         """
 
     @abstractmethod
     def server_config(self) -> dict[str, Any]:
-        """The keys of config.json by which serving engines read this head."""
+        """Keys of config.json by which servers read this head."""
 
     def unread_by(self) -> dict[str, str]:
-        """The servers (vllm, sglang) that do not read this head, and why: for its model card."""
+        """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""
         return {}
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Tensors that servers look for and the head shares with the target: its LM head, in a file that was pushed."""
+        """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
         return ()
 
     def check_loaded(self) -> None:
-        """Refuse weights that fit and cannot be meant.
+        """Refuse weights of the right shapes with impossible values.
 
         Raises:
-            ValueError: a draft vocabulary that is none.
+            ValueError: a draft vocabulary that is not made of sorted target ids.
         """
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of its keys and values for `rows` x `tokens`."""
+        """Bytes of KV cache for `rows` x `tokens`."""
         if not self.cached_layers:
             return 0
         width = self.shape.num_key_value_heads * self.shape.head_dim
         return 2 * self.cached_layers * rows * tokens * width * next(self.parameters()).element_size()
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as ids of the target's; a head with a truncated vocabulary overrides it."""
+        """Draft ids to target ids."""
         return draft_tokens
 
     @property
     def draft_vocab_size(self) -> int:
         """Number of tokens that the head can draft."""
-        return self.target.vocab_size
+        return getattr(self.config, "draft_vocab_size", None) or self.target.vocab_size
 
 
 def build_config(config_class: type[Any], options: dict[str, Any], where: str) -> Any:
@@ -430,10 +420,5 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A number format as users and configs write it: float32 for torch.float32."""
+    """A dtype as users and configs write it: float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def at_least_fp32(tensor: Tensor) -> Tensor:
-    """At least float32: 16-bit formats are widened, float64 stays."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

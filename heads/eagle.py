@@ -17,7 +17,6 @@ names are those that vLLM reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,26 +26,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules, at_least_fp32
-from .layers.decoder_layer import (
-    DecoderLayer,
-    DraftCache,
-    KVView,
-    LayerShape,
-    Rotary,
-    TrainingTimeTest,
-    llama_config,
-    required_gain,
-    start_layer,
-    target_layer_weights,
-)
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.draft_cache import DraftTreeState
+from .layers.starting_values import required_gain, start_layer, target_layer_weights
+from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-"""The maps of a layer that add to what goes through it."""
+"""The linear maps of a layer whose outputs are added to the residual stream."""
 STEP = 0.25
-"""How far a block of a trained model moves its residual stream, as a share of its size: a fifth to a half."""
+"""Norm of a block's output relative to its residual stream's; a fifth to a half in trained models."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +44,9 @@ class EagleConfig:
     """Options of an EAGLE head; null takes the target's own value."""
 
     depth: int = 5
-    """Tokens after the root that are guessed when decoding."""
+    """Most tokens after the root that are drafted."""
     train_steps: int = 1
-    """Steps trained: 1 for true features only, as published; more feed the predicted features back, as EAGLE-3 does."""
+    """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
     num_layers: int = 1
     """Decoder layers."""
     intermediate_size: int | None = None
@@ -68,13 +58,13 @@ class EagleConfig:
     head_dim: int | None = None
     """Width of a head."""
     rms_norm_eps: float | None = None
-    """Added under the root of every norm."""
+    """Added to the variance in every norm."""
     rope_parameters: dict[str, Any] | None = None
-    """Rotary positions in transformers' words; null for the target's."""
+    """Rotary positions, as in a transformers config; null for the target's."""
     fc_bias: bool = False
-    """Whether `fc` has a bias: some published heads do, vLLM reads none."""
+    """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
-    """While training, each true feature is moved by up to this, uniformly, times 512 / the batch's tokens per row."""
+    """Uniform noise on true features while training, at most this times 512 / the batch's tokens per row."""
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
@@ -84,10 +74,9 @@ class EagleConfig:
     decay: float = 0.8
     """Loss weight of a step relative to the one before."""
     target_top_k: int | None = None
-    """How many of the target's most likely tokens the losses look at; null for the whole vocabulary."""
+    """Number of the target's most likely tokens in the losses; null for the whole vocabulary."""
 
     def __post_init__(self) -> None:
-        """Refuse what no EAGLE head can be."""
         if self.depth < 1 or self.num_layers < 1:
             raise ValueError(
                 f"eagle needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}"
@@ -105,12 +94,12 @@ class EagleConfig:
 
     @property
     def objective(self) -> Objective:
-        """What it is trained on."""
+        """The training objective."""
         return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 class EagleHead(DraftHead):
-    """See the module's docstring."""
+    """EAGLE and EAGLE-2 head."""
 
     config_class = EagleConfig
     config: EagleConfig
@@ -127,17 +116,17 @@ class EagleHead(DraftHead):
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        """Start the layers from the target's if so asked; the vocabulary is the target's own, so nothing is counted."""
+        """Start the layers from one of the target's blocks, if the config names one."""
         if self.config.start != "random":
             block = -1 if self.config.start == "last" else int(self.config.start)
             weights = target_layer_weights(modules.blocks, block, self.target, "eagle")
             self._start_from(weights, required_gain(modules.norm, self.target, "eagle"))
 
     def _start_from(self, block: dict[str, Tensor], gain_D: Tensor) -> None:
-        """Every layer as the target's block, between features instead of the residual stream that they come from.
+        """Start every layer as the target's block, turned from the residual stream x to features.
 
-        With g the final norm's gain and s the stream's size, a feature is f = g x / s; the block's maps are turned
-        into maps of f. The feature goes through `fc` unchanged, the embedding starts silent.
+        With g the final norm's gain and s the size of the stream, a feature is f = g x / s. `fc` starts as the
+        identity on the feature, with zeros for the embedding.
         """
         gain_D = at_least_fp32(gain_D)
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
@@ -146,7 +135,7 @@ class EagleHead(DraftHead):
         for name in OUTPUTS:
             block[name] = gain_D[:, None] * block[name]
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()  # they divide by the size of f, not x
+            block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()  # f, not x, is normalised
         without_norm = {f"self_attn.{kind}_proj.weight": into_D for kind in "qkv"}
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
@@ -158,117 +147,99 @@ class EagleHead(DraftHead):
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
-        """Divide what a layer adds by s, which no weight tells: so that it moves features by STEP of their size."""
+        """Divide a layer's output maps by s, which no weight tells: scale them to move features by STEP."""
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
         features_BTD = features_BTD.to(self.fc.weight)
-        places_BT = torch.arange(64, device=features_BTD.device)[None]
-        rotary = self.rotary(places_BT, features_BTD.dtype)
-        memory = TrainingTimeTest(self.config.num_layers, None).at(0)
-        moved = (layer(features_BTD, rotary, memory, i) - features_BTD).norm() / features_BTD.norm()
+        rotary = self.rotary(torch.arange(64, device=features_BTD.device)[None], features_BTD.dtype)
+        kv = TrainingTimeTest(self.config.num_layers).at(0)
+        moved = (layer(features_BTD, rotary, kv, i) - features_BTD).norm() / features_BTD.norm()
         for name in OUTPUTS:
             layer.get_parameter(name).mul_(STEP / moved)
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """See `DraftHead.forward`; `train_steps` depths while training, all of them while evaluating."""
+        """The loss; while training over `train_steps` depths."""
         steps = self.config.train_steps if self.training else self.max_depth
-        anchors = DraftPositions.of(features, steps)
-        memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
-        hiddens = [state_1ND[0] for state_1ND in self.drafts(features, memory, steps)]
+        positions = DraftPositions.of(features, steps)
+        test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
+        hiddens = [state_1ND[0] for state_1ND in self.drafts(features, test, steps)]
         weight = features.modules.lm_head.weight
-        # The LM head may be narrower than the features; the target's own logits are made in its dtype too.
+        # The LM head may have a narrower dtype than the features; the target's logits are computed in it too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
-        output = draft_loss(inputs, [weight] * steps, None, features, anchors, self.config.objective, ranks)
-        return self._with_feature_loss(output, hiddens, features, anchors)
-
-    def _with_feature_loss(
-        self, output: HeadOutput, hiddens: Sequence[Tensor], features: TargetFeatures, anchors: DraftPositions
-    ) -> HeadOutput:
-        """Smooth L1 between the feature predicted at step k and the true one at t + 1 + k, the mean over D, added."""
+        output = draft_loss(inputs, [weight] * steps, None, features, positions, self.config.objective, ranks)
         share = self.config.loss.get("smooth_l1", 0.0)
         if share == 0:
             return output
+        # Between the feature predicted at step k and the true one at t + 1 + k, the mean over D.
         true_RD = features.last_BTD.flatten(0, 1)
         loss, losses = output.loss, []
         for k, hidden_ND in enumerate(hiddens):
-            true_ND = true_RD[anchors.rows_NK[:, k]]
+            true_ND = true_RD[positions.rows_NK[:, k]]
             apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), at_least_fp32(true_ND), reduction="none")
-            losses.append(share * (apart_ND.mean(-1) * anchors.valid_NK[:, k]).sum())
+            losses.append(share * (apart_ND.mean(-1) * positions.valid_NK[:, k]).sum())
             loss = loss + self.config.decay**k * losses[-1]
         return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
-    def drafts(self, features: TargetFeatures, memory: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """The predicted features of every step, the true tokens given: step k at t predicts t + 1 + k.
+    def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
+        """Teacher-forced features of every step, of which step k at t predicts t + 1 + k.
 
-        Of all positions, [B, T, D], or at the memory's anchors, [1, N, D].
+        [B, T, D], or [1, N, D] at the draft positions of `test`.
         """
-        state_BTD = self._noisy(features.features_BTF)
+        state_BTD = features.features_BTF
+        if self.training and self.config.noise > 0:  # from torch's global generator, as published
+            reach = self.config.noise * 512 / state_BTD.shape[1]
+            state_BTD = state_BTD + (2 * torch.rand_like(state_BTD) - 1) * reach
         keep = not (self.recompute and torch.is_grad_enabled())
         run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
         states = []
         for step in range(steps):
-            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.places_BT + step
+            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.position_ids_BT + step
             if step > 0:
-                next_tokens_BT, positions_BT = memory.judged(next_tokens_BT), memory.judged(positions_BT)
-            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, memory.at(step), features.modules)
+                next_tokens_BT, positions_BT = test.at_drafts(next_tokens_BT), test.at_drafts(positions_BT)
+            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(step), features.modules)
             states.append(state_BTD)
         return states
-
-    def _noisy(self, features_BTD: Tensor) -> Tensor:
-        """The published augmentation, drawn from torch's global generator; none while evaluating."""
-        if not self.training or self.config.noise == 0:
-            return features_BTD
-        reach = self.config.noise * 512 / features_BTD.shape[1]
-        return features_BTD + (2 * torch.rand_like(features_BTD) - 1) * reach
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
     ) -> DraftTreeState:
-        """See `DraftHead.begin`."""
-        cache = DraftCache(self.config.num_layers, batch_size, nodes, capacity)
-        return DraftTreeState.empty(modules, self.fc.weight, self.shape.hidden_size, cache, max_depth, nodes)
+        return DraftTreeState.empty(self, modules, batch_size, capacity, max_depth, nodes)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
-        """See `DraftHead.observe`: the first step at the committed tokens, with true features."""
+        """Run the first step on the committed tokens, with true features."""
         assert isinstance(state, DraftTreeState)
-        positions_BA, memory = state.committing(next_tokens_BA.shape[1])
-        out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, memory, state.modules)
+        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+        out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
         return state.committed(out_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
-        """See `DraftHead.expand`; the root's own step was run by `observe`."""
+        """Run a step on the frontier, but for the root, whose own step `observe` has run."""
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:
-            state = self._step(state, tokens_BW, parents_BW)
+            fed_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1]))
+            positions_BW, kv, state = state.below(parents_BW)
+            state = replace(state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules))
         return state.modules.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
-    def _step(self, state: DraftTreeState, tokens_BW: Tensor, parents_BW: Tensor) -> DraftTreeState:
-        """Run the layers on a frontier below the root."""
-        positions_BW, memory, below = state.below(parents_BW)
-        return replace(
-            below, hidden_BWD=self._run(tokens_BW, state.hidden_of(parents_BW), positions_BW, memory, state.modules)
-        )
-
     def _run(
-        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: KVView, modules: TargetModules
+        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, kv: KVView, modules: TargetModules
     ) -> Tensor:
-        """The next features, from true ones or the head's own: training and decoding both come here."""
+        """The next features, from true ones or from the head's own."""
         embeds_BTD = modules.embed(next_tokens_BT).to(self.fc.weight.dtype)
         state_BTD = self.fc(torch.cat([embeds_BTD, state_BTD], dim=-1))
         rotary = self.rotary(positions_BT, state_BTD.dtype)
         for i, layer in enumerate(self.layers):
-            state_BTD = layer(state_BTD, rotary, memory, i)
+            state_BTD = layer(state_BTD, rotary, kv, i)
         return state_BTD
 
     def unread_by(self) -> dict[str, str]:
-        """See `DraftHead.unread_by`: one server always has a bias in `fc`, the other never."""
         if self.config.fc_bias:
             return {"vllm": "its fc has no bias, and this one has"}
         return {"sglang": "its fc has a bias, drawn at random where a file has none"}
 
     def server_config(self) -> dict[str, Any]:
-        """The keys by which vLLM's `llama_eagle` reads an EAGLE head: those of a Llama, and for SafeAILab `bias`."""
+        """Keys for vLLM's `llama_eagle`, those of a Llama; `bias` is for SafeAILab's code."""
         keys = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)
         return {"architectures": ["LlamaForCausalLM"], **keys, "bias": self.config.fc_bias}

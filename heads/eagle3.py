@@ -24,22 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .draft_vocab import check_ids, check_size, most_frequent
-from .layers.decoder_layer import (
-    Attention,
-    DecoderLayer,
-    DraftCache,
-    GatedMLP,
-    KVView,
-    LayerShape,
-    RMSNorm,
-    Rotary,
-    TrainingTimeTest,
-    llama_config,
-    norm_gain,
-    start_layer,
-    target_layer_weights,
-)
+from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
 from .layers.draft_cache import DraftTreeState
+from .layers.starting_values import norm_gain, start_layer, target_layer_weights
+from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
 
 
@@ -48,19 +36,19 @@ class Eagle3Config:
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
     depth: int = 7
-    """Tokens after the root that are guessed at most."""
+    """Most tokens after the root that are drafted."""
     train_steps: int | None = None
-    """Steps of training-time test; null for as many as `depth`."""
+    """Steps of training-time test; null for `depth`."""
     feature_layers: list[int] | None = None
-    """Three or another number of blocks whose outputs are fused, counted from 0; null for 1, L/2 - 1 and L - 4."""
+    """Blocks, counted from 0, whose outputs are fused; null for 1, L/2 - 1 and L - 4."""
     draft_vocab_size: int | None = None
-    """Tokens that can be drafted, the most frequent in the training data; null for all of them."""
+    """Tokens that can be drafted, the most frequent in the training data; null for all."""
     num_layers: int = 1
-    """Decoder layers; those after the first are plain ones."""
+    """Decoder layers; those after the first are Llama blocks."""
     hidden_size: int | None = None
     """Draft width; where it differs from the target's, the head learns its own embedding."""
     own_embedding: bool = False
-    """Whether it learns its own embedding all the same, started from the target's."""
+    """Learn an own embedding at the target's width too, started from the target's."""
     intermediate_size: int | None = None
     """Width of the MLP."""
     num_attention_heads: int | None = None
@@ -70,7 +58,7 @@ class Eagle3Config:
     head_dim: int | None = None
     """Width of a head."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys, as in Qwen3; false as in Llama."""
+    """RMSNorm on queries and keys, as in Qwen3."""
     fc_norm: bool = False
     """RMSNorm on each fused feature (EAGLE-3.1)."""
     norm_output: bool = False
@@ -78,11 +66,11 @@ class Eagle3Config:
     norm_before_fc: bool = False
     """One RMSNorm on all fused features together (speculators); not with fc_norm."""
     norm_before_residual: bool = False
-    """Whether the residual stream begins behind `hidden_norm` and not before it (speculators)."""
+    """Begin the residual stream after `hidden_norm` instead of before it (speculators)."""
     rms_norm_eps: float | None = None
-    """Added under the root of every norm."""
+    """Added to the variance in every norm."""
     rope_parameters: dict[str, Any] | None = None
-    """Rotary positions in transformers' words; null for the target's."""
+    """Rotary positions, as in a transformers config; null for the target's."""
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     start_lm_head: bool = True
@@ -94,10 +82,9 @@ class Eagle3Config:
     decay: float = 0.8
     """Loss weight of a step relative to the one before, for depth_weights: decay."""
     target_top_k: int | None = None
-    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
+    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
-        """Refuse what no EAGLE-3 head can be."""
         if self.depth < 1 or self.num_layers < 1:
             raise ValueError(
                 f"eagle3 needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}"
@@ -112,7 +99,7 @@ class Eagle3Config:
 
     @property
     def objective(self) -> Objective:
-        """What it is trained on."""
+        """The training objective."""
         return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
@@ -129,23 +116,25 @@ class FusionLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(shape)
 
-    def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], memory: KVView) -> Tensor:
-        """The residual stream before the layer, and after it at the positions that `memory` answers."""
+    def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView) -> Tensor:
+        """The residual stream after the layer, at the positions that `kv` answers."""
         normed_BTD = self.hidden_norm(state_BTD)
         both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
-        found_BTD = self.self_attn(both, rotary, memory, 0)
-        state_BTD = memory.answered(0, normed_BTD if self.norm_before_residual else state_BTD) + found_BTD
-        out: Tensor = state_BTD + self.mlp(self.post_attention_layernorm(state_BTD))
-        return out
+        out_BTD = self.self_attn(both, rotary, kv, 0)
+        residual_BTD = normed_BTD if self.norm_before_residual else state_BTD
+        if out_BTD.shape != residual_BTD.shape:
+            residual_BTD = residual_BTD.flatten(0, 1)[kv.drafts_N][None]
+        state_BTD = residual_BTD + out_BTD
+        return state_BTD + self.mlp(self.post_attention_layernorm(state_BTD))
 
 
 class Eagle3Head(DraftHead):
-    """See the module's docstring."""
+    """EAGLE-3 head."""
 
     config_class = Eagle3Config
     config: Eagle3Config
     d2t: Tensor
-    """What to add to a draft id to get the target's."""
+    """Difference of target id and draft id, by draft id."""
     t2d: Tensor
     """True at the target ids of the draft vocabulary."""
 
@@ -167,21 +156,13 @@ class Eagle3Head(DraftHead):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(shape) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
-        if self._own_embedding:
+        self.own_embedding = config.own_embedding or shape.hidden_size != target.hidden_size
+        if self.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(target.vocab_size) < config.draft_vocab_size)
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
-
-    @property
-    def _own_embedding(self) -> bool:
-        return self.config.own_embedding or self.shape.hidden_size != self.target.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of tokens that the head can draft."""
-        return self.config.draft_vocab_size or self.target.vocab_size
 
     @property
     def vocabulary_V(self) -> Tensor | None:
@@ -192,7 +173,7 @@ class Eagle3Head(DraftHead):
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        """Choose the draft vocabulary; start the LM head, and the layers if so asked, from the target's."""
+        """Choose the draft vocabulary by frequency, and copy what the config starts from the target."""
         if self.config.draft_vocab_size is not None:
             chosen = most_frequent(token_counts_V, self.draft_vocab_size, "eagle3").to(self.d2t.device)
             self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
@@ -211,7 +192,7 @@ class Eagle3Head(DraftHead):
             self._start_from(target_layer_weights(modules.blocks, block, self.target, "eagle3"))
 
     def _start_from(self, block: dict[str, Tensor]) -> None:
-        """Every layer as the target's block; the last fused feature goes through `fc` unchanged."""
+        """Start every layer as the target's block, and `fc` as the identity on the last fused feature."""
         width = self.shape.hidden_size
         own = {name: tensor for name, tensor in block.items() if not name.startswith("self_attn.")}
         own["hidden_norm.weight"] = own["input_layernorm.weight"]
@@ -228,60 +209,52 @@ class Eagle3Head(DraftHead):
         self.fc.weight[:, -width:].copy_(torch.eye(width))
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """See `DraftHead.forward`; while training, as many depths as training-time test has steps."""
+        """The loss; while training over as many depths as training-time test has steps."""
         steps = (self.training and self.config.train_steps) or self.max_depth
-        anchors = DraftPositions.of(features, steps)
-        memory = TrainingTimeTest(self.config.num_layers, features.sequences_BT, anchors.index_N)
-        hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, memory, steps)]
+        positions = DraftPositions.of(features, steps)
+        test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
+        hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, test, steps)]
         heads = [self.lm_head.weight] * steps
-        return draft_loss(hiddens, heads, self.vocabulary_V, features, anchors, self.config.objective, ranks)
+        return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, self.config.objective, ranks)
 
-    def drafts(self, features: TargetFeatures, memory: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """The layer's outputs at every step of training-time test, the true tokens given: [B, T, D], or at anchors."""
+    def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
+        """Teacher-forced outputs of every step: [B, T, D], or [1, N, D] at the draft positions of `test`."""
         state_BTD = self._fuse(features.features_BTF)
         keep = not (self.recompute and torch.is_grad_enabled())
         run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
         states = []
         for step in range(steps):
-            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.places_BT + step
+            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.position_ids_BT + step
             if step > 0:
-                next_tokens_BT, positions_BT = memory.judged(next_tokens_BT), memory.judged(positions_BT)
-            state_BTD = run(self._embed(next_tokens_BT, features.modules), state_BTD, positions_BT, memory.at(step))
+                next_tokens_BT, positions_BT = test.at_drafts(next_tokens_BT), test.at_drafts(positions_BT)
+                state_BTD = self.norm(state_BTD) if self.config.norm_output else state_BTD
+            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(step), features.modules)
             states.append(state_BTD)
-            state_BTD = self._fed_back(state_BTD)
         return states
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
     ) -> DraftTreeState:
-        """See `DraftHead.begin`."""
-        cache = DraftCache(self.config.num_layers, batch_size, nodes, capacity)
-        return DraftTreeState.empty(modules, self.lm_head.weight, self.shape.hidden_size, cache, max_depth, nodes)
+        return DraftTreeState.empty(self, modules, batch_size, capacity, max_depth, nodes)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
-        """See `DraftHead.observe`: step 0 at the committed tokens, with true features."""
+        """Run step 0 on the committed tokens, with true features."""
         assert isinstance(state, DraftTreeState)
-        positions_BA, memory = state.committing(next_tokens_BA.shape[1])
-        embeds = self._embed(next_tokens_BA, state.modules)
-        out_BAD = self._run(embeds, self._fuse(features_BAF), positions_BA, memory)
+        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+        out_BAD = self._run(next_tokens_BA, self._fuse(features_BAF), positions_BA, kv, state.modules)
         return state.committed(out_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
-        """See `DraftHead.expand`; the root's own step was run by `observe`."""
+        """Run a step on the frontier, but for the root, whose own step `observe` has run."""
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:
-            state = self._step(state, tokens_BW, parents_BW)
+            fed_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1]))
+            fed_BWD = self.norm(fed_BWD) if self.config.norm_output else fed_BWD
+            positions_BW, kv, state = state.below(parents_BW)
+            state = replace(state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules))
         return self.lm_head(self.norm(state.hidden_BWD)), replace(state, depth=state.depth + 1)
-
-    def _step(self, state: DraftTreeState, tokens_BW: Tensor, parents_BW: Tensor) -> DraftTreeState:
-        """Run the layers on a frontier below the root."""
-        positions_BW, memory, below = state.below(parents_BW)
-        fed_BWD = self._fed_back(state.hidden_of(parents_BW))
-        return replace(
-            below, hidden_BWD=self._run(self._embed(tokens_BW, state.modules), fed_BWD, positions_BW, memory)
-        )
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:
         """The chosen layers' features as one state."""
@@ -290,28 +263,20 @@ class Eagle3Head(DraftHead):
             features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         elif self.config.norm_before_fc:
             features_BTF = self.input_norm(features_BTF)
-        state: Tensor = self.fc(features_BTF)
-        return state
+        return self.fc(features_BTF)
 
-    def _fed_back(self, state_BTD: Tensor) -> Tensor:
-        """What a step hands to the next."""
-        fed: Tensor = self.norm(state_BTD) if self.config.norm_output else state_BTD
-        return fed
-
-    def _embed(self, tokens_BT: Tensor, modules: TargetModules) -> Tensor:
-        embeds: Tensor = self.embed_tokens(tokens_BT) if self._own_embedding else modules.embed(tokens_BT)
-        return embeds
-
-    def _run(self, embeds_BTD: Tensor, state_BTD: Tensor, positions_BT: Tensor, memory: KVView) -> Tensor:
-        """All decoder layers, at true features or at the head's own: training and decoding both come here."""
+    def _run(
+        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, kv: KVView, modules: TargetModules
+    ) -> Tensor:
+        """One step of all decoder layers, on fused features or on the head's own output."""
+        embeds_BTD = self.embed_tokens(next_tokens_BT) if self.own_embedding else modules.embed(next_tokens_BT)
         rotary = self.rotary(positions_BT, state_BTD.dtype)
-        state_BTD = self.midlayer(embeds_BTD, state_BTD, rotary, memory)
+        state_BTD = self.midlayer(embeds_BTD, state_BTD, rotary, kv)
         for i, layer in enumerate(self.layers.values(), start=1):
-            state_BTD = layer(state_BTD, rotary, memory, i)
+            state_BTD = layer(state_BTD, rotary, kv, i)
         return state_BTD
 
     def unread_by(self) -> dict[str, str]:
-        """See `DraftHead.unread_by`."""
         options = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(self.config, name)]
         options += ["num_layers above 1"] if self.config.num_layers > 1 else []
         if -1 in self.feature_layers:
@@ -319,9 +284,9 @@ class Eagle3Head(DraftHead):
         return {"sglang": f"it does not know {', '.join(options)}"} if options else {}
 
     def server_config(self) -> dict[str, Any]:
-        """The keys by which vLLM and SGLang read an EAGLE-3 head.
+        """Keys for vLLM and SGLang.
 
-        They count layers differently: at the top level by the input of a block, in `eagle_config` by its output.
+        Feature layers at the top level are counted by a block's input, in `eagle_config` by its output.
         """
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -341,7 +306,6 @@ class Eagle3Head(DraftHead):
         }
 
     def check_loaded(self) -> None:
-        """See `DraftHead.check_loaded`."""
         ids_V = self.vocabulary_V
         if ids_V is not None:
             check_ids(ids_V, self.target.vocab_size, "d2t")
@@ -349,12 +313,11 @@ class Eagle3Head(DraftHead):
                 raise ValueError("d2t and t2d name different tokens")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """See `DraftHead.target_tokens`."""
         return draft_tokens if self.config.draft_vocab_size is None else draft_tokens + self.d2t[draft_tokens]
 
 
 def fused_layers(asked: list[int] | None, target: TargetInfo) -> tuple[int, ...]:
-    """The feature layers of a head: as asked, or EAGLE-3's own choice, an early, a middle and a late block.
+    """The feature layers that the config names, or EAGLE-3's own: an early, a middle and a late block.
 
     Raises:
         ValueError: layers out of range, coinciding or out of order.

@@ -1,7 +1,7 @@
-"""Hydra and Hydra++ (Ankner et al. 2024, arXiv:2402.05109): Medusa's heads, but each sees the path that leads to it.
+"""Hydra and Hydra++ (Ankner et al. 2024, arXiv:2402.05109): Medusa's heads, each of which reads the path before it.
 
 With h_t the target's state after the final norm, x the tokens and E the target's embedding, head i reads the state
-and all tokens after it, the root x_{t+1} first, and guesses the token at t + 2 + i:
+and all tokens after it, the root x_{t+1} first, and drafts the token at t + 2 + i:
 
     z_i      = [h_t, E(x_{t+1}), ..., E(x_{t+1+i})]                    (i + 2) D wide
     logits_i = lm_head_i(blocks_i(join_i(z_i)))
@@ -9,8 +9,9 @@ and all tokens after it, the root x_{t+1} first, and guesses the token at t + 2 
     block(x) = x + SiLU(W x + b), repeated
 
 Hydra++ has deeper heads, learns from the target's distribution instead of the text, and puts a decoder layer between
-the target and the heads: h_t becomes prefix(h)_t, which has seen the whole text up to t. The authors' code also has
-biases on R and the LM heads, and a norm behind the prefix layer: `bias` and `prefix_norm`.
+the target and the heads: h_t becomes prefix(h)_t, which attends to the whole text up to t. The authors' code also has
+biases on R and the LM heads, and a norm after the prefix layer: `bias` and `prefix_norm`. No server reads these heads,
+so the parameter names are our own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .draft_vocab import check_ids, check_size, most_frequent
-from .layers.decoder_layer import DecoderLayer, DraftCache, KVView, LayerShape, RMSNorm, Rotary, TrainingTimeTest
+from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary
+from .layers.draft_cache import DraftCache
+from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
 
 
@@ -32,21 +35,21 @@ from .losses import DraftPositions, Objective, draft_loss
 class HydraConfig:
     """Options of a Hydra head."""
 
-    word: ClassVar[str] = "hydra"
+    name: ClassVar[str] = "hydra"
 
     num_heads: int = 4
-    """How many tokens after the root are guessed, one head each."""
+    """Tokens after the root that are drafted, one head each."""
     num_layers: int = 1
     """Blocks per head, the one that joins state and tokens counted."""
     prefix_layer: bool = False
-    """Whether the state first passes a decoder layer of the target's dimensions, which the heads share (Hydra++)."""
+    """A decoder layer of the target's dimensions before the heads, which share it (Hydra++)."""
     lm_head: Literal["own", "shared"] = "own"
     """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
     the checkpoint does not hold."""
     bias: bool = False
-    """Whether the joining blocks' residuals and own LM heads have a bias, as in the authors' code."""
+    """Bias in the joining blocks' residuals and own LM heads, as in the authors' code."""
     prefix_norm: bool = False
-    """Whether the prefix layer's output passes an RMSNorm, as in the authors' code."""
+    """RMSNorm after the prefix layer, as in the authors' code."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
@@ -56,56 +59,51 @@ class HydraConfig:
     decay: float = 0.8
     """Loss weight of head i is decay ** i, for depth_weights: decay."""
     target_top_k: int | None = None
-    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
+    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
-        """Refuse what no Hydra head can be."""
         if self.lm_head not in ("own", "shared"):
-            raise ValueError(f"unknown {self.word} lm_head {self.lm_head!r}; choose from own, shared")
+            raise ValueError(f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared")
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(
-                f"{self.word} needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
+                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
             )
         if self.draft_vocab_size is not None and self.lm_head == "shared":
-            raise ValueError(f"{self.word} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
-        self.objective.check(self.word)
+            raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
+        self.objective.check(self.name)
 
     @property
     def objective(self) -> Objective:
-        """What it is trained on."""
+        """The training objective."""
         return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)
 class HydraPlusPlusConfig(HydraConfig):
-    """Options of a Hydra++ head: those of Hydra with other defaults."""
+    """Options of a Hydra++ head: Hydra's with other defaults."""
 
-    word: ClassVar[str] = "hydra++"
-
+    name: ClassVar[str] = "hydra++"
     num_layers: int = 4
-    """Blocks per head, the one that joins state and tokens counted."""
     prefix_layer: bool = True
-    """Whether the state first passes a decoder layer of the target's dimensions, which the heads share."""
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    """Losses and their weights; see losses.py."""
 
 
 @dataclass(frozen=True)
 class HydraState(DraftState):
     """The state that all heads read, and the path to each node of the frontier."""
 
-    cache: DraftCache
-    """Of the prefix layer; unused without one."""
+    cache: DraftCache | None = field(default=None, kw_only=True)
+    """Of the prefix layer, with committed tokens only: the layer reads no drafts. None without such a layer."""
     lengths_B: Tensor
     """Committed tokens of each row."""
     state_B1D: Tensor
     """The state at the last committed position."""
     path_BWP: Tensor
-    """The tokens from the root to each frontier node; none before the root's `expand`."""
+    """Tokens from the root to each frontier node; none before the root's `expand`."""
 
 
 class JoiningBlock(nn.Module):
-    """R z + SiLU(W z + b); starts by passing on the state at the head of z, so that a new head is its LM head."""
+    """R z + SiLU(W z + b), which starts as the identity on the state at the head of z: a new head is its LM head."""
 
     def __init__(self, width: int, parts: int, bias: bool) -> None:
         super().__init__()
@@ -118,13 +116,12 @@ class JoiningBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Any leading shape, the parts side by side; width D out."""
-        joined: Tensor = self.res(z) + F.silu(self.linear(z))
-        return joined
+        """[..., parts x D] to [..., D]."""
+        return self.res(z) + F.silu(self.linear(z))
 
 
 class HydraBlocks(nn.Module):
-    """One head up to its LM head: the joining block, then x + SiLU(W x + b), repeated, W zero at the start."""
+    """One head up to its LM head: the joining block, then x + SiLU(W x + b), repeated, with W starting at zero."""
 
     def __init__(self, width: int, parts: int, count: int, bias: bool) -> None:
         super().__init__()
@@ -135,7 +132,7 @@ class HydraBlocks(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Any leading shape, the parts side by side; width D out."""
+        """[..., parts x D] to [..., D]."""
         x = self.join(z)
         for layer in self.layers:
             x = x + F.silu(layer(x))
@@ -143,7 +140,7 @@ class HydraBlocks(nn.Module):
 
 
 class HydraHead(DraftHead):
-    """See the module's docstring; no server reads these heads, so the parameter names are our own."""
+    """Hydra head."""
 
     config_class: ClassVar[type[Any]] = HydraConfig
     config: HydraConfig
@@ -151,14 +148,14 @@ class HydraHead(DraftHead):
 
     def __init__(self, config: HydraConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
-        check_size(config.draft_vocab_size, target.vocab_size, config.word)
+        check_size(config.draft_vocab_size, target.vocab_size, config.name)
         size, width = config.draft_vocab_size, target.hidden_size
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         if config.prefix_layer:
             self.shape, self.cached_layers = LayerShape.of(target), 1
             self.prefix = DecoderLayer(self.shape)
-            # It starts by passing on what it is given, so that a new head is its LM head here too.
+            # It starts as the identity, so that a new head is its LM head here too.
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
             nn.init.zeros_(self.prefix.mlp.down_proj.weight)
             self.rotary = Rotary(target, self.shape.head_dim)
@@ -171,18 +168,13 @@ class HydraHead(DraftHead):
             self.lm_heads = nn.ModuleList(
                 nn.Linear(width, self.draft_vocab_size, bias=config.bias) for _ in range(config.num_heads)
             )
-        # Sorted target ids: the draft id of a token is its place here.
+        # Sorted target ids, by draft id.
         self.register_buffer("token_map", None if size is None else torch.arange(size))
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of tokens that the head can draft."""
-        return self.config.draft_vocab_size or self.target.vocab_size
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
         if self.token_map is not None:
-            self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, self.config.word))
+            self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, self.config.name))
         if self.config.lm_head == "own":
             rows = modules.lm_head_rows(self.token_map)
             for lm_head in self.lm_heads:
@@ -190,54 +182,50 @@ class HydraHead(DraftHead):
                 lm_head.load_state_dict({"weight": rows, **zero})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """See `DraftHead.forward`."""
-        anchors = DraftPositions.of(features, self.max_depth)
-        hiddens = self.drafts(features, anchors.index_N)
+        positions = DraftPositions.of(features, self.max_depth)
+        hiddens = self.drafts(features, positions.index_N)
         shared = self.config.lm_head == "shared"
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.weight for lm_head in lm_heads]
-        if self.config.bias and not shared:  # a state of 1 carries the bias
+        if self.config.bias and not shared:  # as the weight of a constant input 1
             hiddens = [F.pad(hidden_ND, (0, 1), value=1.0) for hidden_ND in hiddens]
             heads = [torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads]
-        # A shared LM head may be narrower than the states; the target's own logits are made in its dtype too.
+        # A shared LM head may have a narrower dtype than the states; the target's logits are computed in it too.
         hiddens = [hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(hiddens, heads, self.token_map, features, anchors, self.config.objective, ranks)
+        return draft_loss(hiddens, heads, self.token_map, features, positions, self.config.objective, ranks)
 
     def drafts(self, features: TargetFeatures, index_N: Tensor) -> list[Tensor]:
-        """The draft states [N, D] of every head at anchors of the flattened batch, the true tokens given."""
+        """Teacher-forced states [N, D] of every head at the draft positions `index_N` of the flattened batch."""
         tokens_BT = features.tokens_BT
         test = TrainingTimeTest(1, features.sequences_BT, index_N)
         if self.config.prefix_layer:
-            states_ND = self._prefixed(features.last_BTD, features.places_BT, test.at(0))[0]
+            states_ND = self._prefixed(features.last_BTD, features.position_ids_BT, test.at(0))[0]
         else:
-            states_ND = test.judged(features.last_BTD)[0]
-        # Where a path looks past the end of its row, any token serves: no such draft is judged.
-        places_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
-        path_NK = tokens_BT.flatten()[places_NK.clamp(max=tokens_BT.numel() - 1)]
+            states_ND = test.at_drafts(features.last_BTD)[0]
+        # Past the end of a row any token serves: no such draft is judged.
+        rows_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
+        path_NK = tokens_BT.flatten()[rows_NK.clamp(max=tokens_BT.numel() - 1)]
         return [self._draft(i, states_ND, path_NK[:, : i + 1], features.modules) for i in range(self.max_depth)]
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> HydraState:
-        """See `DraftHead.begin`; the cache holds committed tokens only, for the prefix layer sees no guesses."""
         weight = self.blocks[0].get_parameter("join.res.weight")
         return HydraState(
             modules,
             depth=0,
             max_depth=max_depth,
-            cache=DraftCache(1, batch_size, 0, capacity),
+            cache=DraftCache.empty(self, batch_size, 0, capacity) if self.config.prefix_layer else None,
             lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
-            state_B1D=torch.zeros(batch_size, 1, self.target.hidden_size, dtype=weight.dtype, device=weight.device),
+            state_B1D=weight.new_zeros(batch_size, 1, self.target.hidden_size),
             path_BWP=torch.zeros(batch_size, 1, 0, dtype=torch.int64, device=weight.device),
         )
 
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> HydraState:
-        """See `DraftHead.observe`; the heads read the last committed state, the prefix layer all of them."""
+        """Keep the last committed state, after the prefix layer has read all of them."""
         assert isinstance(state, HydraState)
         out_BAD = features_BAF
-        if self.config.prefix_layer:
-            accepted = next_tokens_BA.shape[1]
-            memory = state.cache.commit(state.lengths_B, accepted)
-            positions_BA = state.lengths_B[:, None] + torch.arange(accepted, device=lengths_B.device)
-            out_BAD = self._prefixed(features_BAF, positions_BA, memory)
+        if state.cache is not None:
+            positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+            out_BAD = self._prefixed(features_BAF, positions_BA, kv)
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,
@@ -248,9 +236,9 @@ class HydraHead(DraftHead):
         )
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, HydraState]:
-        """See `DraftHead.expand`; head number `depth` reads each node's path."""
+        """Run the head of this depth on the path to each node."""
         assert isinstance(state, HydraState)
-        # The root's parent is -1; its path is empty, so any place serves.
+        # The root's parent is -1; its path is empty, so any index serves.
         parents_BWP = parents_BW.clamp(min=0)[..., None].expand(-1, -1, state.depth)
         path_BWP = torch.cat([state.path_BWP.gather(1, parents_BWP), tokens_BW[..., None]], dim=-1)
         state_BWD = state.state_B1D.expand(-1, tokens_BW.shape[1], -1)
@@ -259,19 +247,18 @@ class HydraHead(DraftHead):
         logits_BWV = lm_head(hidden_BWD)
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
-    def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, memory: KVView) -> Tensor:
-        """What the prefix layer makes of the target's states."""
-        out: Tensor = self.prefix(states_BTD, self.rotary(positions_BT, states_BTD.dtype), memory, 0)
+    def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, kv: KVView) -> Tensor:
+        """The prefix layer's output for the target's states."""
+        out: Tensor = self.prefix(states_BTD, self.rotary(positions_BT, states_BTD.dtype), kv, 0)
         return self.prefix_norm(out) if self.config.prefix_norm else out
 
     def _draft(self, depth: int, state: Tensor, path: Tensor, modules: TargetModules) -> Tensor:
-        """What a head makes of states [..., D] and paths [..., depth + 1]; training and decoding both come here."""
+        """The input of a head's LM head, [..., D], from states [..., D] and paths [..., depth + 1]."""
         tokens = modules.embed(path).flatten(-2).to(state.dtype)
-        hidden: Tensor = self.blocks[depth](torch.cat([state, tokens], dim=-1))
-        return hidden
+        return self.blocks[depth](torch.cat([state, tokens], dim=-1))
 
     def server_config(self) -> dict[str, Any]:
-        """The head's dimensions; no server reads Hydra heads."""
+        """The head's dimensions, which no server reads."""
         config: dict[str, Any] = {
             "architectures": ["HydraModel"],
             "model_type": "hydra",
@@ -297,21 +284,17 @@ class HydraHead(DraftHead):
         return config
 
     def unread_by(self) -> dict[str, str]:
-        """See `DraftHead.unread_by`."""
         return dict.fromkeys(("vllm", "sglang"), "it has no Hydra")
 
     def check_loaded(self) -> None:
-        """See `DraftHead.check_loaded`."""
         if self.token_map is not None:
             check_ids(self.token_map, self.target.vocab_size, "token_map")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """See `DraftHead.target_tokens`."""
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
 
 
 class HydraPlusPlusHead(HydraHead):
-    """Hydra with deeper heads behind a prefix layer; only the defaults of its options differ."""
+    """Hydra++ head: Hydra with other defaults."""
 
     config_class = HydraPlusPlusConfig
-    config: HydraPlusPlusConfig

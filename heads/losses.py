@@ -12,32 +12,32 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     smooth_l1    between predicted and true features, for heads that predict features (EAGLE-1, arXiv:2401.15077)
 
 tv and lk use p as it is: what lies outside the draft vocabulary can never be accepted. Positions whose token lies
-outside carry no loss. Of answers that the target sampled, the expected soft_ce is then -sum p log q with p as it is,
-and of greedy ones it leaves out those whose best token cannot be drafted; neither asks for the target's logits outside
-the draft vocabulary, most of what they cost.
+outside carry no loss. On answers that the target sampled, the expected soft_ce is then -sum p log q with p as it is; on
+greedy ones it leaves out positions whose best token cannot be drafted. Neither needs the target's logits outside the
+draft vocabulary, which are most of the cost.
 
-Letters in tensor names: N anchors, K depths, R positions of the flattened batch, U those of them that judge a chunk,
-D hidden size, V vocabulary, and of the target's distribution the tokens that are looked at: the draft vocabulary, or
-the most likely ones of it.
+Letters in tensor names: N draft positions, K depths, R positions of the flattened batch, U those that judge a chunk,
+D hidden size, V vocabulary, and in the target's distribution its tokens: the draft vocabulary or the most likely ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import HeadOutput, TargetFeatures, at_least_fp32
+from .base import HeadOutput, TargetFeatures
 from .draft_vocab import draft_ids
 from .layers.chunks import VOCABULARY_ON_CPU, chunk_elements
+from .layers.decoder_layer import at_least_fp32
 
 FEWEST = 64
-"""Positions of a chunk at least, however large the vocabulary."""
+"""Fewest positions of a chunk, however large the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -45,67 +45,71 @@ class Objective:
     """A weighted mix of losses, and how depths are weighted against each other."""
 
     loss: dict[str, float]
-    """Weights by the words of this module's docstring."""
+    """Weight of each loss, by its name in this module's docstring."""
     depth_weights: str
-    """decay: decay ** depth. d_pace: by how much a token's log-probability moves the expected number of accepted
-    tokens, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the true token (arXiv:2605.18810)."""
+    """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a token's
+    log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the true token
+    (arXiv:2605.18810)."""
     decay: float
     """Loss weight of a depth relative to the one before."""
     target_top_k: int | None = None
-    """How many of the target's most likely tokens stand for its distribution, renormalised where the loss
+    """Number of the target's most likely tokens to which its distribution is truncated, renormalised where the loss
     renormalises; None for the whole draft vocabulary."""
 
     @property
     def over_vocabulary(self) -> list[str]:
-        """The losses that this module computes."""
+        """The weighted losses that this module computes: all but smooth_l1."""
         return [name for name, weight in self.loss.items() if weight > 0 and name in LOSSES]
 
+    @property
+    def needs_full_logits(self) -> bool:
+        """Whether a loss needs the target's logits outside the draft vocabulary."""
+        return not NEED_MASS.isdisjoint(self.over_vocabulary)
+
     def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
-        """How many logits of the target are made at a position: all, those of the draft vocabulary, or none."""
+        """Number of the target's logits that are computed at a position."""
         if self.over_vocabulary in ([], ["ce"]):
             return 0
-        return draft_vocab_size if NEED_MASS.isdisjoint(self.over_vocabulary) else vocab_size
+        return vocab_size if self.needs_full_logits else draft_vocab_size
 
     def check(self, head: str, predicts_features: bool = False) -> None:
-        """Refuse what the head cannot be trained on.
+        """Refuse losses that the head cannot be trained on.
 
         Raises:
-            ValueError: naming the loss or weight, and what is valid.
+            ValueError: with the loss or weight, and what is valid.
         """
-        words = (*LOSSES, "smooth_l1") if predicts_features else tuple(LOSSES)
+        valid = ", ".join((*LOSSES, "smooth_l1") if predicts_features else LOSSES)
         for name, weight in self.loss.items():
             if name == "smooth_l1" and not predicts_features:
                 raise ValueError(
-                    f"{head} cannot have the loss 'smooth_l1': it predicts no features; choose from {', '.join(words)}"
+                    f"{head} cannot have the loss 'smooth_l1': it predicts no features; choose from {valid}"
                 )
-            if name not in words:
-                raise ValueError(f"unknown {head} loss {name!r}; choose from {', '.join(words)}")
+            if name not in LOSSES and not (predicts_features and name == "smooth_l1"):
+                raise ValueError(f"unknown {head} loss {name!r}; choose from {valid}")
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight < 0:
                 raise ValueError(f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}")
         if not any(self.loss.values()):
-            raise ValueError(f"{head} needs a loss with a weight above 0; choose from {', '.join(words)}")
+            raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
         if self.depth_weights not in ("decay", "d_pace"):
             raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
         if self.decay <= 0:
             raise ValueError(f"{head} decay must be above 0, not {self.decay}")
-        if self.target_top_k is None:
-            return
-        if self.target_top_k < 1:
+        if self.target_top_k is not None and self.target_top_k < 1:
             raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
-        if self.loss.get("reverse_kl"):
+        if self.target_top_k is not None and self.loss.get("reverse_kl"):
             raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
 
 
 @dataclass(frozen=True)
 class DraftPositions:
-    """The positions of a batch from which drafts are judged, as indices into its flattened [B * T] tokens.
+    """The positions of a batch at which drafts are judged, as indices into its flattened [B * T] tokens.
 
-    An anchor is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at depth
-    k (from 0) is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
+    A draft position is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at
+    depth k, from 0, is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
 
-    Anchors are sorted, and all positions of an answer that judge a deeper draft judge the first draft of another anchor
-    as well. So draft k of anchor n, where valid, is judged at the same position as draft 0 of anchor n + k, and the
-    target's distributions at `rows_NK[:, 0]` are all that is needed, without looking anything up.
+    Draft positions are sorted, and every position of an answer that judges a deeper draft judges the first draft of
+    another draft position too. So draft k of position n, where valid, is judged where draft 0 of position n + k is, and
+    the target's distributions at `rows_NK[:, 0]` are all that is needed, without a look-up.
     """
 
     index_N: Tensor
@@ -116,7 +120,7 @@ class DraftPositions:
 
     @classmethod
     def of(cls, features: TargetFeatures, depths: int) -> DraftPositions:
-        """The anchors of a batch that have at least one draft to judge."""
+        """The positions of a batch that have at least one draft to judge."""
         loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
@@ -125,21 +129,20 @@ class DraftPositions:
         index_N = valid_BTK[..., 0].flatten().nonzero()[:, 0]
         # Past the end any row serves: nothing there is valid.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
-        return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])._beside(features)
+        return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])._to(features.tokens_BT.device)
 
     @classmethod
     def of_answers(cls, features: TargetFeatures) -> DraftPositions:
-        """For a model that is judged on its own next token: the positions before answer tokens, at one depth."""
+        """The positions before answer tokens, at one depth: for a model that is judged on its own next token."""
         before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
         index_N = before_BT.flatten().nonzero()[:, 0]
         valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)
-        return cls(index_N, index_N[:, None], valid_N1)._beside(features)
+        return cls(index_N, index_N[:, None], valid_N1)._to(features.tokens_BT.device)
 
-    def _beside(self, features: TargetFeatures) -> DraftPositions:
-        """On the device of the batch, which is not waited for: how many there are was found out on the host."""
-        device = features.tokens_BT.device
+    def _to(self, device: torch.device) -> DraftPositions:
+        """Copied to a device without waiting for it: their number was found on the host."""
         tensors = [self.index_N, self.rows_NK, self.valid_NK]
-        if device.type == "cuda":  # a copy from other memory may wait for what the device is doing
+        if device.type == "cuda":  # a copy from pageable memory may wait for what the device is doing
             tensors = [tensor.pin_memory() for tensor in tensors]
         return DraftPositions(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
@@ -149,7 +152,7 @@ def draft_loss(
     lm_heads: Sequence[Tensor],
     vocabulary_V: Tensor | None,
     features: TargetFeatures,
-    anchors: DraftPositions,
+    positions: DraftPositions,
     objective: Objective,
     ranks: int = 1,
 ) -> HeadOutput:
@@ -159,13 +162,13 @@ def draft_loss(
     chunk, and the target's distribution is computed once for all depths. The backward only scales them.
 
     Args:
-        hiddens: for each depth, hidden_ND: the draft state of every anchor, the input of its LM head.
-        lm_heads: for each depth, the weight [V, D] of its LM head; the same tensor may stand for several.
+        hiddens: for each depth, hidden_ND: the draft state at every draft position, the input of its LM head.
+        lm_heads: for each depth, the weight [V, D] of its LM head; several depths may share a tensor.
         vocabulary_V: sorted target ids of the draft vocabulary; None for all.
         features: the batch.
-        anchors: of the batch, for as many depths.
+        positions: of the batch, for as many depths.
         objective: `smooth_l1` is not computed here.
-        ranks: how many of a head's best tokens are counted as hits.
+        ranks: number of a head's best tokens that are counted as hits.
     """
     depths = len(hiddens)
     weights = list({id(weight): weight for weight in lm_heads}.values())
@@ -176,12 +179,12 @@ def draft_loss(
     device = hiddens[0].device
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
     hits_KI = torch.zeros(depths, ranks, dtype=torch.int64, device=device)
-    wanted, widths = objective.over_vocabulary, [len(weight) for weight in weights]
-    target_logits = objective.target_logits(len(modules.lm_head.weight), max(widths))
-    judge = _TargetJudge(features, vocabulary_V, objective) if target_logits else None
+    widest = max(map(len, weights))
+    target_logits = objective.target_logits(len(modules.lm_head.weight), widest)
+    target = _TargetDistribution(features, vocabulary_V, objective) if target_logits else None
     tokens_R = features.tokens_BT.flatten()
-    size = positions_at_once(device, max(target_logits, *widths))
-    count = len(anchors.index_N)
+    size = positions_at_once(device, max(target_logits, widest))
+    count = len(positions.index_N)
 
     def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         if shared[k]:
@@ -191,28 +194,31 @@ def draft_loss(
     def of_chunk(start: int, hidden: Sequence[Tensor], heads: Sequence[Tensor]) -> Iterator[Tensor]:
         """The weighted loss of each depth, one after the other.
 
-        Anchors that have no draft at a depth are computed all the same, with a weight of 0: they are few, at the ends
-        of answers, and to pick out the others an accelerator's host would have to wait.
+        Positions without a draft at a depth are computed with a weight of 0: they are few, at the ends of answers, and
+        to leave them out an accelerator's host would have to wait.
         """
         stop = min(start + size, count)
-        labels_NK = draft_ids(tokens_R[anchors.rows_NK[start:stop] + 1], vocabulary_V)
-        valid_NK = anchors.valid_NK[start:stop] & (labels_NK >= 0)
+        labels_NK = draft_ids(tokens_R[positions.rows_NK[start:stop] + 1], vocabulary_V)
+        valid_NK = positions.valid_NK[start:stop] & (labels_NK >= 0)
         probs_U = None
-        if judge:
-            places_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
-            probs_U = judge.at(anchors.rows_NK[places_U, 0])
+        if target:
+            judging_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
+            probs_U = target.at(positions.rows_NK[judging_U, 0])
         of_depths = (logits(k, hidden[k][start:stop], heads[k]) for k in range(depths))
         weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
             logits_NV = logits(k, hidden[k][start:stop], heads[k])
             labels_N, valid_N = labels_NK[:, k], valid_NK[:, k]
-            best_NI = _best(logits_NV.detach(), ranks)
+            if ranks == 1:  # an argmax takes a fraction of the time of `topk`
+                best_NI = logits_NV.detach().argmax(-1, keepdim=True)
+            else:
+                best_NI = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
             hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
-            target = probs_U.part(k, stop - start) if probs_U else None
+            probs = probs_U.part(k, stop - start) if probs_U else None
             log_q_NV = logits_NV.log_softmax(-1)
             loss_N = log_q_NV.new_zeros(stop - start)
-            for name in wanted:
-                loss_N = loss_N + objective.loss[name] * LOSSES[name](log_q_NV, labels_N, target)
+            for name in objective.over_vocabulary:
+                loss_N = loss_N + objective.loss[name] * LOSSES[name](log_q_NV, labels_N, probs)
             losses_K[k] += (loss_N.detach() * valid_N).sum()
             yield (loss_N * weights_NK[:, k]).sum()
 
@@ -222,68 +228,57 @@ def draft_loss(
             yield from of_chunk(start, hidden, heads)
 
     loss = _Summed.apply(run, torch.is_grad_enabled(), *hiddens, *weights)
-    return HeadOutput(loss, losses_K, anchors.valid_NK.sum(0), hits_KI)
+    return HeadOutput(loss, losses_K, positions.valid_NK.sum(0), hits_KI)
 
 
 def positions_at_once(device: torch.device, vocab_size: int) -> int:
-    """Positions of a chunk of the loss, for the larger of the target's and the draft's vocabulary."""
+    """Positions of a chunk of the loss, for the larger of the target's and the draft's logits."""
     return max(FEWEST, chunk_elements(device, VOCABULARY_ON_CPU) // vocab_size)
-
-
-def _best(logits_NV: Tensor, ranks: int) -> Tensor:
-    """The ids of the `ranks` best tokens, best_NI; an argmax takes a fraction of `topk`'s time."""
-    if ranks == 1:
-        return logits_NV.argmax(-1, keepdim=True)
-    return logits_NV.topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
 
 
 @dataclass(frozen=True)
 class TargetProbs:
-    """The target's distribution at some positions, over the tokens that are looked at."""
+    """The target's probabilities at some positions: of the draft vocabulary, or of its most likely tokens."""
 
     renormalised_NV: Tensor
-    """Sums to one."""
+    """Probabilities that sum to one."""
     tokens_NV: Tensor | None
-    """Draft ids of these tokens; None for the whole draft vocabulary."""
+    """Draft ids of the tokens; None for the whole draft vocabulary."""
     log_NV: Tensor | None
-    """Its logarithm, where a loss asks for it."""
+    """Logarithm of the probabilities, if a loss needs it."""
     plogp_N: Tensor | None
-    """sum p log p of it, where a loss asks."""
+    """sum p log p, if a loss needs it."""
     mass_N1: Tensor | None
-    """What the target gives to these tokens, where a loss asks."""
+    """Probability of these tokens together, if a loss needs it."""
 
     def part(self, first: int, count: int) -> TargetProbs:
-        """At `count` of these positions from the `first` on; nothing is copied."""
+        """A view of `count` of the positions."""
+        parts: list[Any] = [None if tensor is None else tensor[first : first + count] for tensor in vars(self).values()]
+        return TargetProbs(*parts)
 
-        def cut(tensor: Any) -> Any:
-            return None if tensor is None else tensor[first : first + count]
-
-        return TargetProbs(*(cut(getattr(self, field.name)) for field in fields(self)))
-
-    def of_these(self, values_NV: Tensor) -> Tensor:
-        """Of what there is for each token of the draft vocabulary, that of the tokens that are looked at."""
+    def of_tokens(self, values_NV: Tensor) -> Tensor:
+        """From values of the draft vocabulary, those of the tokens."""
         return values_NV if self.tokens_NV is None else values_NV.gather(1, self.tokens_NV)
 
 
-class _TargetJudge:
-    """Makes the target's distributions, once for all depths."""
+class _TargetDistribution:
+    """The target's probabilities at any positions of a batch, for all depths."""
 
     def __init__(self, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective) -> None:
-        lm_head, self.modules = features.modules.lm_head, features.modules
+        self.modules, self.losses, self.top_k = features.modules, objective.over_vocabulary, objective.target_top_k
         self.states_RD = features.last_BTD.flatten(0, 1)
-        self.wanted, self.top_k = objective.over_vocabulary, objective.target_top_k
-        self.needs_mass = not NEED_MASS.isdisjoint(self.wanted)
+        self.needs_mass = objective.needs_full_logits
         self.vocabulary_V = vocabulary_V
-        self.weight_VD: Tensor = lm_head.weight.detach()
-        self.bias_V: Tensor | None = lm_head.bias
-        if vocabulary_V is not None and not self.needs_mass:  # then the other tokens' logits are not asked for
+        self.weight_VD: Tensor = self.modules.lm_head.weight.detach()
+        self.bias_V: Tensor | None = self.modules.lm_head.bias
+        if vocabulary_V is not None and not self.needs_mass:
             self.weight_VD = self.weight_VD[vocabulary_V]
             self.bias_V = None if self.bias_V is None else self.bias_V[vocabulary_V]
             self.vocabulary_V = None
 
     @torch.no_grad()
     def at(self, rows_U: Tensor) -> TargetProbs:
-        """At these positions of the flattened batch."""
+        """The probabilities at positions of the flattened batch."""
         states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
         logits_UV = self.modules.scaled(F.linear(states_UD, self.weight_VD, self.bias_V))
         all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True) if self.needs_mass else None
@@ -297,21 +292,13 @@ class _TargetJudge:
         log_UV = logits_UV.log_softmax(-1)
         probs_UV = log_UV.exp()
         log_UV = log_UV.clamp_(min=math.log(torch.finfo(log_UV.dtype).tiny))  # 0 log 0 is 0
-        plogp_U = None if NEED_ENTROPY.isdisjoint(self.wanted) else torch.linalg.vecdot(probs_UV, log_UV)
-        return TargetProbs(probs_UV, tokens_UV, log_UV if "reverse_kl" in self.wanted else None, plogp_U, mass_U1)
-
-
-def _ce(log_q_NV: Tensor, labels_N: Tensor, target: Any) -> Tensor:
-    return F.nll_loss(log_q_NV, labels_N, ignore_index=-1, reduction="none")
-
-
-def _soft_ce(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return -torch.linalg.vecdot(target.renormalised_NV, target.of_these(log_q_NV))
+        plogp_U = None if NEED_ENTROPY.isdisjoint(self.losses) else torch.linalg.vecdot(probs_UV, log_UV)
+        return TargetProbs(probs_UV, tokens_UV, log_UV if "reverse_kl" in self.losses else None, plogp_U, mass_U1)
 
 
 def _kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
     assert target.plogp_N is not None
-    return target.plogp_N + _soft_ce(log_q_NV, labels_N, target)
+    return target.plogp_N - torch.linalg.vecdot(target.renormalised_NV, target.of_tokens(log_q_NV))
 
 
 def _reverse_kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
@@ -320,17 +307,9 @@ def _reverse_kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tens
 
 
 def _overlap(log_q_NV: Tensor, target: TargetProbs) -> Tensor:
-    """The acceptance rate of exact verification: sum min(p, q), at least, of the tokens that are looked at."""
+    """The acceptance rate of exact verification, sum min(p, q), or its part on the target's most likely tokens."""
     assert target.mass_N1 is not None
-    return torch.minimum(target.renormalised_NV * target.mass_N1, target.of_these(log_q_NV).exp()).sum(-1)
-
-
-def _tv(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return 1 - _overlap(log_q_NV, target)
-
-
-def _lk_alpha(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    return -_overlap(log_q_NV, target).clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
+    return torch.minimum(target.renormalised_NV * target.mass_N1, target.of_tokens(log_q_NV).exp()).sum(-1)
 
 
 def _lk_lambda(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
@@ -340,42 +319,42 @@ def _lk_lambda(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tenso
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
-    "ce": _ce,
-    "soft_ce": _soft_ce,
+    "ce": lambda log_q, labels, _: F.nll_loss(log_q, labels, ignore_index=-1, reduction="none"),
+    "soft_ce": lambda log_q, _, target: -torch.linalg.vecdot(target.renormalised_NV, target.of_tokens(log_q)),
     "kl": _kl,
     "reverse_kl": _reverse_kl,
-    "tv": _tv,
-    "lk_alpha": _lk_alpha,
+    "tv": lambda log_q, _, target: 1 - _overlap(log_q, target),
+    "lk_alpha": lambda log_q, _, target: -_overlap(log_q, target).clamp(min=torch.finfo(log_q.dtype).tiny).log(),
     "lk_lambda": _lk_lambda,
 }
-"""Words and their losses: (log_q_NV, labels_N, target) -> loss_N."""
+"""Losses by name: (log_q_NV, labels_N, target) -> loss_N."""
 NEED_MASS = {"tv", "lk_alpha", "lk_lambda"}
-"""Those that take the target's probabilities as they are."""
+"""Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
 NEED_ENTROPY = {"kl", "lk_lambda"}
-"""Those that subtract the target's entropy, which does not depend on the draft."""
+"""Losses with the target's entropy, which does not depend on the draft."""
 
 
 def _depth_weights(
     objective: Objective, of_depths: Iterator[Tensor], labels_NK: Tensor, valid_NK: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """weights_NK of the loss at each anchor and depth; `of_depths` gives each depth's logits_NV."""
+    """Weights [N, K] of the loss at each draft position and depth; `of_depths` yields each depth's logits_NV."""
     with torch.no_grad():
         if objective.depth_weights == "decay":
             depth_K = torch.arange(valid_NK.shape[1], device=valid_NK.device)
             return torch.full_like(depth_K, objective.decay, dtype=dtype).pow(depth_K).expand_as(valid_NK)
         nll_NK = torch.stack(
-            [_ce(logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
+            [LOSSES["ce"](logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
         )
         reach_NK = torch.where(valid_NK, (-nll_NK).exp(), 0).cumprod(-1)
         return reach_NK.flip(-1).cumsum(-1).flip(-1)
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of the losses that `run` yields, each differentiated as soon as it is there."""
+    """Sum of the losses that `run` yields, each differentiated as soon as it is computed."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Sequence[Tensor]], Iterator[Tensor]], train: bool, *leaves: Tensor) -> Tensor:
-        """The sum; the leaves' gradients are kept for `backward`."""
+        """The sum; the gradients of the leaves are kept for `backward`."""
         needed = [train and asked for asked in ctx.needs_input_grad[2:]]
         copies = [leaf.detach().requires_grad_(asked) for leaf, asked in zip(leaves, needed, strict=True)]
         total = leaves[0].new_zeros((), dtype=torch.promote_types(leaves[0].dtype, torch.float32))
@@ -384,19 +363,14 @@ class _Summed(torch.autograd.Function):
                 total += loss.detach()
                 if loss.requires_grad:
                     loss.backward()
-        ctx.gradients = [_gradient(copy) for copy in copies]
+        # Zeros where a batch has nothing to learn: every rank must give every parameter a gradient.
+        gradients = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
+        ctx.gradients = [own if asked else None for own, asked in zip(gradients, needed, strict=True)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, ...]:
-        """What `forward` found, scaled."""
+        """The gradients of `forward`, scaled."""
         gradients = [None if own is None else own.mul_(scales[0]) for own in ctx.gradients]
         del ctx.gradients
         return (None, None, *gradients)
-
-
-def _gradient(leaf: Tensor) -> Tensor | None:
-    """Zeros where a batch had nothing to learn: every rank must hand every parameter a gradient."""
-    if not leaf.requires_grad:
-        return None
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,6 +1,6 @@
 """Medusa-1 (Cai et al. 2024, arXiv:2401.10774): K heads on the target's last state, each blind to the others.
 
-Head i reads the final-norm state h_t and guesses the token at t + 2 + i:
+Head i reads the final-norm state h_t and drafts the token at t + 2 + i:
 
     logits_i = lm_head_i(block_i(h_t)),    block(x) = x + SiLU(W x + b), repeated
 
@@ -27,14 +27,14 @@ class MedusaConfig:
     """Options of a Medusa head."""
 
     num_heads: int = 4
-    """How many tokens after the root are guessed, one head each."""
+    """Tokens after the root that are drafted, one head each."""
     num_layers: int = 1
     """Residual blocks per head."""
     bias: bool = True
-    """Whether the blocks' linears have a bias."""
+    """Bias in the blocks' linears."""
     lm_head: Literal["own", "shared"] = "own"
     """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
-    a checkpoint gets for vLLM when it is pushed."""
+    is added to a published checkpoint for vLLM."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
@@ -44,10 +44,9 @@ class MedusaConfig:
     decay: float = 0.8
     """Loss weight of head i is decay ** i, for depth_weights: decay."""
     target_top_k: int | None = None
-    """How many of the target's most likely tokens the losses look at; null for the whole draft vocabulary."""
+    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
-        """Refuse what no Medusa head can be."""
         if self.lm_head not in ("own", "shared"):
             raise ValueError(f"unknown medusa lm_head {self.lm_head!r}; choose from own, shared")
         if self.num_heads < 1 or self.num_layers < 1:
@@ -60,13 +59,13 @@ class MedusaConfig:
 
     @property
     def objective(self) -> Objective:
-        """What it is trained on."""
+        """The training objective."""
         return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)
 class MedusaState(DraftState):
-    """All depths' logits at once: they depend on the last committed feature alone."""
+    """Logits of all depths, which depend on the last committed feature alone."""
 
     logits_BKV: Tensor | None = None
 
@@ -89,7 +88,7 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaHead(DraftHead):
-    """K residual heads; parameter names are the ones that vLLM's `medusa` model reads."""
+    """Medusa head, with the parameter names of vLLM's `medusa` model."""
 
     config_class = MedusaConfig
     config: MedusaConfig
@@ -108,13 +107,8 @@ class MedusaHead(DraftHead):
             self.lm_heads = nn.ModuleList(
                 nn.Linear(width, self.draft_vocab_size, bias=False) for _ in range(config.num_heads)
             )
-        # Sorted target ids: the draft id of a token is its place here.
+        # Sorted target ids, by draft id.
         self.register_buffer("token_map", None if size is None else torch.arange(size))
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of tokens that the head can draft."""
-        return self.config.draft_vocab_size or self.target.vocab_size
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
@@ -126,24 +120,22 @@ class MedusaHead(DraftHead):
                 lm_head.load_state_dict({"weight": rows})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """See `DraftHead.forward`."""
-        anchors = DraftPositions.of(features, self.max_depth)
-        states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]
+        positions = DraftPositions.of(features, self.max_depth)
+        states_ND = features.last_BTD.flatten(0, 1)[positions.index_N]
         hiddens = [block(states_ND) for block in self.blocks]
         shared = self.config.lm_head == "shared"
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.get_parameter("weight") for lm_head in lm_heads]
         matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(matching, heads, self.token_map, features, anchors, self.config.objective, ranks)
+        return draft_loss(matching, heads, self.token_map, features, positions, self.config.objective, ranks)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> MedusaState:
-        """See `DraftHead.begin`; nothing grows with the text, so nothing is allocated."""
         return MedusaState(modules, depth=0, max_depth=max_depth)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> MedusaState:
-        """See `DraftHead.observe`; only the last committed feature matters, and all heads run on it at once."""
+        """Run all heads on the last committed feature."""
         rows = torch.arange(len(lengths_B), device=lengths_B.device)
         last_BF = features_BAF[rows, lengths_B - 1]
         shared = self.config.lm_head == "shared"
@@ -152,12 +144,12 @@ class MedusaHead(DraftHead):
         return MedusaState(state.modules, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, MedusaState]:
-        """See `DraftHead.expand`; logits_B1V, the same for every node of a depth."""
+        """The logits of a depth, the same for all its nodes."""
         assert isinstance(state, MedusaState) and state.logits_BKV is not None
         return state.logits_BKV[:, state.depth : state.depth + 1], replace(state, depth=state.depth + 1)
 
     def server_config(self) -> dict[str, Any]:
-        """The keys of vLLM's `MedusaConfig`."""
+        """Keys of vLLM's `MedusaConfig`."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -171,19 +163,15 @@ class MedusaHead(DraftHead):
         }
 
     def unread_by(self) -> dict[str, str]:
-        """See `DraftHead.unread_by`."""
         return {"sglang": "it has no Medusa"}
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """See `DraftHead.served_names`."""
         return ("lm_heads.0.weight",) if self.config.lm_head == "shared" else ()
 
     def check_loaded(self) -> None:
-        """See `DraftHead.check_loaded`."""
         if self.token_map is not None:
             check_ids(self.token_map, self.target.vocab_size, "token_map")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """See `DraftHead.target_tokens`."""
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]

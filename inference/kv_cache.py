@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..heads.layers.decoder_layer import STEP, counting, rounded, row_numbers, write_slots
+from ..heads.layers.draft_cache import STEP, counting
 
 BUCKET = 256
 """Slots by which the capacity grows."""
@@ -137,7 +137,7 @@ class TreeCache(Cache):
         """By shape, which of all keys and values lie in its block, in order."""
         for number, shape in enumerate(shapes):
             self._places.setdefault(shape, []).append(number)
-        self._rows, self._room = max(rows, batch_size), rounded(tokens + 1, BUCKET) if tokens else 0
+        self._rows, self._room = max(rows, batch_size), (tokens // BUCKET + 1) * BUCKET if tokens else 0
         self.capacity = 0
         """Slots that forwards look at."""
         self.used = 0
@@ -161,7 +161,7 @@ class TreeCache(Cache):
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens of each row, which are known to come."""
-        self._resize(self._rows, rounded(tokens + 1, BUCKET))
+        self._resize(self._rows, (tokens // BUCKET + 1) * BUCKET)
 
     def release(self) -> None:
         """Leave the blocks to the next generation; this cache must not be used again."""
@@ -177,8 +177,8 @@ class TreeCache(Cache):
             longest: length of the longest row; the host knows it, so the device need not be asked.
             guesses: tokens of every row that forwards before wrote behind the committed ones, and that stay.
         """
-        self.used = rounded(longest + guesses + new_tokens, STEP)
-        self._grow(rounded(self.used + 1, BUCKET))  # never all of it: that would be a graph of its own
+        self.used = -(-(longest + guesses + new_tokens) // STEP) * STEP
+        self._grow((self.used // BUCKET + 1) * BUCKET)  # never all of it: that would be a graph of its own
         new_N = counting(guesses + new_tokens, self.lengths_B.device)
         self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[guesses:] if guesses else new_N), {}
         self.shown = None
@@ -209,7 +209,7 @@ class TreeCache(Cache):
                 block[:, :1].index_copy_(3, target[0], block[:, :1].index_select(3, source[0]))
             else:
                 slots_LBSGE = block[:, :batch].transpose(2, 3)
-                rows_B1 = row_numbers(source)
+                rows_B1 = counting(batch, source.device, column=True)
                 slots_LBSGE[:, rows_B1, target] = slots_LBSGE[:, rows_B1, source]
 
     def commit(self, lengths_B: Tensor) -> None:
@@ -249,8 +249,9 @@ class TreeCache(Cache):
             if keys.device not in self._slots:
                 self._slots[keys.device] = slots_BN.to(keys.device)
             slots_BN = self._slots[keys.device]
-        write_slots(self.keys[layer], slots_BN, keys)
-        write_slots(self.values[layer], slots_BN, values)
+        rows_B1 = counting(len(keys), keys.device, column=True)
+        for kept, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)  # `scatter_` would copy all of it on a CPU
         return self.keys[layer][:, :, : self.shown], self.values[layer][:, :, : self.shown]
 
     def _grow(self, capacity: int) -> None:

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as known
 
-from ..heads.base import at_least_fp32
-from ..heads.layers.decoder_layer import row_numbers
+from ..heads.layers.decoder_layer import at_least_fp32
+from ..heads.layers.draft_cache import counting
 from .compiled import cpu_kernels
 from .tree import DraftTree
 
@@ -179,7 +179,7 @@ class PositionNoise:
         numbers_BKV = self.next(tree.max_depth + 1)
         if tree.in_order:
             return numbers_BKV
-        rows_B1 = row_numbers(tree.depths_BN)
+        rows_B1 = counting(len(tree.depths_BN), tree.depths_BN.device, column=True)
         return numbers_BKV[rows_B1, tree.depths_BN]
 
 

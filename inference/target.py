@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..heads import TargetModules
 from ..heads.base import dtype_name
-from ..heads.layers.attention import repeated
-from ..heads.layers.decoder_layer import counting
+from ..heads.layers.draft_cache import FEW, counting
 from . import tree_attention as attention
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
@@ -506,7 +505,8 @@ class Target:
         """What sdpa and eager take."""
         mask_B1NS = torch.where(seen_BNS[:, None], *_seen_or_not(self.dtype, seen_BNS.device))
         heads = self.info.num_attention_heads // self.info.num_key_value_heads
-        return repeated(mask_B1NS, heads) if self.own_attention else mask_B1NS
+        few = heads * mask_B1NS.shape[2] <= FEW  # repeated once for all layers, see `masked_attention`
+        return mask_B1NS.repeat(1, 1, heads, 1) if self.own_attention and few else mask_B1NS
 
     def _block_mask(self, seen_BNS: Tensor) -> BlockMask:
         """What flex attention takes."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads.layers.decoder_layer import counting
+from ..heads.layers.draft_cache import counting
 from .tuning.tree_spec import TreeKind, TreeShape
 
 

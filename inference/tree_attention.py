@@ -10,18 +10,22 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..heads.layers.attention import causal_attention, masked_attention
+from ..heads.layers.draft_cache import masked_attention
 
 NAME = "headstart"
 """What the function is registered as."""
+BLOCK = 256
+"""Queries of a prompt that share a view of the cache."""
 BEYOND = ("softcap", "s_aux", "position_bias")
 """What some layers ask of attention: a bound on scores, a sink, a bias by distance."""
 
@@ -92,6 +96,34 @@ def attention(
         seen = attention_mask.shape[-1]
         found = masked_attention(query_BHNE, key_BGSE[:, :, :seen], value_BGSE[:, :, :seen], attention_mask, scaling)
     return found.transpose(1, 2).contiguous(), None
+
+
+def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None) -> Tensor:
+    """Causal attention of the last N of S tokens; a block of queries reads no more keys than it needs."""
+    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
+    shared = query_BHNE.shape[1] != key_BGSE.shape[1]
+    if queries == slots:
+        return F.scaled_dot_product_attention(
+            query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=shared
+        )
+    mask = _lower_right(-(-(slots + BLOCK) // 1024) * 1024, query_BHNE.dtype, query_BHNE.device)
+    found = []
+    for first in range(0, queries, BLOCK):
+        block = query_BHNE[:, :, first : first + BLOCK]
+        rows, stop = block.shape[2], slots - queries + first + block.shape[2]
+        # Row i of the mask sees its columns up to i + columns - BLOCK; here that must be i + stop - rows.
+        left = mask.shape[1] - BLOCK - stop + rows
+        seen = mask[:rows, left : left + stop]
+        key, value = key_BGSE[:, :, :stop], value_BGSE[:, :, :stop]
+        found.append(F.scaled_dot_product_attention(block, key, value, seen, scale=scale, enable_gqa=shared))
+    return torch.cat(found, dim=2)
+
+
+@lru_cache(maxsize=4)
+def _lower_right(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An additive mask [BLOCK, columns] under which row i sees columns up to i + columns - BLOCK."""
+    hidden = torch.full((BLOCK, columns), float("-inf"), dtype=dtype, device=device)
+    return hidden.triu_(columns - BLOCK + 1)
 
 
 AttentionInterface.register(NAME, attention)

@@ -29,7 +29,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..heads.layers.decoder_layer import counting
+from ..heads.layers.draft_cache import counting
 from .logits import Sampler
 from .tree import DraftTree
 from .tuning.tree_spec import TreeKind
@@ -275,7 +275,7 @@ def _is_root(nodes: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _first_of(nodes: int, device: torch.device, inference: bool) -> Tensor:
-    """See `heads.layers.counting`."""
+    """See `heads.layers.draft_cache.counting`."""
     return torch.arange(nodes, device=device) == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..heads import DraftHead
-from ..heads.base import at_least_fp32
+from ..heads.layers.decoder_layer import at_least_fp32
 from ..inference import Target
 
 ENDS = (9, 20, 33, 64)

@@ -1,21 +1,26 @@
-"""Attention of training-time test, in which every position sees a text up to itself and its own earlier drafts.
+"""Training-time test (EAGLE-3, arXiv:2503.01840, section 3.2): attention of a head that feeds on its own outputs.
 
-What a position finds in the text, out, with the log-sum-exp of its scores there, lse, is one softmax; the few drafts
-join it afterwards (i counts drafts, z_i = q k_i / sqrt(E)):
+At step 0, position t reads true features and attends causally to its sequence. At step s, position t stands for
+position t + s, reached from t by s drafts: it attends to step 0 up to t, and to its own earlier drafts, one key a step.
 
-    L = log(exp(lse) + sum_i exp(z_i))
-    found = exp(lse - L) out + sum_i exp(z_i - L) v_i
+Attention over the sequence gives an output o and the log-sum-exp l of its scores. The few drafts, with scores
+z_i = q k_i / sqrt(E), join this softmax afterwards:
 
-So the text is read by a fused kernel that makes no scores: on a CPU torch's flash attention, whose backward is exact
-if it is given `found` and L instead of `out` and lse; on CUDA flex_attention, compiled, with a block mask of texts that
-are packed into one row. Elsewhere scores are made, chunk by chunk of positions.
+    L = log(exp(l) + sum_i exp(z_i))
+    out = exp(l - L) o + sum_i exp(z_i - L) v_i
 
-Letters in tensor names: B batch, T time, C positions of a chunk, H heads, G key-value heads, E head size.
+So the sequence is read by a fused kernel that stores no scores. On a CPU it is torch's flash attention, whose backward
+is exact if it is given `out` and L instead of o and l; on CUDA it is flex_attention, compiled, with a block mask for
+packed sequences. Elsewhere scores are computed in chunks of positions.
+
+Letters in tensor names: B batch, T time, N draft positions, C positions of a chunk, H query heads, G key-value heads,
+E head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -30,87 +35,137 @@ from torch.utils.checkpoint import checkpoint
 from .chunks import SCORES_ON_CPU, chunk_elements
 
 SMALLEST_FLEX = 16
-"""Head size from which flex_attention compiles."""
+"""Smallest head size for which flex_attention compiles."""
 FLEX_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Formats in which it does."""
+"""Dtypes for which it does."""
+Spans = list[tuple[slice, slice]]
+"""Rows and columns of each sequence of a batch."""
 
 
-class PackedTexts:
-    """The texts that rows consist of, in the forms that the kernels need; each form is made once a batch."""
+class PackedSequences:
+    """The sequences that rows consist of, in the forms that the kernels need; each form is made once a batch."""
 
     def __init__(self, sequences_BT: Tensor | None) -> None:
-        """Take rows as they are.
+        """Number the sequences.
 
         Args:
-            sequences_BT: which text each token is of, numbered from left to right; None where every row is one.
+            sequences_BT: the sequence of each token, numbered from left to right; None where every row is one.
         """
         self.sequences_BT = sequences_BT
         self._block_masks: dict[tuple[int, torch.device], BlockMask] = {}
 
     @cached_property
-    def places(self) -> list[tuple[slice, slice]]:
-        """Rows and columns of every text: on a CPU, where looking at `sequences_BT` makes nobody wait."""
+    def spans(self) -> Spans:
+        """The span of every sequence; for a CPU, where reading `sequences_BT` waits for nothing."""
         if self.sequences_BT is None:
             return [(slice(None), slice(None))]
         found = []
         for row, numbers_T in enumerate(self.sequences_BT):
-            lengths = numbers_T.unique_consecutive(return_counts=True)[1].tolist()
             stop = 0
-            for length in lengths:
+            for length in numbers_T.unique_consecutive(return_counts=True)[1].tolist():
                 start, stop = stop, stop + length
                 found.append((slice(row, row + 1), slice(start, stop)))
         return found
 
     def block_mask(self, time: int, device: torch.device) -> BlockMask:
-        """Which blocks of keys a block of queries reads."""
+        """The causal block mask of flex_attention, in which a sequence attends to no other."""
         if self.sequences_BT is None:
             return _causal_blocks(time, device)
         if (time, device) not in self._block_masks:
             numbers_BT = self.sequences_BT
 
-            def own_text(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            def own_sequence(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key])
 
-            mask = create_block_mask(own_text, len(numbers_BT), None, time, time, device=device)
+            mask = create_block_mask(own_sequence, len(numbers_BT), None, time, time, device=device)
             self._block_masks[time, device] = mask
         return self._block_masks[time, device]
 
 
 @lru_cache(maxsize=64)
 def _causal_blocks(time: int, device: torch.device) -> BlockMask:
-    return create_block_mask(
-        lambda b, h, query, key: query >= key,
-        None,
-        None,
-        time,
-        time,
-        device=device,
-    )
+    return create_block_mask(lambda b, h, query, key: query >= key, None, None, time, time, device=device)
 
 
-def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], texts: PackedTexts) -> Tensor:
-    """What every position finds in its text up to itself, and at itself in each later step, [B, H, T, E].
+class TrainingTimeTest:
+    """Keys and values of every step of a batch.
+
+    Where only some drafts are judged, only what they attend to is computed at the other positions: step 0 up to the
+    keys and values of the last layer.
+    """
+
+    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
+        """Begin at step 0.
+
+        Args:
+            num_layers: decoder layers of the head.
+            sequences_BT: the sequence of each token in packed rows; it attends to no other.
+            drafts_N: draft positions among the flattened [B * T], at which drafts are judged; None for all. Step 0
+                takes states [B, T, D] and returns [1, N, D], which the later steps take and return.
+        """
+        self.packed = PackedSequences(sequences_BT)
+        self.drafts_N = drafts_N
+        self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
+        """Keys and values by step, for each layer."""
+
+    def at(self, step: int) -> TrainingStep:
+        """The KV view of one step, which may run again where activations are recomputed."""
+        return TrainingStep(self, step, self.drafts_N)
+
+    def at_drafts(self, states_BT: Tensor) -> Tensor:
+        """[B, T, ...] at the draft positions, [1, N, ...]."""
+        return states_BT if self.drafts_N is None else states_BT.flatten(0, 1)[self.drafts_N][None]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """KV view of one step of training-time test."""
+
+    test: TrainingTimeTest
+    step: int
+    drafts_N: Tensor | None
+
+    def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+        test, steps = self.test, self.test.steps[layer]
+        if self.step > 0 and self.drafts_N is not None:
+            batch, _, time, size = steps[0][0].shape
+            whole = []
+            for states_1XNE in (query_BHTE, key_BGTE, value_BGTE):  # zeros at the other positions
+                zeros = states_1XNE.new_zeros(batch * time, states_1XNE.shape[1], size)
+                spread = zeros.index_copy(0, self.drafts_N, states_1XNE[0].transpose(0, 1))
+                whole.append(spread.unflatten(0, (batch, time)).transpose(1, 2))
+            query_BHTE, key_BGTE, value_BGTE = whole
+        steps[self.step] = key_BGTE, value_BGTE
+        keys, values = zip(*(steps[i] for i in range(self.step + 1)), strict=True)
+        found_BHTE = attend_step(query_BHTE, keys, values, test.packed)
+        if self.step == 0 and layer < len(test.steps) - 1:
+            return found_BHTE  # the next layer needs keys and values of all positions
+        return test.at_drafts(found_BHTE.transpose(1, 2)).transpose(1, 2)
+
+
+def attend_step(
+    query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], packed: PackedSequences
+) -> Tensor:
+    """Attention output [B, H, T, E] of the newest step.
 
     Args:
-        query_BHTE: of the newest step.
-        keys: of each step, [B, G, T, E]; those of step 0 are the text's.
+        query_BHTE: queries of the newest step.
+        keys: of each step, [B, G, T, E]; step 0 is attended to causally, the later ones at the query's own position.
         values: likewise.
-        texts: of the rows.
+        packed: the sequences of the rows.
     """
     device = query_BHTE.device
     if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
         dtype = torch.get_autocast_dtype(device.type)
         query_BHTE, keys, values = query_BHTE.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
-    if len(keys) == 1 and texts.sequences_BT is None:
+    if len(keys) == 1 and packed.sequences_BT is None:
         return F.scaled_dot_product_attention(query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True)
-    if _get_current_dispatch_mode() is not None:  # who counts arithmetic sees no fused kernel
-        return by_chunks(query_BHTE, keys, values, texts.sequences_BT)
-    if device.type == "cpu":
-        found: Tensor = _OnCpu.apply(texts.places, query_BHTE, *keys, *values)
-        return found
-    if device.type == "cuda" and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
-        return by_flex(_compiled_flex(), query_BHTE, keys, values, texts)
-    return by_chunks(query_BHTE, keys, values, texts.sequences_BT)
+    counted = _get_current_dispatch_mode() is not None  # a mode that counts operations sees no fused kernel
+    if device.type == "cpu" and not counted:
+        return _FlashOnCpu.apply(packed.spans, query_BHTE, *keys, *values)
+    if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
+        return by_flex(_compiled_flex(), query_BHTE, keys, values, packed)
+    return by_chunks(query_BHTE, keys, values, packed.sequences_BT)
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
@@ -128,38 +183,33 @@ def by_flex(
     query_BHTE: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
-    texts: PackedTexts,
+    packed: PackedSequences,
 ) -> Tensor:
-    """As `attend_step`, the text read by flex_attention: one mask and one shape serve all steps.
-
-    Args:
-        attention: flex_attention, compiled or not.
-        query_BHTE: see `attend_step`.
-        keys: likewise.
-        values: likewise.
-        texts: likewise.
-    """
-    mask = texts.block_mask(query_BHTE.shape[2], query_BHTE.device)
+    """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
+    mask = packed.block_mask(query_BHTE.shape[2], query_BHTE.device)
     out_BHTE, more = attention(
         query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
-    if len(keys) == 1:
-        found: Tensor = out_BHTE
-        return found
-    joined: Tensor = _Joined.apply(query_BHTE, out_BHTE, more.lse, *keys[1:], *values[1:])
-    return joined
+    return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, more.lse, *keys[1:], *values[1:])
+
+
+def _spread(states_BGTE: Tensor, heads: int) -> Tensor:
+    """Keys or values of the groups, repeated for each of their heads."""
+    groups = states_BGTE.shape[1]
+    return states_BGTE if groups == heads else states_BGTE.repeat_interleave(heads // groups, 1)
 
 
 def _own_scores(query_BHTE: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
-    """Of each position with its own keys, one [B, H, T] a step, in at least float32."""
-    heads, size = query_BHTE.shape[1], query_BHTE.shape[-1]
-    return [size**-0.5 * torch.linalg.vecdot(query_BHTE, _spread(key, heads)).to(_wide(key)) for key in keys]
+    """Scores [B, H, T] of each position with its own key of every step, in at least float32."""
+    heads, scale = query_BHTE.shape[1], query_BHTE.shape[-1] ** -0.5
+    dtype = torch.promote_types(query_BHTE.dtype, torch.float32)
+    return [scale * torch.linalg.vecdot(query_BHTE, _spread(key, heads)).to(dtype) for key in keys]
 
 
-def _joined(
+def _join(
     out_BHTE: Tensor, lse_BHT: Tensor, scores: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What is found in the text and at own drafts together, and the log-sum-exp of all scores."""
+    """Attention over the sequence and the own drafts together, and the log-sum-exp of all scores."""
     heads = out_BHTE.shape[1]
     all_BHT = torch.stack([lse_BHT.to(scores[0].dtype), *scores]).logsumexp(0)
     found_BHTE = (lse_BHT - all_BHT).exp()[..., None] * out_BHTE
@@ -168,88 +218,73 @@ def _joined(
     return found_BHTE.to(out_BHTE.dtype), all_BHT
 
 
-def _spread(states_BGTE: Tensor, heads: int) -> Tensor:
-    """A group's keys or values for each of its heads, [B, H, T, E]."""
-    groups = states_BGTE.shape[1]
-    return states_BGTE if groups == heads else states_BGTE.repeat_interleave(heads // groups, 1)
-
-
-def _summed(states_BHTE: Tensor, groups: int) -> Tensor:
-    """The gradients of a group's heads together: what undoes `_spread`."""
-    return states_BHTE if groups == states_BHTE.shape[1] else states_BHTE.unflatten(1, (groups, -1)).sum(2)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 class _Joined(torch.autograd.Function):
-    """Own drafts joined to what was found in the text; a group's keys are not kept once a head."""
+    """Joins own drafts to attention over the sequence, without keeping a group's keys once a head."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *own: Tensor) -> Tensor:
-        """Of `out_BHTE` and `lse_BHT`, found in the text; `own` are all own keys and then all own values."""
-        keys, values = _halves(own)
-        found_BHTE, all_BHT = _joined(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
+        """Join `own`, all own keys and then all own values."""
+        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
+        found_BHTE, all_BHT = _join(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
         ctx.save_for_backward(query_BHTE, out_BHTE, lse_BHT, found_BHTE, all_BHT, *own)
         return found_BHTE
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """As of any softmax, the text being one of its terms."""
+        """The gradient of a softmax of which the sequence is one term."""
         (grad_BHTE,) = gradients
         query_BHTE, out_BHTE, lse_BHT, found_BHTE, all_BHT, *own = ctx.saved_tensors
-        mean_BHT = _product(grad_BHTE, found_BHTE, all_BHT)
+        mean_BHT = torch.linalg.vecdot(grad_BHTE, found_BHTE).to(all_BHT.dtype)
+        pull_BHT = torch.linalg.vecdot(grad_BHTE, out_BHTE).to(all_BHT.dtype) - mean_BHT
         weight_BHT = (lse_BHT - all_BHT).exp()
-        lse_grad = (weight_BHT * (_product(grad_BHTE, out_BHTE, all_BHT) - mean_BHT)).to(lse_BHT.dtype)
         out_grad = (weight_BHT[..., None] * grad_BHTE).to(out_BHTE.dtype)
-        query_grad, own_grads = _own_gradients(grad_BHTE, mean_BHT, query_BHTE, all_BHT, *_halves(own))
-        return query_grad, out_grad, lse_grad, *own_grads
+        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
+        query_grad, *own_grads = _own_gradients(grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys, values)
+        return query_grad, out_grad, (weight_BHT * pull_BHT).to(lse_BHT.dtype), *own_grads
 
 
-class _OnCpu(torch.autograd.Function):
-    """Torch's flash attention of a CPU for every text, and the own drafts joined to it."""
+class _FlashOnCpu(torch.autograd.Function):
+    """torch's flash attention of a CPU for every sequence, with the own drafts joined to it."""
 
     @staticmethod
-    def forward(ctx: Any, places: list[tuple[slice, slice]], query_BHTE: Tensor, *states: Tensor) -> Tensor:
-        """See `attend_step`; `states` are all keys and then all values."""
-        keys, values = _halves(states)
+    def forward(ctx: Any, spans: Spans, query_BHTE: Tensor, *states: Tensor) -> Tensor:
+        """`attend_step`; `states` are all keys and then all values."""
+        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
         parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*text, 0.0, True)
-            for text in _of_texts(places, query_BHTE, keys[0], values[0])
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*sequence, 0.0, True)
+            for sequence in _split(spans, query_BHTE, keys[0], values[0])
         ]
-        found_BHTE, all_BHT = (_laid(places, query_BHTE, [part[i] for part in parts]) for i in (0, 1))
+        found_BHTE, all_BHT = (_whole(spans, query_BHTE, [part[i] for part in parts]) for i in (0, 1))
         if len(keys) > 1:
-            found_BHTE, all_BHT = _joined(found_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:])
-        ctx.places = places
+            found_BHTE, all_BHT = _join(found_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:])
+        ctx.spans = spans
         ctx.save_for_backward(query_BHTE, *states, found_BHTE, all_BHT)
         return found_BHTE
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Flash attention's own backward makes exp(z - L) again, the weights of the joined softmax, from L."""
+        """Flash attention's backward recomputes exp(z - L), the weights of the joined softmax, from L."""
         query_BHTE, *states, found_BHTE, all_BHT = ctx.saved_tensors
-        keys, values = _halves(states)
+        count = len(states) // 2
+        keys, values = states[:count], states[count:]
         grad_BHTE = gradients[0].to(query_BHTE.dtype)
         parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, *text, found, all_of_text, 0.0, True
-            )
-            for text, (grad, found, all_of_text) in zip(
-                _of_texts(ctx.places, query_BHTE, keys[0], values[0]),
-                _of_texts(ctx.places, grad_BHTE, found_BHTE, all_BHT),
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *given, found, all_, 0.0, True)
+            for given, (grad, found, all_) in zip(
+                _split(ctx.spans, query_BHTE, keys[0], values[0]),
+                _split(ctx.spans, grad_BHTE, found_BHTE, all_BHT),
                 strict=True,
             )
         ]
         query_grad, first_key, first_value = (
-            _laid(ctx.places, whole, [part[i] for part in parts])
-            for i, whole in enumerate((query_BHTE, keys[0], values[0]))
+            _whole(ctx.spans, like, [part[i] for part in parts])
+            for i, like in enumerate((query_BHTE, keys[0], values[0]))
         )
-        if len(keys) == 1:
+        if count == 1:
             return None, query_grad, first_key, first_value
-        mean_BHT = _product(grad_BHTE, found_BHTE, all_BHT)
-        more, own = _own_gradients(grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys[1:], values[1:])
-        return None, query_grad + more, first_key, *_halves(own)[0], first_value, *_halves(own)[1]
+        mean_BHT = torch.linalg.vecdot(grad_BHTE, found_BHTE).to(all_BHT.dtype)
+        more, *own = _own_gradients(grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys[1:], values[1:])
+        return None, query_grad + more, first_key, *own[: count - 1], first_value, *own[count - 1 :]
 
 
 def _own_gradients(
@@ -259,52 +294,43 @@ def _own_gradients(
     all_BHT: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor]]:
-    """Gradients by way of the own drafts: of the queries; of all keys and then all values.
+) -> list[Tensor]:
+    """Gradients by way of the own drafts: of the queries, of each key, of each value.
 
     Args:
-        grad_BHTE: of what was found.
-        mean_BHT: its product with what was found.
-        query_BHTE: the queries.
-        all_BHT: the log-sum-exp of all scores.
-        keys: the own ones.
+        grad_BHTE: gradient of the output.
+        mean_BHT: its product with the output.
+        query_BHTE: queries.
+        all_BHT: log-sum-exp of all scores.
+        keys: own keys, [B, G, T, E] of each step.
         values: likewise.
     """
     heads, groups, scale = query_BHTE.shape[1], keys[0].shape[1], query_BHTE.shape[-1] ** -0.5
     query_grad = torch.zeros_like(query_BHTE)
-    key_grads, value_grads = [], []
+    key_grads: list[Tensor] = []
+    value_grads: list[Tensor] = []
     for score_BHT, key, value in zip(_own_scores(query_BHTE, keys), keys, values, strict=True):
         weight_BHT = (score_BHT - all_BHT).exp()
-        pull_BHT = _product(grad_BHTE, _spread(value, heads), all_BHT) - mean_BHT
+        pull_BHT = torch.linalg.vecdot(grad_BHTE, _spread(value, heads)).to(all_BHT.dtype) - mean_BHT
         pull_BHT1 = (scale * weight_BHT * pull_BHT)[..., None].to(key.dtype)
         query_grad += pull_BHT1 * _spread(key, heads)
-        key_grads.append(_summed(pull_BHT1 * query_BHTE, groups))
-        value_grads.append(_summed(weight_BHT[..., None].to(key.dtype) * grad_BHTE, groups))
-    return query_grad, [*key_grads, *value_grads]
+        weighted = weight_BHT[..., None].to(key.dtype) * grad_BHTE
+        for grads, of_heads in ((key_grads, pull_BHT1 * query_BHTE), (value_grads, weighted)):
+            grads.append(of_heads if groups == heads else of_heads.unflatten(1, (groups, -1)).sum(2))
+    return [query_grad, *key_grads, *value_grads]
 
 
-def _halves(states: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Keys and values."""
-    return states[: len(states) // 2], states[len(states) // 2 :]
+def _split(spans: Spans, *whole: Tensor) -> list[list[Tensor]]:
+    """Each sequence's part of tensors [B, X, T, ...]."""
+    return [[states[rows, :, columns] for states in whole] for rows, columns in spans]
 
 
-def _product(one: Tensor, other: Tensor, like: Tensor) -> Tensor:
-    """Of two states at each position, in the format of `like`."""
-    return torch.linalg.vecdot(one, other).to(like.dtype)
-
-
-def _of_texts(places: list[tuple[slice, slice]], *whole: Tensor) -> Iterator[list[Tensor]]:
-    """The part of each text of some tensors [B, X, T, ...]."""
-    for rows, columns in places:
-        yield [states[rows, :, columns] for states in whole]
-
-
-def _laid(places: list[tuple[slice, slice]], like: Tensor, parts: list[Tensor]) -> Tensor:
-    """The texts' parts put into whole rows again."""
+def _whole(spans: Spans, like: Tensor, parts: list[Tensor]) -> Tensor:
+    """The sequences' parts put back into rows, [B, X, T, ...] with B and T of `like`."""
     if len(parts) == 1 and parts[0].shape[2] == like.shape[2] and len(parts[0]) == len(like):
         return parts[0]
     whole = parts[0].new_empty(len(like), parts[0].shape[1], like.shape[2], *parts[0].shape[3:])
-    for (rows, columns), part in zip(places, parts, strict=True):
+    for (rows, columns), part in zip(spans, parts, strict=True):
         whole[rows, :, columns] = part
     return whole
 
@@ -312,13 +338,13 @@ def _laid(places: list[tuple[slice, slice]], like: Tensor, parts: list[Tensor]) 
 def by_chunks(
     query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None
 ) -> Tensor:
-    """As `attend_step`, with scores of a chunk of positions at a time."""
+    """`attend_step` with the scores of one chunk of positions at a time."""
     batch, heads, time, _ = query_BHTE.shape
     size = max(1, chunk_elements(query_BHTE.device, SCORES_ON_CPU) // (batch * heads * time))
     if size >= time:
         return _chunk(query_BHTE, keys, values, sequences_BT, 0)
     parts = [
-        # What is recomputed in the backward pass is not kept until then: memory grows with T, not with T squared.
+        # Recomputed in the backward pass, so that memory grows with T, not with T squared.
         checkpoint(_chunk, query, keys, values, sequences_BT, start, use_reentrant=False)
         for query, start in zip(query_BHTE.split(size, 2), range(0, time, size), strict=True)
     ]
@@ -328,7 +354,7 @@ def by_chunks(
 def _chunk(
     query_BHCE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None, start: int
 ) -> Tensor:
-    """What positions `start` to start + C find: in step 0 up to themselves, and in each later step at themselves."""
+    """The output at positions `start` to start + C."""
     batch, heads, chunk, size = query_BHCE.shape
     groups, stop = keys[0].shape[1], start + chunk
     repeat = heads // groups

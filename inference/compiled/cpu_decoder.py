@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 
 from ...heads import DraftHead
 from ...heads.eagle3 import FusionLayer
-from ...heads.layers.decoder_layer import DecoderLayer, KVEntries
+from ...heads.layers.decoder_layer import DecoderLayer
+from ...heads.layers.draft_cache import KVEntries, counting
 from ..kv_cache import StateShape, TreeCache
 from .cpu_kernels import Packed, PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
 
@@ -248,16 +249,19 @@ class PackedBlock(nn.Module):
 
     def forward(self, *given: Any) -> Tensor:
         """As `FusionLayer.forward` or `DecoderLayer.forward`."""
-        embeds_BTD, state_BTD, rotary, memory, layer = (*given, 0) if self.fuses else (None, *given)
-        assert isinstance(memory, KVEntries)
-        like_BGTE = torch.empty(len(state_BTD), self.layers.groups, 0, self.layers.size, dtype=self.dtype)
+        embeds_BTD, state_BTD, rotary, kv, layer = (*given, 0) if self.fuses else (None, *given)
+        assert isinstance(kv, KVEntries)
+        batch, new, _ = state_BTD.shape
+        slots_BT = kv.slots_BT
+        if slots_BT is None:
+            slots_BT = counting(new, state_BTD.device, kv.first).expand(batch, -1)
         out_BTD = state_BTD.float().clone(memory_format=torch.contiguous_format)
         self.layers(
             out_BTD,
             rotary,
-            [memory.of_layer(layer, like_BGTE)],
-            memory.places_BT(),
-            [memory.visible_BTS],
+            [(kv.cache.keys[layer], kv.cache.values[layer])],
+            slots_BT,
+            [kv.mask_BTS],
             embeds_BND=None if embeds_BTD is None else embeds_BTD.float().contiguous(),
         )
         return out_BTD.to(self.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...heads.layers.decoder_layer import row_numbers
+from ...heads.layers.draft_cache import counting
 from ..logits import Sampler
 from ..target import TargetOutput
 from ..tree import DraftTree
@@ -87,7 +87,7 @@ class StepResult:
             emitted_BA = ordered_BA.roll(-1, 1).scatter(1, last_B1, verdict.next_tokens_B[:, None])
         if tree.in_order:
             return cls(tree, output, verdict, emitted_BA, output.features_BNF, scores_BNV.amax(-1).isfinite())
-        rows_B1 = row_numbers(path_BA)
+        rows_B1 = counting(len(path_BA), path_BA.device, column=True)
         finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
         return cls(tree, output, verdict, emitted_BA, output.features_BNF[rows_B1, path_BA], finite_BA)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...heads import TargetModules
-from ...heads.base import at_least_fp32
+from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeShape
 from .base import DraftContext

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads.layers.decoder_layer import counting
+from ...heads.layers.draft_cache import counting
 from ..tree import DraftTree
 from .base import DraftContext, Drafter, PrefillChunk, StepResult
 from .prompt_lookup import PromptLookupDrafter, Trie

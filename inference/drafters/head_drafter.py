@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...heads import DraftHead, TargetInfo, TargetModules
-from ...heads.base import at_least_fp32
+from ...heads.layers.decoder_layer import at_least_fp32
+from ...heads.layers.draft_cache import STEP
 from ..compiled import cpu_kernels
 from ..compiled.cpu_decoder import packed_head
 from ..logits import Sampler
@@ -218,7 +219,8 @@ class HeadDrafter(Drafter):
             return function(state, *given)
         tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
         kind = (len(given[0]) == 1, shape)
-        return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], state.caches, state, *given)
+        caches = [] if state.cache is None else [state.cache]
+        return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], lambda: caches, state, *given)
 
     def _grow(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Any) -> tuple[Tensor, ...]:
         """The tokens of a tree, and the parents of its nodes if they are not known before; a graph if compiled."""
@@ -265,9 +267,9 @@ class HeadDrafter(Drafter):
     def _grows_by(self, tokens: int) -> None:
         """So many tokens more are to be shown of each row; a captured graph looks at all that there is room for."""
         self.shared.longest += tokens
-        if isinstance(self.head, DraftHead) and not self._graphs:
-            for cache in self.shared.state.caches():
-                cache.show(self.shared.longest)
+        if isinstance(self.head, DraftHead) and not self._graphs and self.shared.state.cache is not None:
+            cache = self.shared.state.cache
+            cache.attended = cache.nodes + -(-self.shared.longest // STEP) * STEP
 
     def select(self, rows_R: Tensor) -> None:
         """Go on with these rows."""

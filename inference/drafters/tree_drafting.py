@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...heads import TargetModules
-from ...heads.base import at_least_fp32
-from ...heads.layers.decoder_layer import counting
+from ...heads.layers.decoder_layer import at_least_fp32
+from ...heads.layers.draft_cache import counting
 from ..tree import DraftTree
 from ..tuning.tree_search import cut
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeKind, TreePolicy, TreeShape
@@ -234,7 +234,7 @@ class Root:
 
 @lru_cache(maxsize=64)
 def _root(device: torch.device) -> Root:
-    """Made once; see `heads.layers.counting`."""
+    """Made once; see `heads.layers.draft_cache.counting`."""
     return Root(*(torch.tensor([[number]], device=device) for number in (-1, 0, torch.inf)))
 
 

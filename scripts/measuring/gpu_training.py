@@ -17,7 +17,7 @@ import torch
 from headstart.heads import TargetFeatures
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.layers.decoder_layer import TrainingTimeTest
+from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 from headstart.scripts.measuring.bandwidth import now
 from headstart.train.config import OptimConfig

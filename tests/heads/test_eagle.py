@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads import EagleHead
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.heads.eagle import STEP
-from headstart.heads.layers.decoder_layer import TrainingTimeTest
+from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 
 GAIN = 1.7
@@ -38,9 +38,9 @@ def started(target: Target, **options: object) -> EagleHead:
 @torch.no_grad()
 def through(head: EagleHead, features_BTD: torch.Tensor) -> torch.Tensor:
     rotary = head.rotary(torch.arange(features_BTD.shape[1])[None], features_BTD.dtype)
-    memory = TrainingTimeTest(len(head.layers)).at(0)
+    kv = TrainingTimeTest(len(head.layers)).at(0)
     for i, layer in enumerate(head.layers):
-        features_BTD = layer(features_BTD, rotary, memory, i)
+        features_BTD = layer(features_BTD, rotary, kv, i)
     return features_BTD
 
 

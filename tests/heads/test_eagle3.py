@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from headstart.heads import DraftState, Eagle3Head, TargetFeatures, TargetInfo
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
-from headstart.heads.layers.decoder_layer import TrainingTimeTest
+from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 
 VOCAB, WIDTH, BLOCKS, DEPTH = 47, 32, 7, 4

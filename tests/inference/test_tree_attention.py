@@ -8,7 +8,10 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
-from headstart.inference.tree_attention import NAME, attending, attention
+from headstart.inference import tree_attention
+from headstart.inference.tree_attention import NAME, attending, attention, causal_attention
+
+SIZE, SLOTS = 8, 23
 
 
 def test_the_model_calls_its_own_function_again_afterwards_also_after_an_error():
@@ -63,3 +66,22 @@ def test_another_threads_forward_is_transformers_own():
         assert config._attn_implementation == NAME
     assert config._attn_implementation == "sdpa"
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("queries", [1, 6, 7, SLOTS - 1, SLOTS])
+def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, heads, groups, queries):
+    monkeypatch.setattr(tree_attention, "BLOCK", block)
+    tree_attention._lower_right.cache_clear()
+    random = torch.Generator().manual_seed(heads + queries)
+    query, key, value = (
+        torch.randn(2, *shape, SIZE, generator=random, dtype=torch.float64)
+        for shape in ((heads, queries), (groups, SLOTS), (groups, SLOTS))
+    )
+    seen = torch.ones(queries, SLOTS, dtype=torch.bool).tril(SLOTS - queries)
+    found = causal_attention(query, key, value, 0.3)
+    tree_attention._lower_right.cache_clear()
+    key, value = (states.repeat_interleave(heads // groups, 1) for states in (key, value))
+    expected = (query @ key.mT * 0.3).masked_fill(~seen, float("-inf")).softmax(-1) @ value
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

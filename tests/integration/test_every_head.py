@@ -18,8 +18,8 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from headstart.heads import HEADS, DraftHead, Eagle3Head, EagleHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
-from headstart.heads.layers import decoder_layer as layers
-from headstart.heads.layers import training_time_test as step_attention
+from headstart.heads.layers import training_time_test
+from headstart.heads.layers.decoder_layer import GatedMLP
 from headstart.heads.losses import DraftPositions
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.drafters.tree_drafting import drafter_of
@@ -135,9 +135,10 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
     features = features_of(target, head, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool))
     plain = gradients(head, features)
     if scores:  # as where there is no fused kernel
-        monkeypatch.setattr(step_attention, "SCORES_ON_CPU", scores)
+        by_chunks = training_time_test.by_chunks
+        monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", scores)
         monkeypatch.setattr(
-            layers, "attend_step", lambda *given: step_attention.by_chunks(*given[:3], given[3].sequences_BT)
+            training_time_test, "attend_step", lambda *given: by_chunks(*given[:3], given[3].sequences_BT)
         )
     head.recompute = True
     assert_same_step(gradients(head, features), plain)
@@ -163,7 +164,7 @@ def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompu
 
     def drafts(chosen_N: Tensor | None) -> list[Tensor]:
         return head.drafts(
-            features, layers.TrainingTimeTest(head.cached_layers, features.sequences_BT, chosen_N), DEPTH
+            features, training_time_test.TrainingTimeTest(head.cached_layers, features.sequences_BT, chosen_N), DEPTH
         )
 
     every, few = drafts(None), drafts(anchors_N)
@@ -177,7 +178,7 @@ def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompu
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     seen: list[int] = []
     for module in head.modules():
-        if isinstance(module, layers.GatedMLP):
+        if isinstance(module, GatedMLP):
             module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[:-1].numel()))
     with torch.no_grad():
         drafts(anchors_N)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.heads.layers import chunks
-from headstart.heads.layers.chunks import LARGEST, SHARE, chunk_elements, elements_of
+from headstart.heads.layers.chunks import LARGEST, SHARE, chunk_elements
 from headstart.heads.losses import FEWEST, positions_at_once
 
 CUDA = torch.device("cuda")
@@ -28,8 +28,11 @@ def test_an_accelerator_gives_a_share_of_what_is_free(free, gigabytes):
     assert found.bit_count() == 1, "a power of two, so that slightly more free memory changes nothing"
 
 
-def test_more_memory_means_larger_chunks_up_to_the_largest():
-    sizes = [elements_of(10.0**9 * 2**i) for i in range(10)]
+def test_more_memory_means_larger_chunks_up_to_the_largest(free):
+    sizes = []
+    for i in range(10):
+        free(10**9 * 2**i)
+        sizes.append(chunk_elements(CUDA, 1))
     assert sizes == sorted(sizes) and sizes[-1] == LARGEST > sizes[0]
 
 

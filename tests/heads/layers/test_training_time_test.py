@@ -1,7 +1,8 @@
-"""Attention of training-time test: every kernel finds what plain scores find, packed rows or not; gradients too."""
+"""Attention of training-time test: softmax written out, by every kernel, packed rows or not; gradients too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,12 +12,75 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.layers import training_time_test as step_attention
-from headstart.heads.layers.training_time_test import PackedTexts, attend_step, by_chunks, by_flex
+from headstart.heads.layers.training_time_test import (
+    PackedSequences,
+    TrainingTimeTest,
+    attend_step,
+    by_chunks,
+    by_flex,
+)
 
 HEADS, GROUPS, SIZE, TIME = 4, 2, 16, 150
 """More positions than a block of flex_attention's mask."""
 PACKED = torch.tensor([[1] * 40 + [2] * 1 + [3] * 109, [1] * 150])
 Kernel = Callable[[Tensor, list[Tensor], list[Tensor], "Tensor | None"], Tensor]
+
+
+def found_by(query_HE: Tensor, keys_SGE: Tensor, values_SGE: Tensor) -> Tensor:
+    """What one position's queries find among explicit keys, head by head: [H, E]."""
+    rows = []
+    for head, query_E in enumerate(query_HE):
+        group = head // (HEADS // GROUPS)
+        weights_S = (keys_SGE[:, group] @ query_E / math.sqrt(SIZE)).softmax(-1)
+        rows.append(weights_S @ values_SGE[:, group])
+    return torch.stack(rows)
+
+
+def attended(test: TrainingTimeTest, layer: int, entries: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    return [test.at(step).attend(layer, *entry) for step, entry in enumerate(entries)]
+
+
+@pytest.mark.parametrize("time", [1, 2, 7])
+def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: int) -> None:
+    """Position t at step s: the keys of step 0 up to t, and of steps 1 to s at t; values and gradients."""
+    batch, steps = 2, 4
+    torch.manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(batch, heads, time, SIZE, dtype=torch.float64).requires_grad_()
+
+    entries = [(draw(HEADS), draw(GROUPS), draw(GROUPS)) for _ in range(steps)]
+    found = attended(TrainingTimeTest(1), 0, entries)
+    wanted = []
+    for step, (query, _, _) in enumerate(entries):
+        rows = torch.empty_like(query)
+        for row in range(batch):
+            for here in range(time):
+                first = [(entries[0][1][row, :, i], entries[0][2][row, :, i]) for i in range(here + 1)]
+                own = [(key[row, :, here], value[row, :, here]) for _, key, value in entries[1 : step + 1]]
+                keys, values = (torch.stack(part) for part in zip(*first, *own, strict=True))
+                rows[row, :, here] = found_by(query[row, :, here], keys, values)
+        wanted.append(rows)
+    scales = [torch.randn_like(rows) for rows in wanted]
+    leaves = [leaf for entry in entries for leaf in entry]
+    gradients = [
+        torch.autograd.grad(sum((rows * scale).sum() for rows, scale in zip(side, scales)), leaves)
+        for side in (found, wanted)
+    ]
+    for ours, plain in ((found, wanted), gradients):
+        for mine, theirs in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+def test_layers_remember_apart() -> None:
+    torch.manual_seed(0)
+    entries = [[torch.randn(1, heads, 3, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)] for _ in range(6)]
+    both = TrainingTimeTest(2)
+    mixed = [both.at(i // 2).attend(i % 2, *entry) for i, entry in enumerate(entries)]
+    for layer in range(2):
+        alone = attended(TrainingTimeTest(1), 0, entries[layer::2])
+        for mine, theirs in zip(mixed[layer::2], alone, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 def drawn(steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -32,11 +96,11 @@ def drawn(steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[
 
 
 def uncompiled(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
-    return by_flex(flex.flex_attention, query, keys, values, PackedTexts(sequences_BT))
+    return by_flex(flex.flex_attention, query, keys, values, PackedSequences(sequences_BT))
 
 
 def usual(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
-    return attend_step(query, keys, values, PackedTexts(sequences_BT))
+    return attend_step(query, keys, values, PackedSequences(sequences_BT))
 
 
 def recomputed(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
@@ -65,7 +129,7 @@ def test_every_kernel_finds_what_plain_scores_find(
 
 def test_a_text_sees_no_other_of_its_row() -> None:
     query, keys, values = drawn(2)
-    packed, whole = (usual(query, keys, values, texts) for texts in (PACKED, None))
+    packed, whole = (usual(query, keys, values, sequences) for sequences in (PACKED, None))
     assert torch.equal(packed[1], whole[1]) or torch.allclose(packed[1], whole[1], atol=1e-12)
     assert torch.allclose(packed[0, :, :40], whole[0, :, :40], atol=1e-12)
     assert not torch.allclose(packed[0, :, 41:], whole[0, :, 41:], atol=1e-3)

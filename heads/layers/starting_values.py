@@ -1,0 +1,132 @@
+"""Starting values of a head's layers, taken from the target's blocks and norms.
+
+A block is compared with our layer on a short text: what computes something else is refused, not approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from ..base import TargetInfo
+from .decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary, at_least_fp32
+from .training_time_test import TrainingTimeTest
+
+
+@torch.no_grad()
+def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
+    """The gain g of an RMSNorm g x / rms(x), however a model keeps it (Gemma's weight is g - 1); else None."""
+    weights = {name: _whole(weight) for name, weight in norm.named_parameters()}
+    if len(weights) != 1:
+        return None
+    (weight,) = weights.values()
+
+    def normed(x_D: Tensor) -> Tensor:
+        return functional_call(norm, weights, (x_D.to(weight)[None],))[0]
+
+    gain_D = normed(torch.full((size,), 1024.0))  # so large that eps is nothing beside the variance
+    x_D = torch.linspace(-1024, 2048, size)  # with a mean that a LayerNorm would take out
+    expected_D = at_least_fp32(gain_D) * (x_D / x_D.square().mean().sqrt()).to(gain_D.device)
+    return gain_D if torch.allclose(at_least_fp32(normed(x_D)), expected_D, rtol=2e-2, atol=1e-3) else None
+
+
+def required_gain(norm: nn.Module, target: TargetInfo, head: str) -> Tensor:
+    """The gain of a target's norm, for a head that cannot start without it.
+
+    Raises:
+        ValueError: the norm is no RMSNorm.
+    """
+    gain_D = norm_gain(norm, target.hidden_size)
+    if gain_D is None:
+        raise ValueError(f"{head} cannot start from {target.name!r}: its norm is no RMSNorm; choose start: random")
+    return gain_D
+
+
+@torch.no_grad()
+def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: TargetInfo, head: str) -> dict[str, Tensor]:
+    """The weights of one of the target's blocks, for a `DecoderLayer`.
+
+    Args:
+        blocks: all of the target's.
+        layer: number of the block; negative from the end.
+        target: the model.
+        head: name of the head, for errors.
+
+    Raises:
+        ValueError: no block of that number, or a block that is no Llama block, with the difference.
+    """
+    if not -len(blocks) <= layer < len(blocks):
+        raise ValueError(f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0")
+    block = blocks[layer]
+    where = f"{head} cannot start from block {layer} of {target.name!r}, a {type(block).__name__}"
+    weights = {name: _whole(tensor.detach()) for name, tensor in block.state_dict().items()}
+    ours = DecoderLayer(replace(LayerShape.of(target), qk_norm="self_attn.q_norm.weight" in weights))
+    for name in sorted(ours.state_dict().keys() ^ weights.keys()):
+        what = "has, unlike a Llama layer," if name in weights else "lacks"
+        raise ValueError(f"{where}, which {what} {name!r}; choose start: random")
+    for name, module in ours.named_modules():
+        if isinstance(module, RMSNorm):
+            gain = norm_gain(block.get_submodule(name), len(weights[f"{name}.weight"]))
+            if gain is None:
+                raise ValueError(f"{where}, whose {name} is no RMSNorm; choose start: random")
+            weights[f"{name}.weight"] = gain
+    ours = ours.to(weights["mlp.up_proj.weight"])
+    start_layer(ours, weights, f"block {layer}", head)
+    if not _alike(ours, block, target):
+        raise ValueError(f"{where}, which computes something else than a Llama layer; choose start: random")
+    return weights
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole of a weight that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
+    """Whether a layer and a target's block have the same output on a short random text."""
+    weight = ours.mlp.up_proj.weight
+    flex = getattr(getattr(block.self_attn, "config", None), "_attn_implementation", "") == "flex_attention"
+    time = 1 if flex else 4  # flex_attention takes no additive mask
+    x_1TD = torch.randn(1, time, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight)
+    positions_1T = torch.arange(time, device=weight.device)[None]
+    rotary = Rotary(target, target.head_dim)(positions_1T, weight.dtype)
+    hidden_TT = torch.ones(time, time, dtype=torch.bool, device=weight.device).triu(1)
+    mask_11TT = torch.zeros_like(hidden_TT, dtype=weight.dtype).masked_fill(hidden_TT, torch.finfo(weight.dtype).min)
+    try:
+        found = block(
+            x_1TD,
+            position_embeddings=rotary,
+            attention_mask=None if flex else mask_11TT[None, None],
+            position_ids=positions_1T,
+        )
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    moved_1TD = (found[0] if isinstance(found, tuple) else found) - x_1TD
+    apart = (ours(x_1TD, rotary, TrainingTimeTest(1).at(0), 0) - x_1TD - moved_1TD).norm() / moved_1TD.norm()
+    return bool(apart < (1e-3 if weight.dtype in (torch.float32, torch.float64) else 5e-2))
+
+
+def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:
+    """Load the weights that a layer has of a target's block; its other weights stay as they are.
+
+    Raises:
+        ValueError: a weight of another shape, or norms of queries and keys that the layer lacks; named.
+    """
+    own = layer.state_dict()
+    if "self_attn.q_norm.weight" in weights.keys() - own.keys():
+        raise ValueError(
+            f"{head} cannot start {where} from the target's block, which has norms of queries and keys; choose "
+            "start: random, or where there is such an option qk_norm: true"
+        )
+    for name, tensor in own.items():
+        if name in weights and weights[name].shape != tensor.shape:
+            raise ValueError(
+                f"{head} cannot start {where} from the target's block: {name} is {tuple(tensor.shape)} here and "
+                f"{tuple(weights[name].shape)} there; choose start: random, or the target's own dimensions"
+            )
+    layer.load_state_dict({name: weights.get(name, tensor) for name, tensor in own.items()})

@@ -1,0 +1,186 @@
+"""The draft's KV cache, and attention over it, against softmax written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads.layers import draft_cache
+from headstart.heads.layers.draft_cache import DraftCache, DraftTreeState, masked_attention
+
+HEADS, GROUPS, SIZE, SLOTS = 4, 2, 8, 23
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, seen_BNS: Tensor, scale: float = SIZE**-0.5) -> Tensor:
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = (query @ key.mT * scale).masked_fill(~seen_BNS[:, None], float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("few", [1, 6, 256])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("before", [1, 2, 3], ids="repeated {}".format)
+def test_masked_queries_find_what_softmax_finds(
+    monkeypatch: pytest.MonkeyPatch, few: int, heads: int, groups: int, queries: int, before: int
+) -> None:
+    """Also where the mask was repeated before, for groups of this size or of another."""
+    monkeypatch.setattr(draft_cache, "FEW", few)
+    random = torch.Generator().manual_seed(heads + queries)
+    query, key, value = (
+        torch.randn(2, *shape, SIZE, generator=random, dtype=torch.float64)
+        for shape in ((heads, queries), (groups, SLOTS), (groups, SLOTS))
+    )
+    seen = torch.rand(2, queries, SLOTS, generator=torch.Generator().manual_seed(1)) < 0.4
+    seen[..., 0] = True
+    mask = torch.zeros_like(seen, dtype=torch.float64).masked_fill(~seen, -1e300)[:, None]
+    mask = mask.repeat(1, 1, before, 1) if before * queries <= few else mask
+    found = masked_attention(query, key, value, mask, 0.3)
+    torch.testing.assert_close(found, written_out(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-12)
+
+
+# The cache: one round after the other.
+
+
+def empty_state(batch: int, nodes: int, capacity: int, layers: int = 1) -> DraftTreeState:
+    """A state of a head whose outputs are one number wide."""
+    keys, values = (
+        [torch.zeros(batch, GROUPS, nodes + capacity, SIZE, dtype=torch.float64) for _ in range(layers)]
+        for _ in range(2)
+    )
+    return DraftTreeState(
+        None,  # type: ignore[arg-type]
+        depth=0,
+        max_depth=9,
+        cache=DraftCache(nodes, keys, values),
+        lengths_B=torch.zeros(batch, dtype=torch.int64),
+        hidden_BWD=torch.zeros(batch, 1, 1),
+        paths_BWN=torch.zeros(batch, 1, nodes, dtype=torch.bool),
+    )
+
+
+class Replay:
+    """A cache and, beside it, lists of every key and value that should be seen."""
+
+    def __init__(self, batch: int, nodes: int, capacity: int, layers: int = 1, seed: int = 0) -> None:
+        self.state = empty_state(batch, nodes, capacity, layers)
+        self.batch, self.nodes, self.layers = batch, nodes, layers
+        self.random = torch.Generator().manual_seed(seed)
+        self.committed: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(batch)] for _ in range(layers)]
+
+    def draw(self, tokens: int) -> list[Tensor]:
+        return [
+            torch.randn(self.batch, heads, tokens, SIZE, dtype=torch.float64, generator=self.random)
+            for heads in (HEADS, GROUPS, GROUPS)
+        ]
+
+    def commit(self, lengths: list[int], tokens: int) -> None:
+        """`tokens` entries of which each row keeps the first `lengths`; those are compared."""
+        before_B = self.state.lengths_B
+        positions_BA, kv = self.state.cache.commit(before_B, tokens)
+        assert torch.equal(positions_BA, before_B[:, None] + torch.arange(tokens))
+        for layer in range(self.layers):
+            query, key, value = self.draw(tokens)
+            found = kv.attend(layer, query, key, value)
+            for row, length in enumerate(lengths):
+                kept = self.committed[layer][row]
+                for i in range(length):
+                    kept.append((key[row, :, i], value[row, :, i]))
+                    self.compare(found[row, :, i], query[row, :, i], kept)
+        self.state = self.state.committed(torch.zeros(self.batch, tokens, 1), torch.tensor(lengths))
+        self.paths = [[[()]] * self.batch for _ in range(self.layers)]
+
+    def draft(self, parents_BW: Tensor) -> None:
+        """A frontier below the previous one; `parents_BW` says below which of its nodes."""
+        width = parents_BW.shape[1]
+        positions_BW, kv, state = self.state.below(parents_BW)
+        assert torch.equal(positions_BW, (state.lengths_B + state.depth - 1)[:, None].expand(-1, width))
+        self.state = replace(state, depth=state.depth + 1)
+        for layer in range(self.layers):
+            query, key, value = self.draw(width)
+            found = kv.attend(layer, query, key, value)
+            frontier = []
+            for row in range(self.batch):
+                above = self.paths[layer][row]
+                own = [(key[row, :, i], value[row, :, i]) for i in range(width)]
+                paths = [(*above[parent], node) for parent, node in zip(parents_BW[row].tolist(), own)]
+                for i, path in enumerate(paths):
+                    self.compare(found[row, :, i], query[row, :, i], [*self.committed[layer][row], *path])
+                frontier.append(paths)
+            self.paths[layer] = frontier
+
+    def compare(self, found_HE: Tensor, query_HE: Tensor, entries: list[tuple[Tensor, Tensor]]) -> None:
+        keys, values = (torch.stack(part) for part in zip(*entries, strict=True))
+        key_1GSE, value_1GSE = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        wanted = written_out(query_HE[None, :, None], key_1GSE, value_1GSE, torch.ones(1, 1, len(keys)) > 0)
+        torch.testing.assert_close(found_HE, wanted[0, :, 0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_chain_attends_to_committed_tokens_and_its_own_drafts(layers: int) -> None:
+    replay = Replay(batch=3, nodes=4, capacity=30, layers=layers)
+    replay.commit([5, 2, 7], 7)
+    for lengths in ([1, 4, 2], [3, 1, 1], [4, 4, 4]):
+        for _ in range(4):
+            replay.draft(torch.zeros(3, 1, dtype=torch.int64))
+        replay.commit(lengths, 4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trees_nodes_attend_to_committed_tokens_and_their_own_path(seed: int) -> None:
+    """Rows of other lengths and other trees; rounds that accept nothing but the root, and a row that has ended."""
+    replay = Replay(batch=3, nodes=11, capacity=30, seed=seed)
+    random = torch.Generator().manual_seed(seed)
+    replay.commit([1, 6, 3], 6)
+    for round_ in range(4):
+        above = 1
+        for width in (2, 4, 1, 3):
+            replay.draft(torch.randint(above, (3, width), generator=random))
+            above = width
+        accepted = torch.randint(1, 6, (3,), generator=random).tolist()
+        replay.commit([accepted[0], accepted[1], accepted[2] if round_ < 2 else 0], 5)
+
+
+@pytest.mark.parametrize("attended", [None, 6 + 7], ids=["all slots", "as many as are filled"])
+def test_drafts_are_discarded_by_the_next_commit(attended: int | None) -> None:
+    """Whatever was drafted in between, the next round is the same; a shorter round finds nothing of a longer one."""
+
+    def last_round(drafts: Callable[[DraftTreeState], None]) -> list[Tensor]:
+        random = torch.Generator().manual_seed(0)
+
+        def draw(tokens: int) -> list[Tensor]:
+            return [
+                torch.randn(2, heads, tokens, SIZE, dtype=torch.float64, generator=random)
+                for heads in (HEADS, GROUPS, GROUPS)
+            ]
+
+        state = empty_state(2, nodes=6, capacity=20)
+        state.cache.attended = attended
+        state.cache.commit(state.lengths_B, 4)[1].attend(0, *draw(4))
+        state = state.committed(torch.zeros(2, 4, 1), torch.tensor([4, 2]))
+        drafts(state)
+        found = [state.cache.commit(state.lengths_B, 3)[1].attend(0, *draw(3))]
+        state = state.committed(torch.zeros(2, 3, 1), torch.tensor([2, 2]))
+        return [*found, state.below(torch.zeros(2, 1, dtype=torch.int64))[1].attend(0, *draw(1))]
+
+    def many(state: DraftTreeState) -> None:
+        kv = state.below(torch.zeros(2, 6, dtype=torch.int64))[1]
+        kv.attend(0, *(1e3 * torch.randn(2, heads, 6, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)))
+
+    for mine, theirs in zip(last_round(many), last_round(lambda state: None), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_cache_has_the_heads_size_and_format() -> None:
+    head = torch.nn.Linear(1, 1).bfloat16()
+    head.shape = SimpleNamespace(num_key_value_heads=GROUPS, head_dim=SIZE)  # type: ignore[assignment]
+    head.cached_layers = 2  # type: ignore[assignment]
+    cache = DraftCache.empty(head, 1, nodes=3, capacity=5)  # type: ignore[arg-type]
+    assert [states.shape for states in (*cache.keys, *cache.values)] == [(1, GROUPS, 3 + 5, SIZE)] * 4
+    assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
