@@ -25,7 +25,7 @@ from torch import Tensor
 from headstart.heads.checkpoints.save_load import json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import answer_settings, quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console

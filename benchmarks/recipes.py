@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from headstart.heads.checkpoints.save_load import load_head
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console
 from headstart.train.loop import train

@@ -33,7 +33,7 @@ from headstart.heads.checkpoints.save_load import build_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.decoder_layer import TrainingTimeTest
 from headstart.inference.tuning.machine import turns
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console

@@ -13,7 +13,7 @@ import yaml
 from headstart.heads import TargetInfo
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE, build_head
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.chat_template import read_prompts
 

@@ -24,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.train import evaluate, loop, precision
 from headstart.train.config import TrainConfig
 from headstart.train.console import Stopped, show_on_console

@@ -111,7 +111,7 @@ def test_an_exception_after_the_last_step_is_raised_too(judged):
 
 TWO = """
 import sys
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.train import Callback, TrainConfig, show_on_console, train
 
 class Broken(Callback):

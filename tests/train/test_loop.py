@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from headstart.heads.checkpoints.save_load import build_head, json_ready, load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
-from headstart.scripts.command import options as options_of
+from headstart.scripts.command_line import options as options_of
 from headstart.train import evaluate, loop
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.console import Stopped, StopRequest

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from headstart.heads.checkpoints.save_load import build_head
-from headstart.scripts.command import options
+from headstart.scripts.command_line import options
 from headstart.train import memory_plan as plan
 from headstart.train.config import OptimConfig, TrainConfig
 from headstart.train.precision import with_formats
