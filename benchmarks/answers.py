@@ -21,7 +21,8 @@ from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES
 from headstart.train.provenance import hardware
 

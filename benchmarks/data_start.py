@@ -30,7 +30,7 @@ from headstart.inference import load_tokenizer
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.data.conversations import open_file
-from headstart.train.data.sequences import key_of
+from headstart.train.data.token_cache import key_of
 from headstart.train.loop import train
 from headstart.train.provenance import provenance
 

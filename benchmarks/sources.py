@@ -26,7 +26,8 @@ from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.scripts.datastore import DatastoreConfig, build_datastore
 from headstart.scripts.measuring.comparison import answer_settings
-from headstart.train.data.chat_template import prompt_ids, read_conversations
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_conversations
 from headstart.train.provenance import hardware
 
 COPIED_WORDS = (40, 90)

@@ -76,7 +76,9 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     from headstart.heads.checkpoints.export_formats import export_head
     from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.train.data.chat_template import count_answer_tokens, encode, read_conversations
+    from headstart.train.data.chat_template import encode
+    from headstart.train.data.conversations import read_conversations
+    from headstart.train.data.token_cache import count_answer_tokens
 
     target, tokenizer = Target.load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
     examples = []
@@ -377,7 +379,7 @@ def ends_of(folder: Path) -> Any:
 def features_of(row: dict[str, Tensor], ends: Any) -> Any:
     """A row as a batch with its states."""
     from headstart.heads import TargetFeatures
-    from headstart.train.data.chat_template import Batch
+    from headstart.train.data.batches import Batch
 
     batch = Batch(row["tokens"][None], row["mask"][None], (tuple(row["lengths"].tolist()),))
     return TargetFeatures(

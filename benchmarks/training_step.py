@@ -37,8 +37,7 @@ from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.config import TrainConfig
 from headstart.train.console import console
-from headstart.train.data.batches import Order
-from headstart.train.data.chat_template import Batch, collate
+from headstart.train.data.batches import Batch, Order, collate
 from headstart.train.engines import autocast
 from headstart.train.features.cached import FORMATS, FeatureCache, bytes_per_token
 from headstart.train.features.online import CachedFeatures, kept_layers, online_features

@@ -49,7 +49,8 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     from headstart.inference import load_tokenizer
     from headstart.inference.drafters.ngram_index import Datastore
     from headstart.inference.models.loading import tokenizer_origin
-    from headstart.train.data.chat_template import check_tokenizer, read_conversations, render
+    from headstart.train.data.chat_template import check_tokenizer, render
+    from headstart.train.data.conversations import read_conversations
 
     tokenizer = load_tokenizer(config.target)
 

@@ -122,7 +122,7 @@ def demo(config: DemoConfig) -> None:
         ValueError: a target, head or prompt file that cannot be used.
         Stopped: Ctrl-C or SIGTERM; the same command resumes.
     """
-    from headstart.train.data.chat_template import read_prompts
+    from headstart.train.data.conversations import read_prompts
 
     read_prompts(config.prompts)  # a missing file is reported now, not after the training
     folder = Path(f"{config.output}-{config.minutes}min")
@@ -214,7 +214,8 @@ def training_plan(
     config: DemoConfig, folder: Path, conversations: Path, shared: Shared, seconds: float
 ) -> dict[str, int]:
     """Numbers of steps and of evaluated tokens that fit, by their times on this machine."""
-    from headstart.train.data.chat_template import count_answer_tokens, read_prompts, read_sources
+    from headstart.train.data.conversations import read_prompts, read_sources
+    from headstart.train.data.token_cache import count_answer_tokens
     from headstart.train.loop import seconds_per_step
     from headstart.train.setup import split_examples
 

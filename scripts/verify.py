@@ -106,9 +106,7 @@ def verify_head(config: VerifyConfig) -> None:
     )
     if "probe" in metadata.measured:
         others, noise = apart(probe(target, head), metadata.measured["probe"])
-        compared = (
-            f"drafts along a fixed text: {others:.0%} differ from those when it was saved, by {noise:.3f} in the mean"
-        )
+        compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
         log.info(f"{compared}; the same head on another machine: at most {OTHERS:.0%} and {NOISE}")
         if others > OTHERS or noise > NOISE:
             raise ValueError(f"{config.head} was misread, or its target is another one: {compared}")

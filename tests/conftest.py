@@ -41,7 +41,9 @@ from headstart.inference.tuning import machine
 from headstart.train import loop, precision
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.console import show_on_console
-from headstart.train.data.chat_template import collate, encode, read_conversations
+from headstart.train.data.batches import collate
+from headstart.train.data.chat_template import encode
+from headstart.train.data.conversations import read_conversations
 
 show_on_console()  # as commands do: tests read there what a user reads
 

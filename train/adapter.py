@@ -17,7 +17,7 @@ from ..heads import DraftHead, HeadOutput, TargetFeatures
 from ..heads.losses import DraftPositions, Objective, draft_loss
 from ..inference import Target
 from .config import AdapterConfig
-from .data.chat_template import Batch
+from .data.batches import Batch
 from .features.online import together
 
 KEEP_BASE = Objective({"kl": 1.0}, "decay", 1.0)

@@ -21,7 +21,8 @@ from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest
-from .data.chat_template import Example, collate
+from .data.batches import collate
+from .data.chat_template import Example
 from .engines import shared_out
 from .features.online import online_features
 from .features.placement import cut_over_processes

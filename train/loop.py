@@ -33,9 +33,9 @@ from ..heads.checkpoints.save_load import CheckpointMetadata, build_head
 from .callbacks import Callback, Callbacks
 from .config import TrainConfig, dtype_of
 from .console import ProgressBar, Stopped, StopRequest, log
-from .data.batches import Order, Share, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Batch, Example
-from .data.sequences import digest_of, lengths_of
+from .data.batches import Batch, Order, Share, Steps, loaded, worker_deaths_explained
+from .data.chat_template import Example
+from .data.token_cache import digest_of, lengths_of
 from .engine import Shared
 from .engines import (
     alone,

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..heads import DraftHead, HeadOutput
 from ..inference import Target
 from .console import duration, log
-from .data.chat_template import Example, collate
+from .data.batches import collate
+from .data.chat_template import Example
 from .features.online import online_features
 
 if TYPE_CHECKING:

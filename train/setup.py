@@ -18,8 +18,16 @@ from ..heads import DraftHead
 from ..heads.checkpoints.save_load import build_head, copy_weights, head_config
 from ..inference import Target, load_tokenizer
 from .config import TrainConfig
-from .data.chat_template import Example, check_tokenizer, data_origin, encode, split_held_out
-from .data.sequences import Rendering, SequenceCache, Sequences, answer_counts, cached_sequences, open_sources
+from .data.chat_template import Example, check_tokenizer, data_origin, encode
+from .data.conversations import open_sources
+from .data.token_cache import (
+    Rendering,
+    TokenCache,
+    TokenizedSequences,
+    cached_sequences,
+    count_answer_tokens,
+    split_held_out,
+)
 from .engine import Shared
 from .evaluate import eval_prompts
 from .features.placement import load_target
@@ -62,7 +70,7 @@ def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None 
     cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
     training, held_out = split_cache(cache, config)
     eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
-    counts_V = answer_counts(training, target.info.vocab_size)
+    counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
     else:
@@ -83,8 +91,8 @@ def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
     return Rendering(tokenizer, frozenset(eos), min(config.data.max_length, target.max_positions), config.data.thinking)
 
 
-def split_cache(cache: SequenceCache, config: TrainConfig) -> tuple[Sequences, list[Example]]:
-    """Sequences to train on, and those that are held out, all of a conversation on the same side.
+def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequences, list[Example]]:
+    """TokenizedSequences to train on, and those that are held out, all of a conversation on the same side.
 
     Raises:
         ValueError: fewer than two conversations.
@@ -92,7 +100,7 @@ def split_cache(cache: SequenceCache, config: TrainConfig) -> tuple[Sequences, l
     data = config.data
     groups = cache.conversation_groups()
     parts = split_held_out(groups, data.held_out, config.loop.seed, data.held_out_limit)
-    training, held_out = (Sequences(cache, np.concatenate(part)) for part in parts)
+    training, held_out = (TokenizedSequences(cache, np.concatenate(part)) for part in parts)
     return training, held_out[:]
 
 

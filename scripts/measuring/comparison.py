@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.tuning.machine import turns
 from headstart.train.console import ProgressBar
-from headstart.train.data.chat_template import check_lengths, prompt_ids, read_prompts
+from headstart.train.data.chat_template import check_lengths, prompt_ids
+from headstart.train.data.conversations import read_prompts
 
 Key = TypeVar("Key")
 Prompts = dict[str, list[list[dict[str, str]]]]

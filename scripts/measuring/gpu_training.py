@@ -21,7 +21,8 @@ from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 from headstart.scripts.measuring.bandwidth import now
 from headstart.train.config import OptimConfig
-from headstart.train.data.chat_template import Batch, Example, collate
+from headstart.train.data.batches import Batch, collate
+from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 from headstart.train.optim import build_optimizer
 from headstart.train.report import PEAK_TFLOPS, count_flops

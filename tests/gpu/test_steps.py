@@ -13,8 +13,8 @@ from headstart.heads import HEADS
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.config import DataConfig, LoopConfig, TrainConfig
-from headstart.train.data.batches import Share
-from headstart.train.data.chat_template import Example, collate
+from headstart.train.data.batches import Share, collate
+from headstart.train.data.chat_template import Example
 from headstart.train.features.online import OnlineFeatures
 from headstart.train.report import Report
 from headstart.train.run_folder import Progress, Run

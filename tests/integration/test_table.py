@@ -18,7 +18,7 @@ from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
 from headstart.heads.losses import DraftPositions, Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.head_drafter import HeadDrafter
-from headstart.train.data.chat_template import Batch
+from headstart.train.data.batches import Batch
 from headstart.train.features.online import online_features
 
 VOCAB = 60

@@ -9,7 +9,8 @@ import torch
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
 from headstart.scripts.tree import TreeConfig, explain_chains
-from headstart.train.data.chat_template import prompt_ids, read_prompts
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 from headstart.train.loop import train
 
 

@@ -23,7 +23,8 @@ from headstart.scripts import tree as module
 from headstart.scripts.measuring import early_exit, tree_costs
 from headstart.scripts.measuring.tree_costs import Costs, dynamic_lengths, measured_costs, timed_trees
 from headstart.scripts.tree import TreeConfig, calibrate
-from headstart.train.data.chat_template import Example, prompt_ids, read_prompts
+from headstart.train.data.chat_template import Example, prompt_ids
+from headstart.train.data.conversations import read_prompts
 from headstart.train.evaluate import real_acceptance, teacher_forced
 from headstart.train.loop import train
 

@@ -23,7 +23,8 @@ from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
 from headstart.train.console import Stopped
-from headstart.train.data.chat_template import collate, read_conversations
+from headstart.train.data.batches import collate
+from headstart.train.data.conversations import read_conversations
 from headstart.train.evaluate import prompt_of
 from headstart.train.loop import train
 from headstart.train.setup import split_examples

@@ -14,7 +14,8 @@ from headstart.heads import MedusaHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target, load_tokenizer
 from headstart.train import loop
-from headstart.train.data.chat_template import encode, read_conversations
+from headstart.train.data.chat_template import encode
+from headstart.train.data.conversations import read_conversations
 from headstart.train.features import online as features
 from headstart.train.loop import train
 from headstart.train.setup import split_examples

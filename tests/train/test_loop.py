@@ -29,7 +29,9 @@ from headstart.scripts.command_line import options as options_of
 from headstart.train import evaluate, loop
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.console import Stopped, StopRequest
-from headstart.train.data.chat_template import collate, count_answer_tokens, read_conversations
+from headstart.train.data.batches import collate
+from headstart.train.data.conversations import read_conversations
+from headstart.train.data.token_cache import count_answer_tokens
 from headstart.train.evaluate import prompt_of
 from headstart.train.features import online as features
 from headstart.train.features.online import online_features

@@ -19,15 +19,18 @@ import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..config import LoopConfig
-from .chat_template import Batch, Example, collate_rows
-from .sequences import answers_of
+from .chat_template import Example
+from .token_cache import answers_of
 
 Row = list[int]
 """The numbers of the conversations that stand in it."""
@@ -38,6 +41,74 @@ LOST = (ConnectionError, EOFError, FileNotFoundError)
 """What reading a batch meets whose worker died after it was announced and before it was handed over."""
 AHEAD = 2
 """Steps that each worker of the loader has ready."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded rows of one or, packed, several sequences. B batch, T time."""
+
+    tokens_BT: Tensor
+    loss_mask_BT: Tensor
+    lengths: tuple[tuple[int, ...], ...]
+    """Of the sequences in each row."""
+    conversations: tuple[int, ...] = ()
+    """Which they are, by their place in the data."""
+    states_BTLD: Tensor | None = None
+    """The target's states as a cache stores them, if they were read ahead."""
+    scales_BTL: Tensor | None = None
+    """With states in int8: what their numbers are multiplied by."""
+
+    def places(self) -> Iterator[tuple[int, slice]]:
+        """The row and the place in it of every sequence."""
+        for row, lengths in enumerate(self.lengths):
+            for stop, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+                yield row, slice(stop - length, stop)
+
+    @cached_property
+    def positions_BT(self) -> Tensor | None:
+        """Each token's place in its own sequence; None where every row is one."""
+        if all(len(row) <= 1 for row in self.lengths):
+            return None
+        positions_BT = torch.arange(self.tokens_BT.shape[1]).repeat(len(self.lengths), 1)
+        for row, place in self.places():
+            positions_BT[row, place.start :] -= int(positions_BT[row, place.start])
+        return positions_BT
+
+    def pin_memory(self) -> Batch:
+        """A copy from which a GPU reads while it computes; torch's DataLoader asks for it."""
+        tensors = ("tokens_BT", "states_BTLD", "scales_BTL")
+        found = {name: getattr(self, name) for name in tensors}
+        pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
+        if self.positions_BT is not None:
+            pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()  # where cached_property keeps it
+        return pinned
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """One sequence in each row; see `collate_rows`."""
+    return collate_rows([[example] for example in examples])
+
+
+def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
+    """Pad on the right; padding is no answer, and a causal model's earlier tokens never see it.
+
+    Args:
+        rows: the sequences that stand in each row; no rows at all give one of nothing but padding.
+        least: tokens that a row has at least.
+    """
+    tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
+    for row in rows:
+        tokens.append(torch.tensor([token for example in row for token in example.tokens]))
+        # A sequence's first token cannot be guessed from the one before it in its row.
+        own = [[False, *example.loss_mask[1:]] if number else example.loss_mask for number, example in enumerate(row)]
+        masks.append(torch.tensor(list(itertools.chain.from_iterable(own))))
+    kept = slice(1 if rows else 0, None)  # the row of padding is only there to be as long as `least`
+    return Batch(
+        pad_sequence(tokens, batch_first=True)[kept],
+        pad_sequence(masks, batch_first=True)[kept],
+        tuple(tuple(len(example.tokens) for example in row) for row in rows) or ((),),
+        tuple(example.conversation for row in rows for example in row),
+    )
 
 
 @dataclass(frozen=True)

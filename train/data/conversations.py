@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -54,6 +54,11 @@ SCANNED = 2**26
 """Bytes of a file that are searched for line feeds at once."""
 BATCH = 1000
 """Rows that are taken out of Arrow at once."""
+
+Messages = list[dict[str, str]]
+"""Roles and contents of a prompt or a conversation."""
+RESUME_ADVICE = "continue it with its own options, or choose another output"
+"""End of the error where a file of conversations was begun with other options."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,78 @@ def open_file(name: str) -> Source:
     if not Path(name).is_file():
         raise ValueError(f"no file at {name!r}")
     return _parquet(name) if name.endswith(".parquet") else _json(name)
+
+
+def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
+    """Open all sources, of which at most `limit` rows are read together.
+
+    Raises:
+        ValueError: a source that is not there or holds nothing, or whose first row has no known format.
+    """
+    opened: list[Source] = []
+    for name in names:
+        if limit is not None and limit <= 0:
+            break
+        source = open_source(name, limit)
+        first = next(source.read(), None)
+        if first is None:
+            raise ValueError(f"{name}: no conversations: it is empty")
+        check_conversation(first[1], first[0])
+        opened.append(source)
+        limit = None if limit is None else limit - len(source.rows)
+    return opened
+
+
+def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Read the first `limit` conversations of a source, each with its `messages`.
+
+    Raises:
+        ValueError: nothing at `source`, or a row that is no conversation, with file and line number.
+    """
+    rows = itertools.islice(open_source(source, limit).read(), limit)
+    return [check_conversation(row, where) for where, row in rows]
+
+
+def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read the first `limit` conversations of all sources together, and the index of the source of each.
+
+    Raises:
+        ValueError: a source that is not there, or a row that is no conversation, with file and line number.
+    """
+    rows: list[dict[str, Any]] = []
+    numbers: list[int] = []
+    for number, source in enumerate(sources):
+        found = read_conversations(source, None if limit is None else limit - len(rows))
+        rows += found
+        numbers += [number] * len(found)
+    return rows, numbers
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
+    """Read the prompts of a file, each as the messages before an answer.
+
+    A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
+    (the first turn is the prompt), or {"prompt": ...}.
+
+    Raises:
+        ValueError: no file, or a row in none of these forms, with its number.
+    """
+    prompts: list[Messages] = []
+    for where, row in itertools.islice(open_file(str(path)).read(), limit):
+        turns = row.get("turns") if isinstance(row, dict) else None
+        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt") if isinstance(row, dict) else None
+        if isinstance(text, str):
+            prompts.append([{"role": "user", "content": text}])
+            continue
+        messages = check_conversation(row, where)["messages"]
+        prompts.append(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+    return prompts
+
+
+def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
+    """Share of a text's n-grams that are distinct; 1 for texts shorter than 8 n-grams, which are too short to judge."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
 
 
 def check_columns(columns: list[str], where: str) -> str:

@@ -29,9 +29,9 @@ from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..engine import Shared, load
 from ..files import check_options, write_whole
-from .chat_template import check_lengths, prompt_ids, read_prompts, render
+from .chat_template import check_lengths, prompt_ids, render
+from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
 
-Messages = list[dict[str, str]]
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts say nothing."""
 WAVES = 8
@@ -56,9 +56,6 @@ class Progress:
     """Bytes of the file that are whole."""
     ended: bool = False
     """Whether the time was over before all conversations were made."""
-
-
-ADVICE = "continue it with its own options, or choose another output"
 
 
 class _TimeIsOver(Exception):
@@ -205,12 +202,6 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     return text[: text.index(marker)]
 
 
-def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
-    """Share of a text's n-grams that are distinct; 1 for texts shorter than 8 n-grams, which say nothing."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
-
-
 def _make_batch(
     lm: SpeculativeLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -344,7 +335,7 @@ def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
     if state["progress"]["batches"]:
         before, now = state["options"], dataclasses.asdict(config)
         asked = {name: now[name] for name in before}  # options that are newer than the file have no say
-        check_options(f"{path} was started with", before, asked, ADVICE, ("output",))
+        check_options(f"{path} was started with", before, asked, RESUME_ADVICE, ("output",))
     progress = Progress(**state["progress"])
     if not path.exists() and progress.size == 0:
         path.touch()

@@ -21,8 +21,7 @@ from openai.types.chat import ChatCompletion
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..files import check_options, whole_lines, write_whole
-from .chat_template import read_prompts
-from .self_made import ADVICE, Messages, distinct_share
+from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
 
 RETRIES = 6
 """How often a request is repeated after an error that may pass (429, 5xx, no connection), after longer and longer
@@ -148,5 +147,5 @@ def _claim(path: Path, config: SelfMadeConfig) -> set[int]:
     if not state.exists():
         raise ValueError(f"{path} exists and was not written by this command; choose another output")
     before = json.loads(state.read_text(encoding="utf-8"))["options"]
-    check_options(f"{path} was started with", before, asked, ADVICE)
+    check_options(f"{path} was started with", before, asked, RESUME_ADVICE)
     return {json.loads(line)["number"] for line in whole_lines(path)}

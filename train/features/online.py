@@ -16,8 +16,9 @@ from ...heads import DraftHead, TargetFeatures
 from ...inference import Target
 from ..config import TrainConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..data.chat_template import Batch, Example, collate
-from ..data.sequences import lengths_of
+from ..data.batches import Batch, collate
+from ..data.chat_template import Example
+from ..data.token_cache import lengths_of
 from ..engines import alone, any_process
 from .cached import FORMATS, FeatureCache, bytes_per_token, corrupt_shards, decoded, key_of
 from .placement import cut_over_processes

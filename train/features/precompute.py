@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..config import TrainConfig
 from ..console import log
-from ..data.sequences import lengths_of
+from ..data.token_cache import lengths_of
 from ..engines import end_together, start
 from ..precision import as_begun, resolved
 from ..setup import set_up, split_as_begun

@@ -11,16 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from headstart.train.config import DataConfig, TrainConfig
-from headstart.train.data.chat_template import (
-    Example,
-    check_tokenizer,
-    collate,
-    count_answer_tokens,
-    encode,
-    read_conversations,
-    read_prompts,
-    split_held_out,
-)
+from headstart.train.data.batches import collate
+from headstart.train.data.chat_template import Example, check_tokenizer, encode
+from headstart.train.data.conversations import read_conversations, read_prompts
+from headstart.train.data.token_cache import count_answer_tokens, split_held_out
 from headstart.train.setup import split_examples
 
 CHATML = (

@@ -7,8 +7,13 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from headstart.train.data.chat_template import read_conversations, read_sources
-from headstart.train.data.conversations import check_conversation, open_source, parsed_name
+from headstart.train.data.conversations import (
+    check_conversation,
+    open_source,
+    parsed_name,
+    read_conversations,
+    read_sources,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -14,8 +14,8 @@ import torch
 from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import self_made as selfmade
-from headstart.train.data.chat_template import check_conversation
-from headstart.train.data.self_made import distinct_share, make_conversations, user_prefix
+from headstart.train.data.conversations import check_conversation, distinct_share
+from headstart.train.data.self_made import make_conversations, user_prefix
 
 LIKELY = {" ": 0.25, "<|im_end|>": 0.05, **dict.fromkeys("abcdefghij", 0.07)}
 

@@ -18,7 +18,8 @@ pytest.importorskip("openai")
 from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import server_answers as served
-from headstart.train.data.chat_template import encode, read_conversations
+from headstart.train.data.chat_template import encode
+from headstart.train.data.conversations import read_conversations
 from headstart.train.data.self_made import make_conversations
 
 

@@ -15,7 +15,8 @@ from headstart.heads import MedusaConfig, MedusaHead
 from headstart.inference import Target
 from headstart.train.config import FeaturesConfig
 from headstart.train.console import Stopped
-from headstart.train.data.chat_template import Example, collate, collate_rows
+from headstart.train.data.batches import collate, collate_rows
+from headstart.train.data.chat_template import Example
 from headstart.train.features import cached as feature_cache
 from headstart.train.features.cached import (
     FORMATS,

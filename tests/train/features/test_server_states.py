@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.train.config import FeaturesConfig
-from headstart.train.data.chat_template import Example, collate
+from headstart.train.data.batches import collate
+from headstart.train.data.chat_template import Example
 from headstart.train.features.cached import FeatureCache
 from headstart.train.features.online import CachedFeatures, online_features
 from headstart.train.features.server_states import take_server_states

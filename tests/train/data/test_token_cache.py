@@ -17,16 +17,15 @@ from accelerate import Accelerator
 
 from headstart.inference import Target, load_tokenizer
 from headstart.train import setup
-from headstart.train.data import sequences
-from headstart.train.data.chat_template import count_answer_tokens, read_sources
-from headstart.train.data.sequences import (
+from headstart.train.data import token_cache
+from headstart.train.data.conversations import open_sources, read_sources
+from headstart.train.data.token_cache import (
     Rendering,
-    answer_counts,
     answers_of,
     cached_sequences,
+    count_answer_tokens,
     digest_of,
     lengths_of,
-    open_sources,
 )
 from headstart.train.loop import check_same_everywhere, train
 from headstart.train.setup import split_as_begun, split_cache, split_examples
@@ -86,7 +85,7 @@ def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened,
     plain = expected[0]
     assert lengths_of(training) == lengths_of(plain)
     assert all((a == b).all() for a, b in zip(answers_of(training), answers_of(plain)))
-    assert torch.equal(answer_counts(training, 258), count_answer_tokens(plain, 258))
+    assert torch.equal(count_answer_tokens(training, 258), count_answer_tokens(plain, 258))
     assert cache.sources_of(training.conversations) == [numbers[example.conversation] for example in plain]
     assert training[2:5] == plain[2:5] and training[-1] == plain[-1]
 
@@ -94,7 +93,7 @@ def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened,
 def test_what_was_tokenized_is_not_tokenized_again(config, opened, monkeypatch):
     first = opened()
     assert len(folders(config)) == 2
-    monkeypatch.setattr(sequences, "encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(token_cache, "encode", lambda *_: pytest.fail("tokenized again"))
     again = opened()
     assert again.digest == first.digest and again.rows[:] == first.rows[:]
     assert {Path(file["filename"]).parent for file in again.rows.cache_files} == set(
@@ -104,8 +103,8 @@ def test_what_was_tokenized_is_not_tokenized_again(config, opened, monkeypatch):
 
 def test_another_source_leaves_what_is_made_of_the_others(config, opened, files, monkeypatch):
     opened()
-    made, original = [], sequences._make
-    monkeypatch.setattr(sequences, "_make", lambda *given: made.append(given[2].name) or original(*given))
+    made, original = [], token_cache._make
+    monkeypatch.setattr(token_cache, "_make", lambda *given: made.append(given[2].name) or original(*given))
     text = Path(files[1]).read_text(encoding="utf-8")
     Path(files[1]).write_text(text + "\n" + text.splitlines()[0], encoding="utf-8")
     assert opened().conversations_N[-1] == 40
@@ -198,7 +197,7 @@ def test_sources_without_answers_are_refused(config, tmp_path, changed):
 
 
 def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(config, opened, monkeypatch):
-    original, parent = sequences.encode, os.getpid()
+    original, parent = token_cache.encode, os.getpid()
 
     def dies(conversation, *rest):
         if os.getpid() != parent and conversation["messages"][0]["content"] == "0 11":
@@ -206,7 +205,7 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(confi
         return original(conversation, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sequences, "encode", dies)
+        patch.setattr(token_cache, "encode", dies)
         with pytest.raises(
             RuntimeError, match=r"one of the 3 processes that tokenized .*0\.jsonl has died.*data\.num_proc"
         ):
@@ -222,8 +221,8 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(confi
 
 
 def _open_in_child(config, queue):
-    made, original = [], sequences._make
-    sequences._make = lambda *given: made.append(1) or original(*given)
+    made, original = [], token_cache._make
+    token_cache._make = lambda *given: made.append(1) or original(*given)
     tokenizer = load_tokenizer(config.target)
     how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), config.data.max_length, None)
     queue.put((cached_sequences(open_sources(config.data.sources), how, config.data.cache).digest, len(made)))

@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +34,10 @@ from transformers import PreTrainedTokenizerBase
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ..console import console
 from ..files import write_whole
-from .chat_template import Example, count_answer_tokens, encode
-from .conversations import Source, check_conversation, format_of, open_source, values
+from .chat_template import Example, encode
+from .conversations import Source, check_conversation, format_of, values
+
+T = TypeVar("T")
 
 RECIPE = 1
 """Counted up when the same conversations become other sequences."""
@@ -74,10 +76,10 @@ class Rendering:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Sequences(Sequence[Example]):
+class TokenizedSequences(Sequence[Example]):
     """Some sequences of a cache, read from its files when they are asked for."""
 
-    def __init__(self, cache: SequenceCache, chosen_N: NDArray[np.int64]) -> None:
+    def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
         self.cache, self.chosen_N = cache, chosen_N
 
     def __len__(self) -> int:
@@ -110,18 +112,9 @@ class Sequences(Sequence[Example]):
         """Another one if a token, a mask, or the order differs."""
         return hashlib.blake2b(self.cache.digest.encode() + self.chosen_N.tobytes(), digest_size=7).digest()
 
-    def answer_counts(self, vocab_size: int) -> Tensor:
-        """How often each token is an answer token, counts_V: the cache's counts without those that are left out."""
-        left_out = np.setdiff1d(np.arange(len(self.cache.lengths_N)), self.chosen_N)
-        if len(left_out) > len(self):
-            return count_answer_tokens(self, vocab_size)
-        counts_V = torch.zeros(max(vocab_size, len(self.cache.counts_V)), dtype=torch.int64)
-        counts_V[: len(self.cache.counts_V)] = torch.from_numpy(self.cache.counts_V)
-        return counts_V - count_answer_tokens(Sequences(self.cache, left_out), len(counts_V))
-
 
 @dataclass(frozen=True)
-class SequenceCache:
+class TokenCache:
     """The sequences of all sources, mapped into memory."""
 
     rows: Dataset
@@ -152,12 +145,14 @@ class SequenceCache:
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
     """Tokens of each sequence, without reading what a cache knows."""
-    return examples.lengths if isinstance(examples, Sequences) else [len(example.tokens) for example in examples]
+    return (
+        examples.lengths if isinstance(examples, TokenizedSequences) else [len(example.tokens) for example in examples]
+    )
 
 
 def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Answer tokens of each sequence, and of its first token alone, without reading what a cache knows."""
-    if isinstance(examples, Sequences):
+    if isinstance(examples, TokenizedSequences):
         return examples.cache.answers_N[examples.chosen_N], examples.cache.opens_N[examples.chosen_N]
     masks = [example.loss_mask for example in examples]
     return np.array([sum(mask) for mask in masks], np.int64), np.array([mask[0] for mask in masks], np.int64)
@@ -165,7 +160,7 @@ def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[
 
 def digest_of(examples: Sequence[Example]) -> bytes:
     """Seven bytes that differ if a token, a mask or the order differs."""
-    if isinstance(examples, Sequences):
+    if isinstance(examples, TokenizedSequences):
         return examples.digest()
     digest = hashlib.blake2b(digest_size=7)
     for example in examples:
@@ -173,36 +168,37 @@ def digest_of(examples: Sequence[Example]) -> bytes:
     return digest.digest()
 
 
-def answer_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
-    """See `data.count_answer_tokens`, without reading what a cache knows."""
-    if isinstance(examples, Sequences):
-        return examples.answer_counts(vocab_size)
-    return count_answer_tokens(examples, vocab_size)
+def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
+    """Count how often each token is an answer token: counts_V; a cache's counts less those of sequences left out."""
+    if isinstance(examples, TokenizedSequences):
+        cache = examples.cache
+        left_out = np.setdiff1d(np.arange(len(cache.lengths_N)), examples.chosen_N)
+        if len(left_out) <= len(examples):
+            counts_V = torch.zeros(max(vocab_size, len(cache.counts_V)), dtype=torch.int64)
+            counts_V[: len(cache.counts_V)] = torch.from_numpy(cache.counts_V)
+            return counts_V - count_answer_tokens(iter(TokenizedSequences(cache, left_out)), len(counts_V))
+    tokens = [
+        token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own
+    ]
+    return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
 
-def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
-    """Open all sources; no more than `limit` rows of all together.
+def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
+    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one.
 
     Raises:
-        ValueError: a source that is not there or holds nothing, or whose first row has no known format.
+        ValueError: fewer than two examples.
     """
-    opened: list[Source] = []
-    for name in names:
-        if limit is not None and limit <= 0:
-            break
-        source = open_source(name, limit)
-        first = next(source.read(), None)
-        if first is None:
-            raise ValueError(f"{name}: no conversations: it is empty")
-        check_conversation(first[1], first[0])
-        opened.append(source)
-        limit = None if limit is None else limit - len(source.rows)
-    return opened
+    if len(examples) < 2:
+        raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
+    return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
 
 
 def cached_sequences(
     sources: list[Source], rendering: Rendering, folder: str | None = None, num_proc: int | None = None
-) -> SequenceCache:
+) -> TokenCache:
     """All sequences of these sources, tokenized now or before, by this process or another.
 
     Args:
@@ -334,7 +330,7 @@ def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
     return counts_V, "".join(digest.hexdigest() for digest in digests)
 
 
-def _opened(places: list[tuple[Path, dict[str, Any]]]) -> SequenceCache:
+def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
     """Map folders that are whole, each with what it is made of.
 
     Raises:
@@ -361,7 +357,7 @@ def _opened(places: list[tuple[Path, dict[str, Any]]]) -> SequenceCache:
     counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
     for own_V in counts:
         counts_V[: len(own_V)] += own_V
-    return SequenceCache(
+    return TokenCache(
         rows,
         pc.list_value_length(columns["tokens"]).to_numpy().astype(np.int64),
         np.concatenate(conversations),
