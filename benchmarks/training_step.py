@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from headstart.heads import TargetFeatures, TargetInfo, TargetModules
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.layers.decoder_layer import TrainingTimeTest
+from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
@@ -193,7 +193,7 @@ def naive_loss(head: Eagle3Head, features: TargetFeatures) -> Tensor:
     loss = torch.zeros(())
     time = features.tokens_BT.shape[1]
     for step, state_BTD in enumerate(head.drafts(features, TrainingTimeTest(1), DEPTH)):
-        length = time - 2 - step  # the anchors whose drafts, up to this depth, lie in the text
+        length = time - 2 - step  # the draft positions whose drafts, up to this depth, lie in the text
         target_TV = features.modules.lm_head(features.last_BTD[0, 1 + step : 1 + step + length]).softmax(-1)
         draft_TV = head.lm_head(head.norm(state_BTD[0, :length])).log_softmax(-1)
         loss = loss - 0.8**step * (target_TV * draft_TV).sum()

@@ -244,6 +244,8 @@ class DraftHead(nn.Module, ABC):
 
     shape: Any = None
     """`LayerShape` of the decoder layers, if any."""
+    served_names: tuple[str, ...] = ()
+    """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
     cached_layers: int = 0
     """Decoder layers with a KV cache while decoding."""
 
@@ -363,11 +365,6 @@ class DraftHead(nn.Module, ABC):
     def unread_by(self) -> dict[str, str]:
         """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""
         return {}
-
-    @property
-    def served_names(self) -> tuple[str, ...]:
-        """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
-        return ()
 
     def check_loaded(self) -> None:
         """Refuse weights of the right shapes with impossible values.

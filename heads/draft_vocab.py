@@ -1,7 +1,6 @@
-"""The draft vocabulary: the target tokens that a head can say, the most frequent ones of its training data.
+"""The draft vocabulary: the target tokens that a head can draft, the most frequent ones of its training data.
 
-A draft id is a token's place in `vocabulary_V`, the sorted target ids. The rest of the target's tokens can only come
-from the target itself.
+A draft id is an index into `vocabulary_V`, the sorted target ids.
 """
 
 from __future__ import annotations
@@ -11,11 +10,7 @@ from torch import Tensor
 
 
 def check_size(size: int | None, vocab_size: int, head: str) -> None:
-    """Refuse a draft vocabulary that the target cannot have.
-
-    Raises:
-        ValueError: smaller than 1 or larger than the target's vocabulary.
-    """
+    """Refuse a size below 1 or above the target's vocabulary, with a ValueError; None is the whole vocabulary."""
     if size is not None and not 1 <= size <= vocab_size:
         raise ValueError(
             f"{head} draft_vocab_size {size} is out of range: the target's vocabulary has {vocab_size} tokens; choose "
@@ -27,12 +22,12 @@ def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     """The `size` most frequent tokens as sorted target ids.
 
     Args:
-        token_counts_V: how often each token is an answer token of the training data.
+        token_counts_V: frequency of each token in the answers of the training data.
         size: of the draft vocabulary.
-        head: whose vocabulary it is, for the error.
+        head: name of the head, for the error.
 
     Raises:
-        ValueError: the data holds fewer different tokens.
+        ValueError: the data has fewer different tokens.
     """
     seen = int((token_counts_V > 0).sum())
     if seen < size:
@@ -44,18 +39,14 @@ def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
 
 
 def check_ids(ids_V: Tensor, vocab_size: int, name: str) -> None:
-    """Refuse a draft vocabulary that is not made of sorted target ids.
-
-    Raises:
-        ValueError: naming the tensor that holds it.
-    """
+    """Refuse a draft vocabulary that is not made of sorted target ids, with a ValueError that names its tensor."""
     if not (ids_V[0] >= 0 and ids_V[-1] < vocab_size and bool((ids_V.diff() > 0).all())):
         raise ValueError(f"{name} does not lead to different, sorted target ids below {vocab_size}")
 
 
 def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
-    """Target ids as draft ids; -1 for tokens outside the draft vocabulary (None: it has all tokens)."""
+    """Target ids to draft ids, -1 outside the draft vocabulary; None for a draft vocabulary of all tokens."""
     if vocabulary_V is None:
         return tokens
-    places = torch.searchsorted(vocabulary_V, tokens).clamp(max=len(vocabulary_V) - 1)
-    return torch.where(vocabulary_V[places] == tokens, places, -1)
+    ids = torch.searchsorted(vocabulary_V, tokens).clamp(max=len(vocabulary_V) - 1)
+    return torch.where(vocabulary_V[ids] == tokens, ids, -1)

@@ -18,20 +18,18 @@ names are those that vLLM reads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.draft_cache import DraftTreeState
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, LossOptions, draft_loss
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The linear maps of a layer whose outputs are added to the residual stream."""
@@ -40,7 +38,7 @@ STEP = 0.25
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(LossOptions):
     """Options of an EAGLE head; null takes the target's own value."""
 
     depth: int = 5
@@ -68,13 +66,7 @@ class EagleConfig:
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
-    """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay, or d_pace, which leaves smooth_l1 to decay."""
-    decay: float = 0.8
-    """Loss weight of a step relative to the one before."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens in the losses; null for the whole vocabulary."""
+    """Losses and their weights; see losses.py. `depth_weights: d_pace` leaves smooth_l1 to decay."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 1:
@@ -91,11 +83,6 @@ class EagleConfig:
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(f"eagle start must be random, last or the number of a block, not {self.start!r}")
         self.objective.check("eagle", predicts_features=True)
-
-    @property
-    def objective(self) -> Objective:
-        """The training objective."""
-        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 class EagleHead(DraftHead):
@@ -189,16 +176,7 @@ class EagleHead(DraftHead):
         if self.training and self.config.noise > 0:  # from torch's global generator, as published
             reach = self.config.noise * 512 / state_BTD.shape[1]
             state_BTD = state_BTD + (2 * torch.rand_like(state_BTD) - 1) * reach
-        keep = not (self.recompute and torch.is_grad_enabled())
-        run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
-        states = []
-        for step in range(steps):
-            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.position_ids_BT + step
-            if step > 0:
-                next_tokens_BT, positions_BT = test.at_drafts(next_tokens_BT), test.at_drafts(positions_BT)
-            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(step), features.modules)
-            states.append(state_BTD)
-        return states
+        return test.outputs(self._run, features, state_BTD, steps, self.recompute)
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int

@@ -14,13 +14,11 @@ t + 1 + s. EAGLE-3.1 (arXiv:2605.09992) normalises each fused feature (`fc_norm`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .draft_vocab import check_ids, check_size, most_frequent
@@ -28,11 +26,11 @@ from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, Lay
 from .layers.draft_cache import DraftTreeState
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, LossOptions, draft_loss
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(LossOptions):
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
     depth: int = 7
@@ -75,14 +73,6 @@ class Eagle3Config:
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     start_lm_head: bool = True
     """Start the LM head and the final norm from the target's."""
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay, or d_pace."""
-    decay: float = 0.8
-    """Loss weight of a step relative to the one before, for depth_weights: decay."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 1:
@@ -96,11 +86,6 @@ class Eagle3Config:
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
         self.objective.check("eagle3")
-
-    @property
-    def objective(self) -> Objective:
-        """The training objective."""
-        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 class FusionLayer(nn.Module):
@@ -140,9 +125,21 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
-        check_size(config.draft_vocab_size, target.vocab_size, "eagle3")
+        if config.draft_vocab_size is not None:
+            check_size(config.draft_vocab_size, target.vocab_size, "eagle3")
         self.max_depth = config.depth
-        self.feature_layers = fused_layers(config.feature_layers, target)
+        blocks, last = target.num_layers, target.num_layers - 2
+        layers = (1, blocks // 2 - 1, blocks - 4) if config.feature_layers is None else tuple(config.feature_layers)
+        if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
+            default = " (1, L/2 - 1 and L - 4)" if config.feature_layers is None else ""
+            raise ValueError(
+                f"eagle3 feature_layers {list(layers)}{default} are out of range or coincide for {target.name!r} with "
+                f"{blocks} blocks; choose different numbers from 0 to {last} for a block's output, or -1 for the state "
+                "after the final norm"
+            )
+        if [layer % blocks for layer in layers] != sorted(layer % blocks for layer in layers):
+            raise ValueError(f"eagle3 feature_layers {list(layers)} are not in order: servers join features by depth")
+        self.feature_layers = layers
         shape = LayerShape.of(target, config)
         self.shape, self.cached_layers = shape, config.num_layers
         fused = len(self.feature_layers)
@@ -155,7 +152,7 @@ class Eagle3Head(DraftHead):
         # Servers count the first layer as layers.0.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(shape) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab_size or target.vocab_size, bias=False)
         self.own_embedding = config.own_embedding or shape.hidden_size != target.hidden_size
         if self.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
@@ -219,18 +216,8 @@ class Eagle3Head(DraftHead):
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
         """Teacher-forced outputs of every step: [B, T, D], or [1, N, D] at the draft positions of `test`."""
-        state_BTD = self._fuse(features.features_BTF)
-        keep = not (self.recompute and torch.is_grad_enabled())
-        run = self._run if keep else partial(checkpoint, self._run, use_reentrant=False)
-        states = []
-        for step in range(steps):
-            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.position_ids_BT + step
-            if step > 0:
-                next_tokens_BT, positions_BT = test.at_drafts(next_tokens_BT), test.at_drafts(positions_BT)
-                state_BTD = self.norm(state_BTD) if self.config.norm_output else state_BTD
-            state_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(step), features.modules)
-            states.append(state_BTD)
-        return states
+        fed_back = self.norm if self.config.norm_output else None
+        return test.outputs(self._run, features, self._fuse(features.features_BTF), steps, self.recompute, fed_back)
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
@@ -292,7 +279,7 @@ class Eagle3Head(DraftHead):
             "architectures": ["LlamaForCausalLMEagle3"],
             **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
             "target_hidden_size": self.target.hidden_size,
-            "draft_vocab_size": self.draft_vocab_size,
+            "draft_vocab_size": self.lm_head.out_features,
             "norm_before_residual": self.config.norm_before_residual,
             "norm_before_fc": self.config.norm_before_fc,
             "fc_norm": self.config.fc_norm,
@@ -306,31 +293,12 @@ class Eagle3Head(DraftHead):
         }
 
     def check_loaded(self) -> None:
-        ids_V = self.vocabulary_V
-        if ids_V is not None:
+        if self.config.draft_vocab_size is not None:
+            ids_V = self.vocabulary_V
+            assert ids_V is not None
             check_ids(ids_V, self.target.vocab_size, "d2t")
             if not torch.equal(self.t2d.nonzero()[:, 0], ids_V):
                 raise ValueError("d2t and t2d name different tokens")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         return draft_tokens if self.config.draft_vocab_size is None else draft_tokens + self.d2t[draft_tokens]
-
-
-def fused_layers(asked: list[int] | None, target: TargetInfo) -> tuple[int, ...]:
-    """The feature layers that the config names, or EAGLE-3's own: an early, a middle and a late block.
-
-    Raises:
-        ValueError: layers out of range, coinciding or out of order.
-    """
-    blocks = target.num_layers
-    layers = (1, blocks // 2 - 1, blocks - 4) if asked is None else tuple(asked)
-    last = blocks - 2
-    if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
-        given = f"feature_layers {list(layers)}" + (" (1, L/2 - 1 and L - 4)" if asked is None else "")
-        raise ValueError(
-            f"eagle3 {given} are out of range or coincide for {target.name!r} with {blocks} blocks; choose different "
-            f"numbers from 0 to {last} for a block's output, or -1 for the state after the final norm"
-        )
-    if [layer % blocks for layer in layers] != sorted(layer % blocks for layer in layers):
-        raise ValueError(f"eagle3 feature_layers {list(layers)} are not in order: servers join features by depth")
-    return layers

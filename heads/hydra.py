@@ -28,11 +28,11 @@ from .draft_vocab import check_ids, check_size, most_frequent
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary
 from .layers.draft_cache import DraftCache
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, LossOptions, draft_loss
 
 
 @dataclass(frozen=True)
-class HydraConfig:
+class HydraConfig(LossOptions):
     """Options of a Hydra head."""
 
     name: ClassVar[str] = "hydra"
@@ -54,12 +54,6 @@ class HydraConfig:
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
     """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay, or d_pace."""
-    decay: float = 0.8
-    """Loss weight of head i is decay ** i, for depth_weights: decay."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         if self.lm_head not in ("own", "shared"):
@@ -71,11 +65,6 @@ class HydraConfig:
         if self.draft_vocab_size is not None and self.lm_head == "shared":
             raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
         self.objective.check(self.name)
-
-    @property
-    def objective(self) -> Objective:
-        """The training objective."""
-        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)
@@ -259,29 +248,21 @@ class HydraHead(DraftHead):
 
     def server_config(self) -> dict[str, Any]:
         """The head's dimensions, which no server reads."""
-        config: dict[str, Any] = {
+        names = ["hidden_size", "vocab_size"]
+        if self.config.prefix_layer:
+            names += ["intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"]
+            names += ["rms_norm_eps", "rope_parameters"]
+        return {
             "architectures": ["HydraModel"],
             "model_type": "hydra",
-            "hidden_size": self.target.hidden_size,
-            "vocab_size": self.target.vocab_size,
+            **{name: getattr(self.target, name) for name in names},
+            **({"max_position_embeddings": self.target.max_positions} if self.config.prefix_layer else {}),
             "truncated_vocab_size": self.draft_vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
             "original_lm_head": self.config.lm_head == "shared",
             "prefix_layer": self.config.prefix_layer,
         }
-        if self.config.prefix_layer:
-            config |= {
-                "intermediate_size": self.target.intermediate_size,
-                "num_attention_heads": self.target.num_attention_heads,
-                "num_key_value_heads": self.target.num_key_value_heads,
-                "head_dim": self.target.head_dim,
-                "hidden_act": self.target.hidden_act,
-                "rms_norm_eps": self.target.rms_norm_eps,
-                "max_position_embeddings": self.target.max_positions,
-                "rope_parameters": self.target.rope_parameters,
-            }
-        return config
 
     def unread_by(self) -> dict[str, str]:
         return dict.fromkeys(("vllm", "sglang"), "it has no Hydra")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -98,6 +98,25 @@ class Objective:
             raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
         if self.target_top_k is not None and self.loss.get("reverse_kl"):
             raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options that heads have in common: what they are trained on."""
+
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
+    """Losses and their weights; see losses.py."""
+    depth_weights: str = "decay"
+    """decay, or d_pace."""
+    decay: float = 0.8
+    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
+
+    @property
+    def objective(self) -> Objective:
+        """The training objective."""
+        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)

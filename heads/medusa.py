@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .draft_vocab import check_ids, check_size, most_frequent
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, LossOptions, draft_loss
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(LossOptions):
     """Options of a Medusa head."""
 
     num_heads: int = 4
@@ -39,12 +39,6 @@ class MedusaConfig:
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
     """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay, or d_pace."""
-    decay: float = 0.8
-    """Loss weight of head i is decay ** i, for depth_weights: decay."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
 
     def __post_init__(self) -> None:
         if self.lm_head not in ("own", "shared"):
@@ -56,11 +50,6 @@ class MedusaConfig:
         if self.draft_vocab_size is not None and self.lm_head == "shared":
             raise ValueError("medusa draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
         self.objective.check("medusa")
-
-    @property
-    def objective(self) -> Objective:
-        """The training objective."""
-        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)
@@ -96,8 +85,8 @@ class MedusaHead(DraftHead):
 
     def __init__(self, config: MedusaConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
-        check_size(config.draft_vocab_size, target.vocab_size, "medusa")
         size, width = config.draft_vocab_size, target.hidden_size
+        check_size(size, target.vocab_size, "medusa")
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         self.blocks = nn.ModuleList(
@@ -107,6 +96,8 @@ class MedusaHead(DraftHead):
             self.lm_heads = nn.ModuleList(
                 nn.Linear(width, self.draft_vocab_size, bias=False) for _ in range(config.num_heads)
             )
+        else:
+            self.served_names = ("lm_heads.0.weight",)
         # Sorted target ids, by draft id.
         self.register_buffer("token_map", None if size is None else torch.arange(size))
 
@@ -164,10 +155,6 @@ class MedusaHead(DraftHead):
 
     def unread_by(self) -> dict[str, str]:
         return {"sglang": "it has no Medusa"}
-
-    @property
-    def served_names(self) -> tuple[str, ...]:
-        return ("lm_heads.0.weight",) if self.config.lm_head == "shared" else ()
 
     def check_loaded(self) -> None:
         if self.token_map is not None:

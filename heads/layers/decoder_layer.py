@@ -42,20 +42,22 @@ class LayerShape:
 
     @classmethod
     def of(cls, target: TargetInfo, own: Any = None) -> LayerShape:
-        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there."""
-        names = [key.name for key in fields(cls) if key.name != "qk_norm"]
-        chosen = {name: getattr(own, name, None) or getattr(target, name) for name in names}
-        return cls(**chosen, qk_norm=getattr(own, "qk_norm", False))
+        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there.
 
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
-            )
+        Raises:
+            ValueError: dimensions of no layer.
+        """
+        chosen: dict[str, Any] = {}
+        for name in (key.name for key in fields(cls) if key.name != "qk_norm"):
+            value = getattr(own, name, None)
+            chosen[name] = getattr(target, name) if value is None else value
         for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if chosen[name] < 1:
+                raise ValueError(f"{name} must be at least 1, not {chosen[name]}")
+        heads, groups = chosen["num_attention_heads"], chosen["num_key_value_heads"]
+        if heads % groups:
+            raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+        return cls(**chosen, qk_norm=getattr(own, "qk_norm", False))
 
 
 class KVView(Protocol):
@@ -170,13 +172,7 @@ def llama_config(
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     return {
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": shape.hidden_act,
-        "rms_norm_eps": shape.rms_norm_eps,
+        **{name: value for name, value in vars(shape).items() if name != "qk_norm"},
         "num_hidden_layers": num_layers,
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
+from ..base import TargetFeatures
 from .chunks import SCORES_ON_CPU, chunk_elements
 
 SMALLEST_FLEX = 16
@@ -109,12 +110,42 @@ class TrainingTimeTest:
         """Keys and values by step, for each layer."""
 
     def at(self, step: int) -> TrainingStep:
-        """The KV view of one step, which may run again where activations are recomputed."""
+        """The KV view of one step, which may run again to recompute activations."""
         return TrainingStep(self, step, self.drafts_N)
 
     def at_drafts(self, states_BT: Tensor) -> Tensor:
         """[B, T, ...] at the draft positions, [1, N, ...]."""
         return states_BT if self.drafts_N is None else states_BT.flatten(0, 1)[self.drafts_N][None]
+
+    def outputs(
+        self,
+        run: Callable[..., Tensor],
+        features: TargetFeatures,
+        state_BTD: Tensor,
+        steps: int,
+        recompute: bool,
+        fed_back: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Teacher-forced outputs of every step, [B, T, D], or [1, N, D] at the draft positions.
+
+        Args:
+            run: the layers, from next tokens, states, positions, the KV view and the target's modules to the output.
+            features: the batch.
+            state_BTD: states that step 0 reads.
+            steps: of training-time test.
+            recompute: each step in the backward pass, instead of keeping its activations.
+            fed_back: from an output to the state that the next step reads; None for the output itself.
+        """
+        if recompute and torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False)
+        found: list[Tensor] = []
+        for step in range(steps):
+            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.position_ids_BT + step
+            if step > 0:
+                next_tokens_BT, positions_BT = self.at_drafts(next_tokens_BT), self.at_drafts(positions_BT)
+                state_BTD = found[-1] if fed_back is None else fed_back(found[-1])
+            found.append(run(next_tokens_BT, state_BTD, positions_BT, self.at(step), features.modules))
+        return found
 
 
 @dataclass(frozen=True)

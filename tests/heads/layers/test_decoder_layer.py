@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,12 +56,6 @@ def build_target(rope: dict[str, Any], qwen: bool = False) -> Target:
     return Target(LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)).double())
 
 
-def shape_of(target: Target, qk_norm: bool = False) -> LayerShape:
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act")
-    given = {name: getattr(target.info, name) for name in names}
-    return LayerShape(**given, rms_norm_eps=target.info.rms_norm_eps, qk_norm=qk_norm)
-
-
 # Positions.
 
 
@@ -95,7 +90,7 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
     target = build_target(LLAMA3 if name == "llama3" else ROPES["default"], qwen=name == "qwen")
     for parameter in target.model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    layer = DecoderLayer(shape_of(target, qk_norm=name == "qwen")).double()
+    layer = DecoderLayer(replace(LayerShape.of(target.info), qk_norm=name == "qwen")).double()
     layer.load_state_dict(target_layer_weights(target.modules.blocks, block, target.info, "some head"))
     tokens_BT = torch.randint(31, (2, 90))
     with torch.no_grad():
@@ -107,13 +102,13 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
 
 
 def test_a_layer_may_go_without_its_input_norm() -> None:
-    shape = shape_of(build_target(LLAMA3))
+    shape = LayerShape.of(build_target(LLAMA3).info)
     names = set(DecoderLayer(shape).state_dict())
     assert names - set(DecoderLayer(shape, input_norm=False).state_dict()) == {"input_layernorm.weight"}
 
 
 def test_qk_norm_adds_one_weight_each_of_a_heads_size() -> None:
-    shape = shape_of(build_target(LLAMA3))
+    shape = LayerShape.of(build_target(LLAMA3).info)
     plain, normed = (Attention(replace(shape, qk_norm=qk_norm), 24).state_dict() for qk_norm in (False, True))
     assert {name: tuple(normed[name].shape) for name in set(normed) - set(plain)} == {
         "q_norm.weight": (SIZE,),
@@ -143,7 +138,7 @@ def test_norms_are_torchs_own_and_keep_the_states_format(dtype: torch.dtype) -> 
 )
 def test_dimensions_that_fit_no_layer_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(shape_of(build_target(LLAMA3)), **change)
+        LayerShape.of(build_target(LLAMA3).info, SimpleNamespace(**change))
 
 
 def test_a_block_that_is_no_llama_layer_is_refused_with_the_way_out() -> None:
