@@ -23,8 +23,8 @@ from torch import Tensor
 from headstart.heads.layers.decoder_layer import at_least_fp32
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
+from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.head_drafter import HeadDrafter, over_target
-from headstart.inference.drafters.tree_drafting import drafter_of
 from headstart.inference.logits import RandomSampler
 from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings
@@ -103,7 +103,7 @@ def judged(
         float((signs[bins == i, 2].mean() - signs[bins == i, 3].mean()).abs() * (bins == i).float().mean())
         for i in bins.unique().tolist()
     ]
-    drafter = drafter_of(lead.head, SampledShape(TreeShape.chain(depth)), target.modules)
+    drafter = tree_drafter(lead.head, SampledShape(TreeShape.chain(depth)), target.modules)
     lm = SpeculativeLM(target, drafter, verifier="token")
     runs = [lm.generate(ids, generator=seeded(target, 1000 + i), **settings).stats for i, ids in enumerate(prompts)]
     return Row(
@@ -129,12 +129,12 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
     for place in range(first, length - depth, STRIDE):
         following = text_1T[:, read + 1 : place + 1]
         features = output.features_BNF[:, read:place]
-        drafter.read(
+        drafter.prefill(
             PrefillChunk(
                 text_1T[:, read:place], following, features, torch.tensor([place - read], device=target.device)
             )
         )
-        read, state = place, drafter.state
+        read, state = place, drafter.catch_up()
         overlaps, signs = [], []
         for k in range(depth):
             logits, state = drafter.head.expand(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference import DraftTree, SpeculativeLM, Target, load_tokenizer
-from headstart.inference.drafters.head_drafter import NoDraft
+from headstart.inference.drafters.base import NoDraft
 from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids

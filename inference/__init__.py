@@ -8,10 +8,10 @@ from .speculative_lm import GenerateOutput, SpeculativeLM
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
-from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, tree_policy, tree_word
+from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
 from .verify import RULES
 
-DrawnShape, Passage, Round, Start = SampledShape, PrefillChunk, StepResult, DraftContext
+DrawnShape, Passage, Round, Start, tree_word = SampledShape, PrefillChunk, StepResult, DraftContext, spec_of
 """Earlier names, which keep working."""
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "custom_generate",
     "generate_from",
     "load_tokenizer",
+    "spec_of",
     "tokenizer_origin",
     "tree_policy",
     "tree_word",

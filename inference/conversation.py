@@ -87,7 +87,7 @@ class Conversation:
 
     def keep(self, tokens: list[int], cache: TreeCache, drafter: Drafter) -> None:
         """What a call has read and written."""
-        self.tokens, self._cache, self._memory = tokens, cache, drafter.memory()
+        self.tokens, self._cache, self._memory = tokens, cache, drafter.saved_state()
 
 
 class Chat:

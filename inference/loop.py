@@ -7,7 +7,6 @@ verdict = the path that the acceptance rule lets stand, and one token more from 
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass, replace
 
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .conversation import Conversation, shared_length
-from .drafters.base import DraftContext, Drafter, PrefillChunk
-from .drafters.head_drafter import NoDraft
+from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk
 from .kv_cache import TreeCache
 from .logits import PositionNoise, PositionSampler, RandomSampler, Sampler, TreeLogitsProcessor
 from .sequences import Sequences
@@ -93,7 +91,7 @@ def speculate(rules: Rules, drafter: Drafter, out: Sequences, past: Conversation
             scores_BNV = rules.score(output.logits_BNV, tree, out)
         finished = rules.decide(tree, output, scores_BNV, rules.draw_at(tree), cache, stats)
         with stats.clock("host"):
-            finished = out.add(finished, scores_BNV, stats, drafter.asks(finished))
+            finished = out.add(finished, scores_BNV, stats, drafter.host_values(finished))
         with stats.clock("draft"):
             drafter.observe(finished)
         stats.round_seconds.append(time.perf_counter() - began)
@@ -112,7 +110,7 @@ def _turn_over(rules: Rules, drafter: Drafter, out: Sequences, cache: TreeCache,
     while (places := out.ended_places()) and out.waiting:
         held = out.active
         out.active = [out.waiting.popleft() for _ in range(min(len(places), len(out.waiting)))]
-        fresh = copy.copy(drafter)
+        fresh = drafter.fresh()
         fresh_cache, fresh_roots = _begin(rules, fresh, out)
         into_R = torch.tensor(places[: len(out.active)], device=roots_B.device)
         cache.replace(into_R, fresh_cache)
@@ -163,7 +161,7 @@ def _begin(
     rules.at_places_of(out)
     roots_B = rules.decide.verify(tree, scores_B1V, rules.draw_at(tree)).next_tokens_B
     out.first(roots_B, scores_B1V, logits_B1V)
-    drafter.read(PrefillChunk(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
+    drafter.prefill(PrefillChunk(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
     return cache, roots_B
 
 
@@ -237,5 +235,5 @@ def _read(
         if known:  # what follows a prompt's last token is not known yet
             features_BTF = output.features_BNF[:, :known] if together else output.features_BNF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
-            drafter.read(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
+            drafter.prefill(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
     return found

@@ -130,7 +130,7 @@ class Sequences:
             record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
         self._tell()
-        return replace(finished, tokens=emitted, asked=[row[1 + 2 * most :] for row in rows])
+        return replace(finished, tokens=emitted, host_values=[row[1 + 2 * most :] for row in rows])
 
     def ended_places(self) -> list[int]:
         """The places in the batch of rows that have ended."""

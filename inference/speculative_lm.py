@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,12 +35,10 @@ from ..heads import DraftHead
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import packed_head
 from .conversation import Chat, Conversation
-from .drafters.adaptive import AdaptiveDrafter, AssumedCosts, adaptive, chosen_from
-from .drafters.base import Drafter
-from .drafters.head_and_lookup import HeadAndLookup
-from .drafters.head_drafter import NoDraft
-from .drafters.loading import adaptive_of, auto_trees, draft_models, guesser_of, loaded, source_of
-from .drafters.tree_drafting import drafter_of
+from .drafters.adaptive import AdaptiveDrafter
+from .drafters.base import Drafter, NoDraft
+from .drafters.by_name import draft_models, load_fitting_head, make_drafter
+from .drafters.head_drafter import HeadDrafter
 from .kv_cache import check_room
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Rules, speculate
@@ -51,8 +49,7 @@ from .stats import Stats
 from .target import Target
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
-from .tuning.tree_search import batch_budget, machine
-from .tuning.tree_spec import TreePolicy
+from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy
 from .verify_step import Decider
 
@@ -115,7 +112,7 @@ class SpeculativeLM:
         """Called with the statistics of every generation."""
         self.round_listeners: list[Callable[[Sequences], None]] = []
         """Called after every round with what was written so far; what one of them raises ends the generation."""
-        self._drafter_with: Callable[[Any], Drafter | None] | None = None
+        self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
         """Another drafter of the same head or source, with a tree."""
         self._others: dict[str, SpeculativeLM] = {}
         """What calls asked for that want another tree or rule."""
@@ -130,7 +127,7 @@ class SpeculativeLM:
         target: str | Path | PreTrainedModel | Target,
         head: str | Path | DraftHead | None = None,
         dtype: torch.dtype | str = "auto",
-        tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
+        tree: TreeSpec = "auto",
         verifier: str = "auto",
         device: str | torch.device | None = None,
         revision: str | None = None,
@@ -159,8 +156,8 @@ class SpeculativeLM:
             lossy: see `__init__`.
             compile: True for compiled rounds, see the method `compile`; False for none; "auto" for them where they need
                 not be waited for, on CPUs.
-            drafter: a word of `drafters.WORDS`, or one of your own, which may be wrong in any way: the output stays
-                the target's. Beside a head, what it looks up is joined with the head's tree.
+            drafter: a spec of `drafters.by_name.SPECS`, or a drafter of your own, which may be wrong in any way: the
+                output stays the target's. Beside a head, what it looks up is joined with the head's tree.
             fallback: measure plain steps too, and take them where drafts cost more time than they save; see
                 `AdaptiveDrafter`. False for drafts in each round: of the tree that is named, of the fastest of several,
                 or of the first of those that "auto" would choose from. For a seed, picked trees give one text either
@@ -183,33 +180,17 @@ class SpeculativeLM:
         if compiled:
             target.compile()
         origin: dict[str, Any] = {}
-        ours: DraftHead | None = None
+        ours, metadata = None, None
         if head is not None:
-            ours, metadata = loaded(head, target, head_revision, loaded_here, dtype == "auto")
+            ours, metadata = load_fitting_head(head, target, head_revision, loaded_here, dtype == "auto")
             origin = metadata.origin
             ours = ours.to(target.device).eval()
             target.check_layers(ours.feature_layers)
             if compiled and cpu_kernels.serve(target.device):
                 ours = packed_head(ours)
 
-        def drafter_with(tree: str | Sequence[Sequence[int]] | TreePolicy) -> Drafter | None:
-            source = source_of(drafter, target, tree if ours is None else "auto")
-            if ours is not None:
-                if tree == "auto":
-                    costs = measured_costs(target, ours) if fallback else AssumedCosts.of(target.device)
-                    policies = auto_trees(ours, metadata, machine(target.device, compiled), costs)
-                    if not fallback or target.graph is not None:  # a graph for each tree would take minutes
-                        policies = policies[:1]
-                    grown = [
-                        drafter_of(ours, each, target.modules, batch_budget(each, target.device)) for each in policies
-                    ]
-                    trees: Drafter = AdaptiveDrafter(grown, fallback, costs) if len(grown) > 1 else grown[0]
-                else:
-                    trees = chosen_from(ours, tree, target.modules)
-                source = trees if source is None else HeadAndLookup(trees, source)
-            if source is None or isinstance(source, NoDraft) or not fallback:
-                return source
-            return adaptive(source)
+        def drafter_with(tree: TreeSpec) -> Drafter:
+            return make_drafter(target, drafter, tree, ours, metadata, fallback)
 
         lm = cls(target, drafter_with(tree), verifier, lossy)
         lm.origin, lm._drafter_with = origin, drafter_with
@@ -232,8 +213,8 @@ class SpeculativeLM:
     @cached_property
     def costs(self) -> RoundCosts:
         """What rounds cost on this machine; measured, in about a second, if that is not known here."""
-        guesser = guesser_of(self.drafter)
-        return measured_costs(self.target, guesser if isinstance(guesser, DraftHead) else None)
+        heads = [each.head for each in self.drafter.nested() if isinstance(each, HeadDrafter)]
+        return measured_costs(self.target, next((head for head in heads if isinstance(head, DraftHead)), None))
 
     def warmup(self) -> SpeculativeLM:
         """Do now what the first answer would wait for: build and pack, measure what rounds cost, write a few tokens."""
@@ -247,8 +228,9 @@ class SpeculativeLM:
                 self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
         finally:
             self.listeners = listeners
-            for each in adaptive_of(self.drafter):  # this text says nothing of others
-                each.speeds.clear()
+            for each in self.drafter.nested():  # this text says nothing of others
+                if isinstance(each, AdaptiveDrafter):
+                    each.speeds.clear()
         return self
 
     def generate(
@@ -260,7 +242,7 @@ class SpeculativeLM:
         streamer: Streamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         slots: int | None = None,
-        tree: str | Sequence[Sequence[int]] | TreePolicy | None = None,
+        tree: TreeSpec | None = None,
         verifier: str | None = None,
         past_key_values: Conversation | None = None,
         **settings: Any,
@@ -380,7 +362,7 @@ class SpeculativeLM:
             listener.gone = True
             writer.join()
 
-    def _with(self, tree: str | Sequence[Sequence[int]] | TreePolicy | None, verifier: str | None) -> SpeculativeLM:
+    def _with(self, tree: TreeSpec | None, verifier: str | None) -> SpeculativeLM:
         """The same with another tree or rule; made once for each, so that what is learned of it stays.
 
         Raises:
@@ -392,7 +374,7 @@ class SpeculativeLM:
             if tree is not None and self._drafter_with is None:
                 raise ValueError(f"tree {tree!r} was given for a drafter that is made already; make it with that tree")
             if tree is not None and self._drafter_with is not None:
-                drafter = self._drafter_with(tree) or NoDraft()
+                drafter = self._drafter_with(tree)
             same = drafter.kind == self.drafter.kind
             word = verifier or (self.verifier if same else "auto")
             other = copy.copy(self)

@@ -112,8 +112,8 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         config: of the command.
     """
     from headstart.heads.checkpoints.save_load import save_tree
-    from headstart.inference import DynamicShape, TreeShape, tree_word
-    from headstart.inference.tuning.tree_search import machine
+    from headstart.inference import DynamicShape, TreeShape, spec_of
+    from headstart.inference.tuning.machine import machine_key
     from headstart.scripts.measuring import tree_costs
     from headstart.scripts.measuring.comparison import answer_settings
     from headstart.scripts.measuring.early_exit import train_stopper
@@ -172,7 +172,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         "speedup": found[best],
         "trees": {name: {"nodes": policy.size, **summary(stats[policy])} for name, policy in tried.items()},
     }
-    save_tree(config.head, tree_word(tried[best]), measured, machine(target.device, config.compile is True))
+    save_tree(config.head, spec_of(tried[best]), measured, machine_key(target.device, config.compile is True))
     log.info(f"the {best} tree is saved in {config.head}")
     return tried[best]
 
@@ -192,9 +192,9 @@ def _print_best_trees(lengths: dict[Shape, float], costs: Costs) -> None:
 
 
 def _described(policy: Shape) -> str:
-    from headstart.inference import tree_word
+    from headstart.inference import spec_of
 
-    name = tree_word(policy)
+    name = spec_of(policy)
     return name if isinstance(name, str) else f"static, {policy.size} nodes, depth {policy.depth}"
 
 
@@ -221,9 +221,9 @@ def _decode_with(
 @lru_cache(maxsize=16)
 def _drafter(head: DraftHead, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
     """Build the drafter of a tree, once, so that nothing is compiled twice."""
-    from headstart.inference.drafters.tree_drafting import drafter_of
+    from headstart.inference.drafters.by_name import tree_drafter
 
-    drafter = drafter_of(head, policy, modules)
+    drafter = tree_drafter(head, policy, modules)
     if compiled:
         drafter.compile()
     return drafter
@@ -236,8 +236,8 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
         ValueError: a target, head, drafter or prompt file that cannot be used, or a drafter without chains.
     """
     from headstart.inference import SpeculativeLM, TreeShape, load_tokenizer
+    from headstart.inference.drafters.by_name import tree_drafter
     from headstart.inference.drafters.head_drafter import HeadDrafter
-    from headstart.inference.drafters.tree_drafting import drafter_of
     from headstart.scripts.measuring.chains import LONGEST, explain, operations_of
     from headstart.scripts.measuring.comparison import answer_settings, encode_prompts, read_prompt_files
     from headstart.train.data.chat_template import check_tokenizer
@@ -260,7 +260,7 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
     encoded = encode_prompts(prompts, tokenizer, target, config.max_new_tokens, config.thinking)
 
     def chain_of(length: int) -> Drafter:
-        drafter = drafter_of(longest.head, TreeShape.chain(length), target.modules)
+        drafter = tree_drafter(longest.head, TreeShape.chain(length), target.modules)
         if target.graph is not None:
             drafter.compile()
         return drafter

@@ -87,13 +87,13 @@ class Oracle(Drafter):
         self.max_nodes = shape.size
         self.random = torch.Generator().manual_seed(seed)
 
-    def begin(self, start: DraftContext) -> None:
-        self.rows = list(range(start.batch_size))
+    def begin(self, context: DraftContext) -> None:
+        self.rows = list(range(context.batch_size))
         self.written: list[list[int]] = []
 
-    def read(self, passage: PrefillChunk) -> None:
-        """The last passage ends with the target's own choice."""
-        self.written = [[root] for root in passage.next_tokens_BT[:, -1].tolist()]
+    def prefill(self, chunk: PrefillChunk) -> None:
+        """The last chunk ends with the target's own choice."""
+        self.written = [[root] for root in chunk.next_tokens_BT[:, -1].tolist()]
 
     def replace(self, rows_R: Tensor, other: Any) -> None:
         raise AssertionError("an oracle knows its texts by their place in the first batch")
@@ -109,8 +109,8 @@ class Oracle(Drafter):
         parents = torch.tensor(self.shape.parents).expand(batch, -1)
         return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
 
-    def observe(self, finished: StepResult) -> None:
-        for written, tokens in zip(self.written, finished.tokens, strict=True):
+    def observe(self, step: StepResult) -> None:
+        for written, tokens in zip(self.written, step.tokens, strict=True):
             written.extend(tokens)
 
     def _row(self, root: int, written: list[int], truth: list[int]) -> list[int]:

@@ -1,24 +1,32 @@
-"""Drafters by name: sources of guesses that need no trained head."""
+"""From what a user names to a drafter: a head, a source of drafts that needs no head, a tree, or some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 
+from ...heads import DraftHead, TargetModules
+from ...heads.checkpoints.save_load import CheckpointMetadata, adapter_of, differences, load_head
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_origin
 from ..target import Target
-from ..tuning.tree_spec import SampledShape, TreePolicy, tree_policy
-from .adaptive import chosen_from
-from .base import Drafter
+from ..tuning.costs import AssumedCosts, RoundCosts, measured_costs
+from ..tuning.machine import machine_key
+from ..tuning.tree_search import batch_budget
+from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
+from .adaptive import AdaptiveDrafter, candidate_trees
+from .base import Drafter, DrafterWrapper, NoDraft, ValidatedDrafter
 from .draft_model import AssistantModel
+from .early_exit import EarlyExitChain
+from .head_and_lookup import HeadAndLookup
+from .head_drafter import DraftModel, DynamicTree, HeadDrafter, StaticTree
 from .lookahead import Lookahead
 from .ngram_index import Datastore
-from .ngram_model import NgramModel
-from .on_host import HostDrafter
-from .prompt_lookup import PromptLookupDrafter
+from .ngram_model import HostDrafter, NgramModel
+from .prompt_lookup import NgramDrafter, PromptLookupDrafter
 
-WORDS = {
+SPECS = {
     "prompt-lookup": "prompt-lookup[:NODES[:LENGTH[:NGRAM]]]",
     "retrieval": "retrieval:FOLDER[:NODES[:LENGTH[:NGRAM]]]",
     "lookahead": "lookahead[:WIDTH[:NGRAM[:CANDIDATES]]]",
@@ -26,88 +34,218 @@ WORDS = {
     "random": "random",
     "model": "model:NAME",
 }
-"""How each is written; FOLDER is what `headstart datastore` made, NAME a smaller model."""
-MODEL_CHAIN, COUNTED_CHAIN = 4, 3
-"""Tokens that a second model, and an n-gram model, guess if no tree is asked for."""
-RETRIEVED_GRAM = 8
-"""Longest n-gram that is looked for in a datastore, whose texts are others than the one that is written."""
+"""Drafters without a head, and their options; FOLDER is what `headstart datastore` made, NAME a smaller model."""
+MODEL_CHAIN, NGRAM_CHAIN = "chain:4", "chain:3"
+"""Trees that a second model, and an n-gram model, draft if none is named."""
+RETRIEVAL_NGRAM = 8
+"""Longest n-gram that is looked up in a datastore."""
 
 
-def drafter_from(word: str, target: Target, tree: str | Sequence[Sequence[int]] | TreePolicy = "auto") -> Drafter:
-    """A drafter from what a user writes.
+def make_drafter(
+    target: Target,
+    source: str | Drafter | Target | None = None,
+    tree: TreeSpec = "auto",
+    head: DraftHead | None = None,
+    metadata: CheckpointMetadata | None = None,
+    adaptive: bool = False,
+) -> Drafter:
+    """The drafter that a user names; `NoDraft` if nothing is.
 
     Args:
-        word: see `WORDS`.
-        target: whose tokens are guessed.
-        tree: what is drafted by the sources that have probabilities (ngram, random, model); the others choose by what
-            they find.
+        target: the model whose tokens are drafted.
+        source: a spec (see `SPECS`), a smaller model, or a drafter, which may be the user's own. Beside a head, what it
+            looks up is joined with the head's tree.
+        tree: what the head drafts, or, without one, the source if it has probabilities (ngram, random, model). "auto"
+            for the head's fastest tree on this machine, or trees to choose from; several specs with | between them are
+            chosen from by their measured speed.
+        head: a head that fits the target.
+        metadata: what its checkpoint says of trees.
+        adaptive: whether autoregressive steps replace drafts where they are faster.
 
     Raises:
-        ValueError: an unknown word, options that it does not take, or a model or datastore of another tokenizer.
+        ValueError: an unknown spec, options or a tree that it does not take, or a model or datastore with other tokens.
     """
-    kind, _, rest = word.partition(":")
-    if kind not in _MAKERS:
-        raise ValueError(f"unknown drafter {word!r}; choose from {', '.join(WORDS.values())}")
-    if kind in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":
-        raise ValueError(f"the drafter {word!r} takes no tree {tree!r}: its own options limit what it guesses")
-    return _MAKERS[kind](rest, target, tree)
+    drafter = None if source is None else _from_source(source, target, tree if head is None else "auto")
+    if head is not None:
+        if tree == "auto":
+            trees = _auto_drafter(head, metadata or CheckpointMetadata(), target, adaptive)
+        else:
+            trees = tree_drafter(head, tree, target.modules)
+        drafter = trees if drafter is None else HeadAndLookup(trees, drafter)
+    if drafter is None or isinstance(drafter, NoDraft):
+        return NoDraft()
+    if not adaptive or (isinstance(drafter, AdaptiveDrafter) and drafter.plain):
+        return drafter
+    if isinstance(drafter, AdaptiveDrafter):
+        return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+    return AdaptiveDrafter([drafter])
 
 
-def draft_model(model: Target, target: Target, tree: str | Sequence[Sequence[int]] | TreePolicy = "auto") -> Drafter:
-    """A second model as a drafter.
+def tree_drafter(
+    head: DraftModel, tree: TreeSpec, modules: TargetModules, budget: int | None = None
+) -> HeadDrafter | AdaptiveDrafter:
+    """A head, or another draft model, with a tree.
+
+    Args:
+        head: the draft model.
+        tree: what `tree_policy` takes, or several specs with | between them, of which each step takes one.
+        modules: the target's embedding and LM head.
+        budget: see `HeadDrafter`.
 
     Raises:
-        ValueError: a model with other tokens, or of another kind.
+        ValueError: no tree, a tree that does not fit the head, or trees that do not go together.
     """
+    if isinstance(tree, str) and "|" in tree:
+        trees = [tree_drafter(head, spec, modules, budget) for spec in tree.split("|")]
+        return AdaptiveDrafter(trees, plain=False)
+    policy = tree_policy(tree)
+    if isinstance(policy, DynamicShape):
+        return DynamicTree(head, policy, modules, budget)
+    if isinstance(policy, EarlyExitShape):
+        return EarlyExitChain(head, policy, modules, budget)
+    return StaticTree(head, policy, modules, budget)
+
+
+def load_fitting_head(
+    head: str | Path | DraftHead, target: Target, revision: str | None, loaded_here: bool, auto_dtype: bool = False
+) -> tuple[DraftHead, CheckpointMetadata]:
+    """A head that fits the target, and its checkpoint's metadata.
+
+    Args:
+        head: a checkpoint folder, a Hub id, or a head.
+        target: the model that it is to draft for.
+        revision: of the head's Hub id.
+        loaded_here: whether the target was given by name, and may get the head's adapter.
+        auto_dtype: whether the target's dtype was chosen for the user, who is then not warned that the head was trained
+            in another.
+
+    Raises:
+        ValueError: a head that cannot be loaded or does not fit.
+    """
+    if isinstance(head, DraftHead):
+        head.target.check(target.info)
+        dtypes = {parameter.dtype for parameter in head.parameters()} - {target.dtype}
+        if dtypes:
+            raise ValueError(f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head")
+        return head, CheckpointMetadata()
+    loaded, metadata = load_head(head, target.info, target.dtype, revision)
+    unchecked = ("dtype",) if loaded_here and auto_dtype else ()
+    provenance = {name: value for name, value in target.origin.items() if name not in unchecked}
+    for difference in differences(metadata.origin, provenance):
+        warnings.warn(f"the head {str(head)!r} may accept less here: {difference}", stacklevel=3)
+    if metadata.adapted:
+        adapter = adapter_of(head, revision)
+        if target.adapter != str(adapter.resolve()):
+            if not loaded_here:  # a model of the user's is never changed
+                raise ValueError(
+                    f"the head drafts for the target with the adapter {str(adapter)!r}; call target.merge_adapter with "
+                    "it, or give the target by name"
+                )
+            target.merge_adapter(adapter)
+    return loaded, metadata
+
+
+def auto_trees(
+    head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts | AssumedCosts
+) -> list[TreePolicy]:
+    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
+    fastest = metadata.measured.get("fastest", {}).get(machine)
+    if fastest is not None:
+        return [tree_policy(fastest)]
+    return candidate_trees(head, None if metadata.tree is None else tree_policy(metadata.tree), costs)
+
+
+def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target, adaptive: bool) -> Drafter:
+    costs = measured_costs(target, head) if adaptive else AssumedCosts.of(target.device)
+    policies = auto_trees(head, metadata, machine_key(target.device, target.compiled), costs)
+    if not adaptive or target.graph is not None:  # to compile a function for each tree would take minutes
+        policies = policies[:1]
+    trees = [tree_drafter(head, each, target.modules, batch_budget(each, target.device)) for each in policies]
+    return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
+
+
+def draft_models(drafter: Drafter) -> list[Seq2SeqTarget]:
+    """The encoder-decoders that draft in a drafter; each must be given the encoder's input."""
+    heads = [each.head for each in drafter.nested() if isinstance(each, HeadDrafter)]
+    models = [head.model for head in heads if isinstance(head, AssistantModel)]
+    return [model for model in models if isinstance(model, Seq2SeqTarget)]
+
+
+def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec) -> Drafter:
+    if isinstance(source, Target):
+        return _assistant(source, target, tree)
+    if isinstance(source, str):
+        name, _, options = source.partition(":")
+        if name not in _MAKERS:
+            raise ValueError(f"unknown drafter {source!r}; choose from {', '.join(SPECS.values())}")
+        if name in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":
+            raise ValueError(f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts")
+        return _MAKERS[name](options, target, tree)
+    if tree != "auto":
+        raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
+    ours = isinstance(source, HeadDrafter | NgramDrafter | DrafterWrapper | NoDraft)
+    return source if ours else ValidatedDrafter(source, target.info.vocab_size)
+
+
+def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
         raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
-    _check_tokenizers(model, target)
-    chosen = f"chain:{MODEL_CHAIN}" if tree == "auto" else tree
-    return chosen_from(AssistantModel(model, target.info, _depth(chosen)), chosen, target.modules)
+    try:  # the same ids must mean the same tokens
+        ours, theirs = (tokenizer_origin(load_tokenizer(each.name))["tokenizer"] for each in (target, model))
+    except ValueError:  # models that were made in memory have no files: compare their sizes
+        ours, theirs = str(target.info.vocab_size), str(model.info.vocab_size)
+    if ours != theirs:
+        raise ValueError(
+            f"the draft model {model.name!r} has another vocabulary ({theirs}) than the target {target.name!r} "
+            f"({ours}). Drafts are not re-encoded from one tokenizer to another (universal assisted generation): "
+            "their probabilities would not be those of the tokens that are verified, and the output not exact"
+        )
+    tree = MODEL_CHAIN if tree == "auto" else tree
+    return tree_drafter(AssistantModel(model, target.info, _depth(tree)), tree, target.modules)
 
 
-def _model(name: str, target: Target, tree: Any) -> Drafter:
+def _model(name: str, target: Target, tree: TreeSpec) -> Drafter:
     if not name:
-        raise ValueError(f"the drafter model needs a model: {WORDS['model']}")
+        raise ValueError(f"the drafter model needs a model: {SPECS['model']}")
     kind = Seq2SeqTarget if is_encoder_decoder(name) else Target
-    return draft_model(kind.load(name, target.dtype, target.device), target, tree)
+    return _assistant(kind.load(name, target.dtype, target.device), target, tree)
 
 
-def _ngram(options: str, target: Target, tree: Any) -> Drafter:
+def _ngram(options: str, target: Target, tree: TreeSpec) -> Drafter:
     order, _, folder = options.partition(":")
-    corpus = _datastore(folder, target) if folder else None
-    return _counted(_numbers("ngram", order, (3,))[0], corpus, target, tree)
+    datastore = _datastore(folder, target) if folder else None
+    return _ngram_drafter(_numbers("ngram", order, (3,))[0], datastore, target, tree)
 
 
-def _random(options: str, target: Target, tree: Any) -> Drafter:
+def _random(options: str, target: Target, tree: TreeSpec) -> Drafter:
     _numbers("random", options, ())
-    return _counted(0, None, target, tree)
+    return _ngram_drafter(0, None, target, tree)
 
 
-def _counted(order: int, corpus: Datastore | None, target: Target, tree: Any) -> Drafter:
-    chosen = f"chain:{COUNTED_CHAIN}" if tree == "auto" else tree
-    drafter = chosen_from(NgramModel(target.info, order, _depth(chosen), corpus), chosen, target.modules)
+def _ngram_drafter(order: int, datastore: Datastore | None, target: Target, tree: TreeSpec) -> Drafter:
+    tree = NGRAM_CHAIN if tree == "auto" else tree
+    drafter = tree_drafter(NgramModel(target.info, order, _depth(tree), datastore), tree, target.modules)
     return drafter if target.device.type == "cpu" else HostDrafter(drafter)
 
 
-def _prompt_lookup(options: str, target: Target, tree: Any) -> Drafter:
-    nodes, length, gram = _numbers("prompt-lookup", options, (12, 10, 3))
-    return PromptLookupDrafter(nodes, length, gram)
+def _prompt_lookup(options: str, target: Target, tree: TreeSpec) -> Drafter:
+    nodes, length, ngram = _numbers("prompt-lookup", options, (12, 10, 3))
+    return PromptLookupDrafter(nodes, length, ngram)
 
 
-def _retrieval(options: str, target: Target, tree: Any) -> Drafter:
+def _retrieval(options: str, target: Target, tree: TreeSpec) -> Drafter:
     folder, _, numbers = options.partition(":")
     if not folder:
-        raise ValueError(f"the drafter retrieval needs a datastore: {WORDS['retrieval']}")
-    nodes, length, gram = _numbers("retrieval", numbers, (12, 10, RETRIEVED_GRAM))
-    return PromptLookupDrafter(nodes, length, gram, shortest=min(2, gram), corpus=_datastore(folder, target))
+        raise ValueError(f"the drafter retrieval needs a datastore: {SPECS['retrieval']}")
+    nodes, length, ngram = _numbers("retrieval", numbers, (12, 10, RETRIEVAL_NGRAM))
+    return PromptLookupDrafter(nodes, length, ngram, shortest=min(2, ngram), corpus=_datastore(folder, target))
 
 
-def _lookahead(options: str, target: Target, tree: Any) -> Drafter:
+def _lookahead(options: str, target: Target, tree: TreeSpec) -> Drafter:
     return Lookahead(*_numbers("lookahead", options, (5, 4, 5)))
 
 
-_MAKERS: dict[str, Callable[[str, Target, Any], Drafter]] = {
+_MAKERS: dict[str, Callable[[str, Target, TreeSpec], Drafter]] = {
     "prompt-lookup": _prompt_lookup,
     "retrieval": _retrieval,
     "lookahead": _lookahead,
@@ -117,18 +255,17 @@ _MAKERS: dict[str, Callable[[str, Target, Any], Drafter]] = {
 }
 
 
-def _numbers(kind: str, options: str, defaults: tuple[int, ...]) -> list[int]:
-    """What was given, the rest as it is if nothing is said."""
+def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:
+    """A spec's numbers, with defaults for those that are left out."""
     given = options.split(":") if options else []
     if len(given) > len(defaults) or not all(number.isdigit() for number in given):
-        raise ValueError(f"the drafter {kind}:{options} is not understood; it is written {WORDS[kind]}")
+        raise ValueError(f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}")
     return [*map(int, given), *defaults[len(given) :]]
 
 
-def _depth(tree: Any) -> int:
+def _depth(tree: TreeSpec) -> int:
     """Tokens on the longest path of any of the trees."""
-    policies = [tree_policy(word) for word in (tree.split("|") if isinstance(tree, str) else [tree])]
-    return max(policy.shape.depth if isinstance(policy, SampledShape) else policy.depth for policy in policies)
+    return max(tree_policy(spec).depth for spec in (tree.split("|") if isinstance(tree, str) else [tree]))
 
 
 def _datastore(folder: str, target: Target) -> Datastore:
@@ -139,17 +276,3 @@ def _datastore(folder: str, target: Target) -> Datastore:
             f"the datastore {folder!r} holds token {store.vocab_size - 1}; the target has {target.info.vocab_size}"
         )
     return store
-
-
-def _check_tokenizers(model: Target, target: Target) -> None:
-    """The same ids must mean the same tokens: re-encoding a draft's text would lose the probabilities of its tokens."""
-    try:
-        ours, theirs = (tokenizer_origin(load_tokenizer(each.name))["tokenizer"] for each in (target, model))
-    except ValueError:  # models that were made here have no files: their sizes must do
-        ours, theirs = str(target.info.vocab_size), str(model.info.vocab_size)
-    if ours != theirs:
-        raise ValueError(
-            f"the draft model {model.name!r} has another vocabulary ({theirs}) than the target {target.name!r} "
-            f"({ours}). Guesses are not re-encoded from one tokenizer to another (universal assisted generation): "
-            "their probabilities would not be those of the tokens that are checked, and the output not exact"
-        )

@@ -1,9 +1,22 @@
-"""What a draft tree is grown from: a head, or anything that is asked like one, whose state follows the text."""
+"""Draft trees that grow from a head, or from anything that gives next-token logits, depth by depth.
+
+    StaticTree     a fixed shape: top-k children (Medusa, arXiv:2401.10774, section 2.1.2), or sampled ones: without
+                   replacement, by Gumbel-top-k at every node (Sequoia, 2402.12374; RSD, 2402.14160), or independently
+                   (SpecInfer, 2305.09781). Greedy decoding always takes the top-k
+    DynamicTree    the most probable paths, another shape in each step (EAGLE-2, 2406.16858)
+
+A chain that ends early is in `early_exit`. `HeadDrafter` keeps the head's state in step with the text.
+
+Letters in tensor names: B batch, T time, A accepted, N nodes, W frontier, R children of a node, C candidates,
+K depths, D tokens of the draft vocabulary, V of the target's.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,190 +24,185 @@ from torch import Tensor
 
 from ...heads import DraftHead, TargetInfo, TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
-from ...heads.layers.draft_cache import STEP
+from ...heads.layers.draft_cache import STEP, counting
 from ..compiled import cpu_kernels
 from ..compiled.cpu_decoder import packed_head
 from ..logits import Sampler
 from ..tree import DraftTree
-from ..tuning.tree_spec import ROOT
-from .base import DraftContext, Drafter, PrefillChunk, StepResult
+from ..tuning.tree_search import prune
+from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeShape
+from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
 from .draft_model import AssistantModel
 
 if TYPE_CHECKING:
     from ..compiled.graphs import CompiledFunction
 
-READ_TOKENS = 512
-"""Tokens that a head is shown at once: its mask has as many rows."""
-HELD_TOKENS = 8192
-"""Tokens of each row whose features are kept, until drafts are asked for, that a head was not shown yet."""
+CHUNK_TOKENS = 512
+"""Tokens that a head reads at once: its attention mask has as many rows."""
+PENDING_TOKENS = 8192
+"""Tokens of each row whose features are kept, at most, for a head that has not read them yet."""
 
 
 class DraftModel(Protocol):
-    """What a tree is grown from, depth by depth; see `heads.DraftHead` for what each method does.
+    """Next-token logits, depth by depth: the part of `heads.DraftHead` that drafting needs.
 
     A state is what `begin` returns and the others take; it has `select` and `replace`, as `heads.DraftState` has.
     """
 
     feature_layers: tuple[int, ...]
     reads_from_start: bool
-    """Whether `observe` is shown a text's first token too."""
+    """Whether `observe` is given a text's first token, too."""
     max_depth: int
     target: TargetInfo
 
     @property
     def draft_vocab_size(self) -> int:
-        """Number of tokens that can be guessed."""
+        """Number of tokens that can be drafted."""
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> Any:
         """An empty state."""
 
     def observe(self, state: Any, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> Any:
-        """Take in what was committed."""
+        """The state after committed tokens."""
 
     def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
-        """Logits of the children of a frontier."""
+        """Logits of the children of a frontier, and the state with that frontier."""
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """As ids of the target's."""
-
-
-class NoDraft(Drafter):
-    """No guesses: the same engine as plain decoding, one token a round."""
-
-    max_nodes = 1
-
-    def __repr__(self) -> str:
-        return "RootOnly()"
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        """The root alone."""
-        return DraftTree.of_shape(ROOT, roots_B[:, None])
+        """Draft token ids as the target's."""
 
 
 @dataclass
-class Shared:
-    """What a head has seen; several trees of one head may hold the same."""
+class Progress:
+    """A head's state, and the part of the text that it has not read yet; several trees of one head share it."""
 
     state: Any = None
-    unread: bool = True
-    """Whether nothing was shown yet."""
-    waits: bool = False
-    """Whether the prompts are shown only when drafts are asked for, for they may never be."""
-    prompts: list[PrefillChunk] = field(default_factory=list)
-    """Not shown yet."""
-    missed: list[PrefillChunk] = field(default_factory=list)
-    """Rounds without guesses, one token a row each, that the head is shown when it is asked again, all at once."""
-
+    empty: bool = True
+    """Whether the head has read nothing yet."""
+    lazy: bool = False
+    """Whether prompts are read only when drafts are needed, which may be never."""
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    """Prompts to read."""
+    steps: list[PrefillChunk] = field(default_factory=list)
+    """Tokens of steps without drafts, one a row each, to read at once."""
     longest: int = 0
-    """Tokens that the head was shown of any row, at most."""
+    """Tokens that the head has read of any row, at most."""
 
     @property
-    def held(self) -> int:
-        """Tokens of a row that were not shown yet."""
-        return sum(each.tokens_BT.shape[1] for each in self.prompts) + len(self.missed)
+    def pending(self) -> int:
+        """Tokens of a row that the head has not read yet."""
+        return sum(chunk.tokens_BT.shape[1] for chunk in self.chunks) + len(self.steps)
 
 
 class HeadDrafter(Drafter):
-    """A head, or another guesser, whose state follows the text; a subclass says what tree is grown from it."""
+    """A head, or another draft model, whose state follows the text; a subclass grows a tree from it."""
 
-    def __init__(self, head: DraftModel, modules: TargetModules, depth: int, expanded: int, max_nodes: int) -> None:
+    def __init__(
+        self,
+        head: DraftModel,
+        tree: TreeShape | DynamicShape | EarlyExitShape,
+        modules: TargetModules,
+        budget: int | None = None,
+    ) -> None:
         """Hold a head.
 
         Args:
-            head: what guesses.
+            head: the draft model.
+            tree: which trees it drafts.
             modules: the target's embedding and LM head.
-            depth: of the deepest tree.
-            expanded: nodes whose children are asked for in a round, at most.
-            max_nodes: of the largest tree.
+            budget: tokens that one forward of the target should hold: in a batch the trees shrink to it, down to the
+                roots alone. None for trees that are always as large as `tree` says.
+
+        Raises:
+            ValueError: a tree deeper than the head drafts.
         """
-        if depth > head.max_depth:
-            raise ValueError(f"the tree is {depth} deep, but the head drafts at most {head.max_depth} tokens")
-        self.head, self.modules = head, modules
+        if tree.depth > head.max_depth:
+            raise ValueError(f"the tree is {tree.depth} deep, but the head drafts at most {head.max_depth} tokens")
+        self.head, self.modules, self.budget = head, modules, budget
         self.feature_layers = head.feature_layers
-        self.depth, self.max_nodes = depth, max_nodes
-        self.room = (depth, expanded)
-        """Expansions and expanded nodes of a round that a state has room for."""
-        self.shared = Shared()
+        self.depth, self.max_nodes = tree.depth, tree.size
+        self.room = (tree.depth, tree.expanded)
+        """Expansions of a step, and nodes that they expand, for which a state has room."""
+        self.shared = Progress()
         self._graphs: dict[str, CompiledFunction] = {}
         self._gumbel: Callable[[int], Tensor] | None = None
         self._own_D: Tensor | None = None
-        """All that the head can guess, as the target's tokens."""
+        """The draft vocabulary, as the target's tokens."""
 
     def __repr__(self) -> str:
-        made = "" if self.kind == "top_k" else ", drawn"
-        return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{made})"
+        sampled = "" if self.kind == "top_k" else ", sampled"
+        return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{sampled})"
 
-    @property
-    def state(self) -> Any:
-        """The head's state after all that was written."""
-        self._catch_up()
+    def begin(self, context: DraftContext) -> None:
+        self.shared = Progress(self.head.begin(self.modules, context.batch_size, context.capacity, *self.room))
+        self._gumbel = context.gumbel if self.kind == "top_k" else None
+        self._draft_probs = None if self.kind == "top_k" else context.draft_probs
+        self._sampler = context.sampler
+
+    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
+        self.begin(context)
+        if state is None:
+            self.prefill(kept)
+            return
+        assert isinstance(state, Progress)
+        self.shared = state
+        if not whole:
+            self.catch_up()
+        tokens = kept.tokens_BT.shape[1] + self.head.reads_from_start
+        cropped = None if self.shared.pending else tokens  # what is pending lies behind all that was read
+        self.shared.state = self.shared.state.resume(cropped, context.capacity)
+        self.shared.longest = tokens if cropped is not None else self.shared.longest
+
+    def saved_state(self) -> Progress | None:
+        return self.shared if hasattr(self.shared.state, "resume") else None
+
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        return self.head.cache_bytes(rows, tokens) if isinstance(self.head, DraftHead | AssistantModel) else 0
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        self.shared.chunks.append(chunk)
+        if not self.shared.lazy or self.shared.pending > PENDING_TOKENS:
+            self.catch_up()
+
+    def catch_up(self) -> Any:
+        """The head's state after it has read all that is pending."""
+        chunks, steps = self.shared.chunks, self.shared.steps
+        if chunks or steps:
+            self.shared.chunks, self.shared.steps = [], []
+            for chunk in chunks:
+                self._read(chunk)
+            if len(steps) > 1:  # all but the newest at once, and that one as after any step
+                parts = [(step.tokens_BT, step.next_tokens_BT, step.features_BTF) for step in steps[:-1]]
+                tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+                count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
+                self._read(PrefillChunk(tokens_BT, next_BT, features_BTF, count_B))
+            if steps:
+                self._read(steps[-1])
         assert self.shared.state is not None
         return self.shared.state
 
-    def _catch_up(self) -> None:
-        """Show the head what it missed: of rounds all but the newest at once, and that one as after any round."""
-        prompts, missed = self.shared.prompts, self.shared.missed
-        self.shared.prompts, self.shared.missed = [], []
-        for prompt in prompts:
-            self._show(prompt)
-        if len(missed) > 1:
-            parts = [(each.tokens_BT, each.next_tokens_BT, each.features_BTF) for each in missed[:-1]]
-            tokens_BT, next_BT, features_BTF = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-            count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
-            self._show(PrefillChunk(tokens_BT, next_BT, features_BTF, count_B))
-        if missed:
-            self._show(missed[-1])
-
-    def begin(self, start: DraftContext) -> None:
-        """An empty state."""
-        self.shared = Shared(self.head.begin(self.modules, start.batch_size, start.capacity, *self.room))
-        self._gumbel = start.gumbel if self.kind == "top_k" else None
-
-    def resume(self, start: DraftContext, kept: PrefillChunk, memory: Any, whole: bool) -> None:
-        """The state after what is kept, or all that is kept to be shown again."""
-        self.begin(start)
-        if memory is None:
-            self.read(kept)
-            return
-        assert isinstance(memory, Shared)
-        self.shared = memory
-        if not whole:
-            self._catch_up()
-        read = kept.tokens_BT.shape[1] + self.head.reads_from_start
-        cut = None if self.shared.held else read  # what is held lies behind all that was shown
-        self.shared.state = self.shared.state.resume(cut, start.capacity)
-        self.shared.longest = read if cut is not None else self.shared.longest
-
-    def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Of the head's, or the model's, keys and values."""
-        return self.head.cache_bytes(rows, tokens) if isinstance(self.head, DraftHead | AssistantModel) else 0
-
-    def memory(self) -> Any:
-        """The state, if it can go back, with what was not shown to the head yet."""
-        return self.shared if hasattr(self.shared.state, "resume") else None
-
-    def read(self, passage: PrefillChunk) -> None:
-        """Show the head a part of the prompts, now or when drafts are asked for."""
-        self.shared.prompts.append(passage)
-        if not self.shared.waits or self.shared.held > HELD_TOKENS:
-            self._catch_up()
-
-    def _show(self, passage: PrefillChunk) -> None:
-        """Show the head what the target has read or written."""
-        tokens_BT, lengths_B = passage.next_tokens_BT, passage.lengths_B
-        if self.shared.unread and self.head.reads_from_start:
-            tokens_BT, lengths_B = torch.cat([passage.tokens_BT[:, :1], tokens_BT], dim=1), lengths_B + 1
-        for start in range(0, tokens_BT.shape[1], READ_TOKENS):
-            part = slice(start, start + READ_TOKENS)
-            count_B = (lengths_B - start).clamp(0, READ_TOKENS)
-            self._grows_by(len(tokens_BT[0, part]))
+    def _read(self, chunk: PrefillChunk) -> None:
+        tokens_BT, lengths_B = chunk.next_tokens_BT, chunk.lengths_B
+        if self.shared.empty and self.head.reads_from_start:
+            tokens_BT, lengths_B = torch.cat([chunk.tokens_BT[:, :1], tokens_BT], dim=1), lengths_B + 1
+        for start in range(0, tokens_BT.shape[1], CHUNK_TOKENS):
+            part = slice(start, start + CHUNK_TOKENS)
+            count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
+            self._extend(len(tokens_BT[0, part]))
             self.shared.state = self.head.observe(
-                self.shared.state, passage.features_BTF[:, part], tokens_BT[:, part], count_B
+                self.shared.state, chunk.features_BTF[:, part], tokens_BT[:, part], count_B
             )
-        self.shared.unread = False
+        self.shared.empty = False
+
+    def _extend(self, tokens: int) -> None:
+        """Let the head attend to `tokens` more slots of its cache; a compiled function attends to the whole cache."""
+        self.shared.longest += tokens
+        if isinstance(self.head, DraftHead) and not self._graphs and self.shared.state.cache is not None:
+            cache = self.shared.state.cache
+            cache.attended = cache.nodes + -(-self.shared.longest // STEP) * STEP
 
     def compile(self) -> None:
-        """A graph for the draft, or for each depth where it draws, and one to observe; a second model has its own."""
+        """Compile one function for a draft, or for each depth of a sampled one, and one for `observe`."""
         if isinstance(self.head, AssistantModel):
             self.head.compile()
             return
@@ -208,34 +216,34 @@ class HeadDrafter(Drafter):
 
             name = f"the draft of {type(self.head).__name__}"
             self._graphs = {
-                "grow": CompiledFunction(self._grow, name, device, replay=True),
+                "draft": CompiledFunction(self.draft, name, device, replay=True),
                 "expand": CompiledFunction(self.head.expand, name, device),
                 "observe": CompiledFunction(self.head.observe, name, device),
             }
 
-    def _in_graph(self, name: str, function: Callable[..., Any], shape: Hashable, state: Any, *given: Any) -> Any:
-        """A function of a state and of tensors, the first with a row for each of the batch's; a graph if compiled."""
-        if not self._graphs:
-            return function(state, *given)
-        tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
-        kind = (len(given[0]) == 1, shape)
-        caches = [] if state.cache is None else [state.cache]
-        return self._graphs[name](kind, lambda: [*state.sizes(), *tensors], lambda: caches, state, *given)
+    def _run(self, name: str, variant: Hashable, state: Any, *given: Any) -> Any:
+        """Call `draft`, or the head's `expand` or `observe`, compiled or not.
 
-    def _grow(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Any) -> tuple[Tensor, ...]:
-        """The tokens of a tree, and the parents of its nodes if they are not known before; a graph if compiled."""
+        Args:
+            name: of the function.
+            variant: calls of one variant share a compiled function.
+            state: the function's first argument.
+            given: the other ones; the first is a tensor, and of each tensor the first dimension is the batch.
+        """
+        if not self._graphs:
+            return getattr(self if name == "draft" else self.head, name)(state, *given)
+        tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
+        variant = (len(given[0]) == 1, variant)
+        caches = [] if state.cache is None else [state.cache]
+        return self._graphs[name](variant, lambda: [*state.sizes(), *tensors], lambda: caches, state, *given)
+
+    def draft(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Any) -> tuple[Tensor, ...]:
+        """Grow a tree: tokens [B, N] of its nodes and, if they are not known from `plan`, their parents."""
         raise NotImplementedError
 
-    def grown(self, roots_B: Tensor, depth: int, shape: Hashable, plan: Any) -> tuple[Tensor, ...]:
-        """As `_grow`, compiled or not; `shape` names the plan."""
-        gumbel_BKD = self.gumbel(depth)
-        shape = (shape, gumbel_BKD is None)
-        return tuple(self._in_graph("grow", self._grow, shape, self.state, roots_B, gumbel_BKD, plan))
-
-    def gumbel(self, depth: int) -> Tensor | None:
-        """`DraftContext.gumbel` of as many depths, for the draft's own tokens D; None where nothing is to be added."""
-        if self._gumbel is None:
-            return None
+    def gumbel_noise(self, depth: int) -> Tensor:
+        """`DraftContext.gumbel` for the next `depth` positions, over the draft vocabulary."""
+        assert self._gumbel is not None
         gumbel_BKV = self._gumbel(depth)
         if self.head.draft_vocab_size == gumbel_BKV.shape[-1]:
             return gumbel_BKV
@@ -243,102 +251,268 @@ class HeadDrafter(Drafter):
             self._own_D = _own_tokens(self.head, gumbel_BKV.device)
         return gumbel_BKV[..., self._own_D]
 
-    def expand(self, depth: int, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
-        """As the head's `expand`, compiled or not."""
-        shape = (depth, tokens_BW.shape[1])
-        logits_BWV, state = self._in_graph("expand", self.head.expand, shape, state, tokens_BW, parents_BW)
-        return logits_BWV, state
-
-    def observe(self, finished: StepResult) -> None:
-        """Show the head what was accepted."""
-        if finished.tree.max_depth == 0:
-            lengths_B = finished.verdict.lengths_B
-            missed = PrefillChunk(finished.tree.tokens_BN, finished.emitted_BA, finished.features_BAF, lengths_B)
-            self.shared.missed.append(missed)
-            if self.shared.held > HELD_TOKENS:
-                self._catch_up()
+    def observe(self, step: StepResult) -> None:
+        if step.tree.max_depth == 0:
+            lengths_B = step.verdict.lengths_B
+            self.shared.steps.append(PrefillChunk(step.tree.tokens_BN, step.emitted_BA, step.features_BAF, lengths_B))
+            if self.shared.pending > PENDING_TOKENS:
+                self.catch_up()
             return
-        given = (finished.features_BAF, finished.emitted_BA, finished.verdict.lengths_B)
-        accepted, state = finished.emitted_BA.shape[1], self.state
-        self._grows_by(accepted)
-        self.shared.state = self._in_graph("observe", self.head.observe, accepted, state, *given)
-        self.shared.longest -= accepted - max(map(len, finished.tokens), default=accepted)
-
-    def _grows_by(self, tokens: int) -> None:
-        """So many tokens more are to be shown of each row; a captured graph looks at all that there is room for."""
-        self.shared.longest += tokens
-        if isinstance(self.head, DraftHead) and not self._graphs and self.shared.state.cache is not None:
-            cache = self.shared.state.cache
-            cache.attended = cache.nodes + -(-self.shared.longest // STEP) * STEP
+        accepted, state = step.emitted_BA.shape[1], self.catch_up()
+        self._extend(accepted)
+        self.shared.state = self._run(
+            "observe", accepted, state, step.features_BAF, step.emitted_BA, step.verdict.lengths_B
+        )
+        self.shared.longest -= accepted - max(map(len, step.tokens), default=accepted)
 
     def select(self, rows_R: Tensor) -> None:
-        """Go on with these rows."""
         shared = self.shared
         shared.state = shared.state.select(rows_R)
-        shared.prompts = [each.select(rows_R) for each in shared.prompts]
-        shared.missed = [each.select(rows_R) for each in shared.missed]
+        shared.chunks = [chunk.select(rows_R) for chunk in shared.chunks]
+        shared.steps = [step.select(rows_R) for step in shared.steps]
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        """Take over the rows of another one of this head."""
         assert isinstance(other, HeadDrafter)
-        self.shared.state = self.state.replace(rows_R, other.state)
+        self.shared.state = self.catch_up().replace(rows_R, other.catch_up())
         self.shared.longest = max(self.shared.longest, other.shared.longest)
-        self._grows_by(0)
+        self._extend(0)
 
 
-def lucky(logits_BWV: Tensor, gumbel_BKV: Tensor | None, depth: int) -> Tensor:
-    """Draft logits, moved by the numbers that decide the place at a depth; as they are where there are none."""
-    return logits_BWV if gumbel_BKV is None else logits_BWV + gumbel_BKV[:, depth : depth + 1]
+@dataclass(frozen=True)
+class PlannedLevel:
+    """One depth of a `TreeShape` on a device; None for all of its nodes in their order."""
+
+    width: int
+    picks_C: Tensor | None
+    frontier_W: Tensor | None
+    parents_1W: Tensor
 
 
-def drawn_children(
+@dataclass(frozen=True)
+class Plan:
+    """A `TreeShape` on a device."""
+
+    above_root_11: Tensor
+    inner_N: Tensor
+    """The nodes that have children."""
+    levels: list[PlannedLevel]
+
+
+@lru_cache(maxsize=64)
+def _plan(shape: TreeShape, device: torch.device) -> Plan:
+    def indices(numbers: tuple[int, ...]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    def chosen(numbers: tuple[int, ...], count: int) -> Tensor | None:
+        return None if numbers == tuple(range(count)) else indices(numbers)
+
+    levels, nodes = [], 1
+    for level in shape.levels:
+        picks, frontier = chosen(level.picks, nodes * level.width), chosen(level.frontier, len(level.picks))
+        levels.append(PlannedLevel(level.width, picks, frontier, indices(level.parents)[None]))
+        nodes = len(level.frontier)
+    return Plan(indices((-1,))[None], indices(shape.inner), levels)
+
+
+class StaticTree(HeadDrafter):
+    """A tree of a fixed shape: a node's rank is its place among the top-k, or its turn among the sampled siblings."""
+
+    def __init__(
+        self,
+        head: DraftModel,
+        tree: TreeShape | SampledShape,
+        modules: TargetModules,
+        budget: int | None = None,
+    ) -> None:
+        self.shape = tree.shape if isinstance(tree, SampledShape) else tree
+        widest = max((level.width for level in self.shape.levels), default=0)
+        if widest > head.draft_vocab_size:
+            raise ValueError(
+                f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary has "
+                f"{head.draft_vocab_size}"
+            )
+        super().__init__(head, self.shape, modules, budget)
+        self.kind = tree.kind if isinstance(tree, SampledShape) else "top_k"
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        batch = len(roots_B)
+        shape = self.shape if self.budget is None else prune(self.shape, self.budget // batch)
+        if not shape.paths:
+            return NoDraft().propose(roots_B)
+        state, plan = self.catch_up(), _plan(shape, roots_B.device)
+        if self._draft_probs is None:
+            gumbel_BKD = None if self._gumbel is None else self.gumbel_noise(shape.depth)
+            (tokens_BN,) = self._run("draft", (shape, gumbel_BKD is None), state, roots_B, gumbel_BKD, plan)
+            return DraftTree.of_shape(shape, tokens_BN)
+        probs: list[Tensor] = []
+        (tokens_BN,) = self.draft(state, roots_B, None, plan, probs)
+        inner = torch.cat(probs, dim=1)
+        probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan.inner_N, inner)
+        return DraftTree.of_shape(shape, tokens_BN, self.kind, probs_BNV)
+
+    def draft(
+        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan, probs: list[Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Grow the tree level by level; with `probs`, children are sampled, and their distributions are added to it."""
+        batch, above_root_11 = len(roots_B), plan.above_root_11
+        tokens = [roots_B[:, None]]
+        frontier_BW, parents_BW = tokens[0], above_root_11 if batch == 1 else above_root_11.expand(batch, -1)
+        for depth, level in enumerate(plan.levels):
+            nodes = frontier_BW.shape[1]
+            if probs is None:
+                logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+                if gumbel_BKD is not None:
+                    logits_BWV = logits_BWV + gumbel_BKD[:, depth : depth + 1]
+                ranked_BWR = self.head.target_tokens(logits_BWV.topk(level.width, dim=-1).indices)
+                if ranked_BWR.shape[1] != nodes:  # the same logits for the whole frontier
+                    ranked_BWR = ranked_BWR.expand(-1, nodes, -1)
+            else:
+                variant = (depth, nodes)
+                logits_BWV, state = self._run("expand", variant, state, frontier_BW, parents_BW)
+                assert self._draft_probs is not None
+                independent = self.kind == "sampled_independent"
+                ranked_BWR, probs_BWV = sample_children(
+                    self.head, logits_BWV, nodes, level.width, self._draft_probs, self._sampler, independent
+                )
+                probs.append(probs_BWV)
+            children_BC = ranked_BWR.flatten(1)
+            tokens.append(children_BC if level.picks_C is None else children_BC[:, level.picks_C])
+            frontier_BW = tokens[-1] if level.frontier_W is None else tokens[-1][:, level.frontier_W]
+            parents_BW = level.parents_1W if batch == 1 else level.parents_1W.expand(batch, -1)
+        return (torch.cat(tokens, dim=1),)
+
+
+class DynamicTree(HeadDrafter):
+    """A tree of the most probable paths (EAGLE-2, arXiv:2406.16858), for any head.
+
+    A node's value is the product of the draft's probabilities on its path. Level by level the `width` best nodes are
+    expanded, each to its `width` best children (section 4.1); of all candidates the best `size - 1` stay (4.2). Ties
+    go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent.
+    """
+
+    def __init__(self, head: DraftModel, tree: DynamicShape, modules: TargetModules, budget: int | None = None) -> None:
+        self.width = min(tree.width, head.draft_vocab_size)
+        super().__init__(head, dataclasses.replace(tree, width=self.width), modules, budget)
+        self.max_nodes = min(tree.size, self.width + (tree.depth - 1) * self.width**2 + 1)
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // len(roots_B))
+        if size < 2:
+            return NoDraft().propose(roots_B)
+        depth = min(self.depth, size - 1)
+        gumbel_BKD = None if self._gumbel is None else self.gumbel_noise(depth)
+        plan = (size, depth, _root(roots_B.device))
+        variant = ((size, depth), gumbel_BKD is None)
+        tokens_BN, parents_BN = self._run("draft", variant, self.catch_up(), roots_B, gumbel_BKD, plan)
+        sizes_B = counting(1, roots_B.device, tokens_BN.shape[1]).expand(len(roots_B))
+        return DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=depth, padding=False)
+
+    def draft(
+        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int, tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Keep the best `size` of all candidates; a parent is worth at least as much as its child and stands before."""
+        size, depth, root = plan
+        tokens_BC, parents_BC, values_BC = self.candidates(state, roots_B, depth, gumbel_BKD, root)
+        chosen_BN = values_BC.sort(dim=-1, descending=True, stable=True).indices[:, :size].sort(dim=-1).values
+        # A candidate's index in the tree is its rank among the chosen ones; the root's parent, -1, precedes them all.
+        parents_BN = torch.searchsorted(chosen_BN, parents_BC.gather(1, chosen_BN), right=True) - 1
+        return tokens_BC.gather(1, chosen_BN), parents_BN
+
+    def candidates(
+        self,
+        state: Any,
+        roots_B: Tensor,
+        depth: int,
+        gumbel_BKD: Tensor | None = None,
+        root: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, parents and values [B, 1 + C] of all nodes that are considered, level by level.
+
+        The root comes first, with parent -1 and value inf.
+        """
+        root, batch = root or _root(roots_B.device), len(roots_B)
+        parents_BW, number_B1, value_B1 = (each if batch == 1 else each.expand(batch, -1) for each in root)
+        frontier_BW, values_BW1, first = roots_B[:, None], None, 1
+        tokens, parents, values, numbers = [frontier_BW], [parents_BW], [value_B1], [number_B1]
+        for level in range(1, depth + 1):
+            logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+            if gumbel_BKD is not None:
+                logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
+            best = at_least_fp32(logits_BWV).log_softmax(-1).topk(self.width, dim=-1)
+            values_BWR = best.values if values_BW1 is None else best.values + values_BW1
+            children_BWR = self.head.target_tokens(best.indices)
+            if children_BWR.shape[1] != values_BWR.shape[1]:  # the same logits for the whole frontier
+                children_BWR = children_BWR.expand(-1, values_BWR.shape[1], -1)
+            values.append(values_BWR.flatten(1))
+            tokens.append(children_BWR.flatten(1))
+            if level == depth:
+                break
+            values_BW, chosen_BW = values[-1].topk(self.width, dim=-1)
+            frontier_BW, parents_BW = tokens[-1].gather(1, chosen_BW), chosen_BW // self.width
+            values_BW1 = values_BW[..., None]
+            numbers.append(chosen_BW + first)
+            first += tokens[-1].shape[1]
+        # The first level's nodes are children of the root, and those of each later one of the frontier before.
+        parents.append(torch.cat(numbers, 1).repeat_interleave(self.width, dim=1))
+        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1)
+
+
+@lru_cache(maxsize=64)
+def _root(device: torch.device) -> tuple[Tensor, ...]:
+    """Parent, index and value of the root among the candidates, [1, 1] each."""
+    return tuple(torch.tensor([[number]], device=device) for number in (-1, 0, torch.inf))
+
+
+def sample_children(
     head: DraftModel,
     logits_BWV: Tensor,
     frontier: int,
     count: int,
-    probs_of: Callable[[Tensor], Tensor],
-    draw: Sampler,
+    draft_probs: Callable[[Tensor], Tensor],
+    sampler: Sampler,
     independent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`count` tokens after each node of a frontier, and what they were drawn from.
+    """Sample children of a frontier's nodes.
 
-    They are drawn from among the draft's own tokens: a race of the target's whole vocabulary would take longer than
-    the draft. What processors leave to other tokens is not drawn from, and so not in the distribution either.
+    They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take longer than the draft.
+    What logits processors leave to other tokens is not sampled from, and so not in the distribution either.
 
     Args:
-        head: what guesses.
+        head: the draft model.
         logits_BWV: its logits; W is 1 if they are the same for the whole frontier.
-        frontier: nodes.
-        count: of each one's children.
-        probs_of: logits over the target's vocabulary to probabilities.
-        draw: by which they are drawn.
-        independent: whether each is drawn by itself; else none is drawn twice.
+        frontier: nodes W.
+        count: children R of each node.
+        draft_probs: logits over the target's vocabulary to probabilities.
+        sampler: source of random numbers.
+        independent: whether siblings are sampled independently, else without replacement.
+
+    Returns:
+        tokens [B, W, R], and the distribution that each node's children were sampled from, [B, W, V].
     """
     own_D = _own_tokens(head, logits_BWV.device)
-    probs_BWD = probs_of(over_target(head, logits_BWV))[..., own_D]
+    probs_BWD = draft_probs(over_target(head, logits_BWV))[..., own_D]
     mass_BW1 = probs_BWD.sum(-1, keepdim=True)
     probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
     of_node_BWD = probs_BWD.expand(-1, frontier, -1)
     if independent:
-        drawn_BWR = draw.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
+        sampled_BWR = sampler.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
     else:
-        drawn_BWR = draw.distinct(of_node_BWD, count)
-    drawn_from_BWV = _spread(probs_BWD, own_D, head.target.vocab_size, 0.0).expand(-1, frontier, -1)
-    return head.target_tokens(drawn_BWR), drawn_from_BWV
+        sampled_BWR = sampler.distinct(of_node_BWD, count)
+    probs_BWV = _spread(probs_BWD, own_D, head.target.vocab_size, 0.0).expand(-1, frontier, -1)
+    return head.target_tokens(sampled_BWR), probs_BWV
 
 
 def over_target(head: DraftModel, logits_BWV: Tensor) -> Tensor:
-    """Draft logits over the target's vocabulary, so that its processors mean the same tokens."""
+    """Draft logits over the target's vocabulary, for its logits processors; -inf for tokens that are never drafted."""
     return _spread(at_least_fp32(logits_BWV), _own_tokens(head, logits_BWV.device), head.target.vocab_size, -torch.inf)
 
 
 def _own_tokens(head: DraftModel, device: torch.device) -> Tensor:
-    """All that can be guessed, as the target's tokens."""
     return head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
 
 
 def _spread(values_BWD: Tensor, own_D: Tensor, size: int, otherwise: float) -> Tensor:
-    """Values of the draft's own tokens over a vocabulary of a size."""
+    """Values of the draft vocabulary over the target's."""
     whole = values_BWD.new_full((*values_BWD.shape[:-1], size), otherwise)
     whole[..., own_D] = values_BWD
     return whole

@@ -1,12 +1,12 @@
-"""Lookahead decoding (arXiv:2402.02057): guesses that the target makes itself, beside the verification of others.
+"""Lookahead decoding (arXiv:2402.02057): n-grams that the target generates itself, while it verifies others.
 
-A window of `width` columns holds Jacobi trajectories: the first row is a guess of the next tokens, and each row below
-what the target said of the one above. The window lies in the draft tree, the first row as a path from the root and
+A window of `width` columns holds Jacobi trajectories: its first row is any draft of the next tokens, and each row below
+is the target's output for the row above. The window lies in the draft tree, the first row as a path from the root and
 each column as a path below its token: one forward gives the next row, and every column with its new token is an
-n-gram. Those that begin with the root are the candidates of a round (section 3.2).
+n-gram. The n-grams that begin with the root are the candidates of a step (section 3.2).
 
-Where the paper's mask lets a token see the first row up to its column and then its own column, a tree says the same;
-hence the window may be accepted too, which costs nothing.
+The paper's attention mask, the first row up to a token's column and then that column, is the mask of this tree; hence
+the window may be accepted, too, which costs nothing.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from torch import Tensor
 
 from ..tree import DraftTree
 from .base import DraftContext, Drafter, PrefillChunk, StepResult
-from .ngram_index import NgramIndex
 from .prompt_lookup import NgramDrafter, Trie, draft_tree
 
 KEPT_ROOTS = 4096
-"""First tokens whose n-grams are remembered, the latest used ones."""
+"""First tokens whose n-grams are kept, the most recently used ones."""
 
 
 class Window:
-    """One text's trajectories and the n-grams that came of them."""
+    """One text's trajectories and n-grams; its limits are those of `Lookahead`."""
 
     def __init__(self, width: int, gram: int, candidates: int) -> None:
-        """See `Lookahead`."""
         self.width, self.gram, self.candidates = width, gram, candidates
         self.rows: list[list[int]] = []
         """The window, the oldest row first; at most `gram` - 1 of them."""
         self.grams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
-        """By its first token, what followed it, the newest last."""
+        """First token to the continuations of its n-grams, the newest last."""
         self.below: list[int] = []
-        """The nodes of the newest row in the last tree."""
+        """Nodes of the newest row in the last tree."""
 
     def start(self, text: list[int]) -> None:
-        """Guess that the text repeats itself: any tokens will do."""
+        """Fill the first row with the text's last tokens: any tokens will do."""
         self.rows = [(text[-self.width :] * self.width)[: self.width]]
 
     def tree(self, root: int) -> Trie:
-        """The window, and the candidates that begin with the root."""
+        """The window, and the n-grams that begin with the root."""
         trie = Trie([root])
         column = trie.add(self.rows[0])
         for row in self.rows[1:]:
@@ -52,9 +50,9 @@ class Window:
             trie.add(path)
         return trie
 
-    def learn(self, said: list[int]) -> None:
-        """Take what the target said at every node: the next row, and an n-gram for each column."""
-        new = [said[node] for node in self.below]
+    def update(self, outputs: list[int]) -> None:
+        """Add the target's outputs at every node: the next row, and an n-gram for each column."""
+        new = [outputs[node] for node in self.below]
         if len(self.rows) == self.gram - 1:
             for gram in zip(*self.rows, new, strict=True):
                 self.keep(gram)
@@ -62,7 +60,7 @@ class Window:
         self.rows.append(new)
 
     def keep(self, gram: tuple[int, ...]) -> None:
-        """Remember an n-gram, and forget the oldest ones."""
+        """Add an n-gram, and drop the oldest ones."""
         known = self.grams.setdefault(gram[0], OrderedDict())
         self.grams.move_to_end(gram[0])
         known[gram[1:]] = None
@@ -74,7 +72,7 @@ class Window:
 
 
 class Lookahead(NgramDrafter):
-    """Jacobi trajectories as a source of n-grams."""
+    """Lookahead decoding."""
 
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
         """Set the limits.
@@ -96,53 +94,52 @@ class Lookahead(NgramDrafter):
         self.limits = (width, gram, candidates)
         self.windows: list[Window] = []
 
-    def begin(self, start: DraftContext) -> None:
-        """Empty windows."""
-        super().begin(start)
-        self.windows = [Window(*self.limits) for _ in range(start.batch_size)]
+    def begin(self, context: DraftContext) -> None:
+        super().begin(context)
+        self.windows = [Window(*self.limits) for _ in range(context.batch_size)]
 
-    def read(self, passage: PrefillChunk) -> None:
-        """The prompts' n-grams are candidates too (section 4)."""
-        before = [max(len(text.tokens) - self.limits[1] + 1, 0) for text in self.texts]
-        super().read(passage)
-        for text, window, first in zip(self.texts, self.windows, before, strict=True):
-            self._keep_all(text, window, first)
+    def prefill(self, chunk: PrefillChunk) -> None:
+        """Read a chunk of the prompts, whose n-grams are candidates, too (section 4)."""
+        before = self._complete_ngrams()
+        super().prefill(chunk)
+        self._keep_ngrams(before)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        """Window and candidates."""
         for text, window in zip(self.texts, self.windows, strict=True):
             if not window.rows:
                 window.start(text.tokens)
         tries = [window.tree(text.tokens[-1]) for window, text in zip(self.windows, self.texts, strict=True)]
         return draft_tree(tries, roots_B.device)
 
-    def asks(self, finished: StepResult) -> Tensor:
-        """What the target said everywhere, by its own likeliest tokens: they are guesses and need not be drawn."""
-        return finished.output.logits_BNV.argmax(-1)
+    def host_values(self, step: StepResult) -> Tensor:
+        """The target's best token at every node: drafts need not be sampled."""
+        return step.output.logits_BNV.argmax(-1)
 
-    def observe(self, finished: StepResult) -> None:
-        """The next row of each window, and its n-grams."""
-        before = [max(len(text.tokens) - self.limits[1] + 1, 0) for text in self.texts]
-        super().observe(finished)
-        for text, window, said, first in zip(self.texts, self.windows, finished.asked, before, strict=True):
-            if finished.tree.max_depth > 0:  # else somebody decided not to guess in this round
-                window.learn(said)
-            self._keep_all(text, window, first)
+    def observe(self, step: StepResult) -> None:
+        before = self._complete_ngrams()
+        super().observe(step)
+        if step.tree.max_depth > 0:  # else this step had no drafts
+            for window, outputs in zip(self.windows, step.host_values, strict=True):
+                window.update(outputs)
+        self._keep_ngrams(before)
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows."""
         super().select(rows_R)
         self.windows = [self.windows[row] for row in rows_R.tolist()]
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        """Take over other rows."""
         assert isinstance(other, Lookahead)
         super().replace(rows_R, other)
         for row, window in zip(rows_R.tolist(), other.windows, strict=True):
             self.windows[row] = window
 
-    def _keep_all(self, text: NgramIndex, window: Window, first: int) -> None:
-        """The n-grams of a text from a place on."""
-        gram = self.limits[1]
-        for start in range(first, len(text.tokens) - gram + 1):
-            window.keep(tuple(text.tokens[start : start + gram]))
+    def _complete_ngrams(self) -> list[int]:
+        """Number of n-grams in each text."""
+        return [max(len(text.tokens) - self.limits[1] + 1, 0) for text in self.texts]
+
+    def _keep_ngrams(self, first: list[int]) -> None:
+        """Add the n-grams of each text from the `first` on to its window."""
+        length = self.limits[1]
+        for text, window, start in zip(self.texts, self.windows, first, strict=True):
+            for place in range(start, len(text.tokens) - length + 1):
+                window.keep(tuple(text.tokens[place : place + length]))

@@ -1,8 +1,8 @@
-"""Texts in which earlier occurrences of a few tokens are found at once: the one being written, and a store on disk.
+"""Indexes of n-grams: of the text that is being generated, and of a corpus on disk.
 
-Both answer the same question: after these tokens, what came next? `NgramIndex` indexes every n-gram as the text grows.
-A `Datastore` holds all places of a corpus sorted by the tokens that follow them, so that the places of an n-gram lie
-side by side and two binary searches find them (REST, arXiv:2311.08252); its files are memory-mapped.
+Both tell what followed an n-gram. `NgramIndex` indexes every n-gram as the text grows. A `Datastore` is a suffix array:
+all positions of a corpus sorted by the tokens that follow them, so that the occurrences of an n-gram lie side by side
+and two binary searches find them (REST, arXiv:2311.08252); its files are memory-mapped.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ from typing import Protocol
 import numpy as np
 
 SORTED_TOKENS = 16
-"""Tokens by which the places of a datastore are sorted; the longest n-gram that can be looked for."""
+"""Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched for."""
 MANIFEST_FILE, TOKENS_FILE, ORDER_FILE = "datastore.json", "tokens.npy", "order.npy"
 SEPARATOR = -1
-"""Stands between the texts of a datastore; no token has this number."""
+"""Token id between the texts of a datastore."""
 
 
 class Corpus(Protocol):
-    """Where n-grams are looked for."""
+    """Texts in which n-grams are searched for."""
 
     def places(self, gram: Sequence[int], most: int) -> np.ndarray:
-        """Indices of what follows the gram, up to `most` of them."""
+        """Positions after the n-gram, up to `most` of them."""
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that follow the gram, and how often each does."""
+        """The tokens that follow the n-gram, and how often each does."""
 
     def read(self, start: int, length: int) -> list[int]:
-        """A stretch of the text, shorter at its end."""
+        """Tokens from a position on; fewer at the text's end."""
 
 
 class NgramIndex:
     """A text that grows, with an index of its n-grams."""
 
     def __init__(self, longest: int) -> None:
-        """An empty text; `longest` is the length of the n-grams that can be looked for."""
+        """An empty text; `longest` is the length of the n-grams that can be searched for."""
         self.tokens: list[int] = []
         self.longest = longest
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Grow."""
         for token in tokens:
             end = len(self.tokens)
             for length in range(min(self.longest, end) + 1):
@@ -54,28 +53,26 @@ class NgramIndex:
             self.tokens.append(token)
 
     def places(self, gram: Sequence[int], most: int) -> np.ndarray:
-        """The newest first."""
+        """Positions after the n-gram, the newest first."""
         return np.array(self._places.get(tuple(gram), [])[: -most - 1 : -1], dtype=np.int64)
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """See `Corpus`."""
         found = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
         return np.unique(np.array(found, dtype=np.int64), return_counts=True)
 
     def read(self, start: int, length: int) -> list[int]:
-        """See `Corpus`."""
         return self.tokens[start : start + length]
 
 
 class Datastore:
-    """The texts of a corpus as token ids, and the order of their places."""
+    """The texts of a corpus as token ids, and the order of their positions."""
 
     def __init__(self, tokens: np.ndarray, order: np.ndarray, tokenizer: str) -> None:
         self.tokens, self.order, self.tokenizer = tokens, order, tokenizer
 
     @cached_property
     def unigrams(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens, and how often each stands there; counted once, through the whole corpus."""
+        """All tokens and their counts; counted once, through the whole corpus."""
         counted = np.asarray(self.tokens)
         return np.unique(counted[counted != SEPARATOR].astype(np.int64), return_counts=True)
 
@@ -85,7 +82,7 @@ class Datastore:
 
         Args:
             texts: token ids of each.
-            tokenizer: by which they were made; see `sources.tokenizer_origin`.
+            tokenizer: hash of the tokenizer; see `tokenizer_origin`.
 
         Raises:
             ValueError: no tokens at all.
@@ -100,11 +97,11 @@ class Datastore:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token, which begins the last place of all."""
+        """The largest token id, which stands at the last position in order, plus 1."""
         return int(self.tokens[self.order[-1]]) + 1
 
     def save(self, folder: Path) -> None:
-        """Write the files; the manifest, without which nothing is a datastore, comes last."""
+        """Write the files, the manifest last: a folder without it is no datastore."""
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / TOKENS_FILE, self.tokens)
         np.save(folder / ORDER_FILE, self.order)
@@ -113,7 +110,7 @@ class Datastore:
 
     @classmethod
     def load(cls, folder: str | Path) -> Datastore:
-        """Map the files of a datastore.
+        """Memory-map the files of a datastore.
 
         Raises:
             ValueError: no datastore.
@@ -128,7 +125,7 @@ class Datastore:
         return cls(tokens, order, made_with)
 
     def check(self, tokenizer: str, where: str) -> None:
-        """Refuse another tokenizer's ids.
+        """Refuse a datastore of another tokenizer.
 
         Raises:
             ValueError: naming both tokenizers.
@@ -140,13 +137,12 @@ class Datastore:
             )
 
     def places(self, gram: Sequence[int], most: int) -> np.ndarray:
-        """Evenly out of all, for neighbours go on alike."""
+        """Positions after the n-gram, spread evenly over all: neighbours continue alike."""
         first, last = self._range(gram)
         chosen = np.linspace(first, last, min(most, last - first), endpoint=False).astype(np.int64)
         return np.asarray(self.order[chosen]) + len(gram)
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """See `Corpus`."""
         if not gram:
             return self.unigrams
         first, last = self._range(gram)
@@ -154,15 +150,15 @@ class Datastore:
         return np.unique(found[found != SEPARATOR], return_counts=True)
 
     def read(self, start: int, length: int) -> list[int]:
-        """See `Corpus`; no text is left."""
+        """Tokens from a position on, to the end of its text at most."""
         found = self.tokens[start : start + length].tolist()
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
     def _range(self, gram: Sequence[int]) -> tuple[int, int]:
-        """The places that begin with the gram, as a stretch of `order`."""
+        """The range of `order` whose positions begin with the n-gram."""
         assert 0 < len(gram) <= SORTED_TOKENS
         first, last = 0, len(self.order)
-        for depth, token in enumerate(gram):  # a token at a time, within the stretch of those before
+        for depth, token in enumerate(gram):  # a token at a time, within the range of those before
             first, last = (
                 self._bisect(first, last, depth, token, after=False),
                 self._bisect(first, last, depth, token, after=True),
@@ -170,7 +166,7 @@ class Datastore:
         return first, last
 
     def _bisect(self, first: int, last: int, depth: int, token: int, after: bool) -> int:
-        """The first place of a stretch whose token at `depth` is not less than `token`, or is greater."""
+        """The first index in a range of `order` whose token at `depth` is at least `token`, or is greater."""
         while first < last:
             middle = (first + last) // 2
             place = int(self.order[middle]) + depth

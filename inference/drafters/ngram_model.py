@@ -1,11 +1,11 @@
-"""N-gram models as drafts: true probabilities from counts, so that every tree and every acceptance rule fits them.
+"""N-gram models as drafts: probabilities from counts, so that every tree and every acceptance rule fits them.
 
 P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 
 with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
-smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is that alone: uniformly random guesses.
+smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is the uniform distribution.
 
-Counted on the host; see `on_host` for targets on another device.
+Counting runs on the host; for a target on another device a `HostDrafter` grows the trees there.
 
 Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
 """
@@ -19,45 +19,47 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ...heads import TargetInfo, TargetModules
+from ..logits import RandomSampler
+from ..tree import DraftTree
+from .base import DraftContext, Drafter, NoDraft, PrefillChunk, RootTracker, StepResult
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 
 @dataclass(frozen=True)
 class NgramState:
-    """What each row has written; it grows in place."""
+    """Each row's text, which grows in place."""
 
     texts: list[NgramIndex]
     dtype: torch.dtype
     contexts: list[list[tuple[int, ...]]] | None = None
-    """What stands before the children of each node of the newest frontier; None before the root was expanded."""
+    """Context of the children of each node of the frontier; None before the root was expanded."""
 
     def select(self, rows_R: Tensor) -> NgramState:
-        """These rows only."""
         return dataclasses.replace(self, texts=[self.texts[row] for row in rows_R.tolist()])
 
     def replace(self, rows_R: Tensor, other: NgramState) -> NgramState:
-        """With another one's rows in the places of these."""
         for row, text in zip(rows_R.tolist(), other.texts, strict=True):
             self.texts[row] = text
         return self
 
 
 class NgramModel:
-    """Counts as a draft; see `heads.DraftHead` for who calls what."""
+    """An n-gram model with the interface of `DraftModel`."""
 
     feature_layers: tuple[int, ...] = ()
     reads_from_start = True
 
     def __init__(self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None) -> None:
-        """Choose what is counted.
+        """Set the order and the corpus.
 
         Args:
-            target: whose tokens are guessed.
-            order: 1 for single tokens, 2 for pairs, 3 for triples; 0 for none, which is uniformly random.
+            target: the model whose tokens are drafted.
+            order: tokens of the longest n-gram that is counted; 0 for the uniform distribution.
             max_depth: tokens of the longest draft.
-            corpus: what is counted beside the text itself.
+            corpus: texts that are counted beside the row's own.
 
         Raises:
             ValueError: an order that is negative or too long.
@@ -69,19 +71,16 @@ class NgramModel:
         self._uniform = np.full(target.vocab_size, 1 / target.vocab_size)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> NgramState:
-        """Empty texts."""
         texts = [NgramIndex(max(self.order - 1, 0)) for _ in range(batch_size)]
         double = modules.lm_head.weight.dtype == torch.float64
         return NgramState(texts, torch.float64 if double else torch.float32)
 
     def observe(self, state: NgramState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor) -> NgramState:
-        """Count what was written."""
         for text, tokens, length in zip(state.texts, tokens_BA.tolist(), lengths_B.tolist(), strict=True):
             text.append(tokens[:length])
         return dataclasses.replace(state, contexts=None)
 
     def expand(self, state: NgramState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, NgramState]:
-        """Log-probabilities of what follows each node."""
         rows = list(zip(state.texts, tokens_BW.tolist(), parents_BW.tolist(), strict=True))
         if state.contexts is None:
             contexts = [[self._context(text.tokens)] for text, _, _ in rows]
@@ -98,7 +97,7 @@ class NgramModel:
         return logits_BWV, dataclasses.replace(state, contexts=contexts)
 
     def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
-        """What may follow the context, in a text like this one: [V], its sum 1."""
+        """Probabilities [V] of the next token after a context, counted in the text and the corpus."""
         probs = self._uniform.copy()
         for size in range(min(len(context) + 1, self.order)):
             gram = context[len(context) - size :]
@@ -112,9 +111,45 @@ class NgramModel:
         return probs
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """Its ids are the target's."""
         return draft_tokens
 
     def _context(self, text: Sequence[int]) -> tuple[int, ...]:
-        """The end of a text that is looked at."""
+        """The last `order` - 1 tokens."""
         return tuple(text[max(len(text) - self.order + 1, 0) :]) if self.order > 1 else ()
+
+
+class HostDrafter(RootTracker):
+    """A drafter that reads no features, on the host: its trees are grown there and uploaded at once.
+
+    The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
+    """
+
+    def begin(self, context: DraftContext) -> None:
+        assert isinstance(context.sampler, RandomSampler)
+        # Gumbel noise lies on the device: to copy it would be a synchronization.
+        super().begin(dataclasses.replace(context, sampler=context.sampler.on_host(), gumbel=None))
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        super().prefill(PrefillChunk(*(tensor.cpu() for tensor in vars(chunk).values())))
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        return self.parts[0].propose(torch.tensor(self.roots)).to(roots_B.device)
+
+    def observe(self, step: StepResult) -> None:
+        emitted_BA = pad_sequence([torch.tensor(tokens) for tokens in step.tokens], batch_first=True)
+        lengths_B = torch.tensor([len(tokens) for tokens in step.tokens])
+        roots = NoDraft().propose(torch.tensor(self.roots))
+        on_host = dataclasses.replace(
+            step,
+            tree=dataclasses.replace(roots, max_depth=step.tree.max_depth),
+            verdict=dataclasses.replace(step.verdict, lengths_B=lengths_B),
+            emitted_BA=emitted_BA,
+            features_BAF=torch.empty(*emitted_BA.shape, 0),
+        )
+        super().observe(on_host)
+
+    def select(self, rows_R: Tensor) -> None:
+        super().select(rows_R.cpu())
+
+    def replace(self, rows_R: Tensor, other: Drafter) -> None:
+        super().replace(rows_R.cpu(), other)

@@ -1,10 +1,10 @@
-"""Drafts that are looked up: what followed the newest tokens where they stood before.
+"""Prompt lookup: drafts are continuations of the newest tokens where these occurred before.
 
-Prompt lookup looks in the text itself, retrieval (REST, arXiv:2311.08252) in a datastore. The longest n-gram at the
-text's end that is found anywhere decides; its continuations are merged into a tree, and of its nodes those stay that
-most continuations share, newer ones first among equals.
+Prompt lookup (Saxena, 2023) searches the text itself, retrieval (REST, arXiv:2311.08252) a datastore. Of the n-grams at
+the text's end the longest that occurs anywhere is taken; its continuations are merged into a tree, of which those nodes
+are kept that most continuations share, newer ones first among equals.
 
-Everything here is counted on the host, which knows the tokens anyway; a round's tree is uploaded at once.
+All this runs on the host, which knows the tokens anyway; a step's tree is uploaded at once.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .base import DraftContext, Drafter, PrefillChunk, StepResult
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 CONTINUATIONS = 16
-"""Places in a corpus that are looked at, at most."""
+"""Occurrences in a corpus that are read, at most."""
 
 
 @dataclass
 class Trie:
-    """A tree that grows by paths; what begins alike is joined."""
+    """A tree of token paths, whose common prefixes are shared."""
 
     tokens: list[int]
-    """Of all nodes, the root first."""
+    """Of each node, the root first."""
     parents: list[int] = field(default_factory=lambda: [-1])
     children: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The node below a node with a token."""
+    """(Node, token) to its child with that token."""
 
     def add(self, path: Sequence[int], parent: int = 0) -> list[int]:
-        """Put a path below a node; the numbers of its nodes."""
+        """Add a path below a node; return its nodes."""
         nodes = []
         for token in path:
             node = self.children.get((parent, token))
@@ -47,7 +47,7 @@ class Trie:
         return nodes
 
     def depths(self) -> list[int]:
-        """Of all nodes; a parent stands before its children."""
+        """Depth of each node."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -55,7 +55,7 @@ class Trie:
 
 
 def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
-    """One row for each, padded to the largest."""
+    """A batch of tries, padded to the largest."""
     sizes = [len(trie.tokens) for trie in tries]
     nodes = max(sizes)
     columns = [
@@ -68,13 +68,13 @@ def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
 
 
 def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie:
-    """The part of all continuations together that most of them share."""
+    """The `size` - 1 nodes below a root that most continuations share."""
     whole = Trie([root])
     shared: dict[int, int] = {}
     for path in continuations:
         for node in whole.add(path):
             shared[node] = shared.get(node, 0) + 1
-    # A child is shared by no more than its parent, and stands behind it: what is left is a tree.
+    # A child is shared by no more continuations than its parent, and comes later: what is kept is a tree.
     kept = sorted(sorted(shared, key=lambda node: (-shared[node], node))[: size - 1])
     place = {node: number for number, node in enumerate([0, *kept])}
     part = Trie([root])
@@ -84,13 +84,13 @@ def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie
 
 
 def continuations(corpus: Corpus, text: Sequence[int], longest: int, shortest: int, length: int) -> list[list[int]]:
-    """What followed the longest n-gram at the end of a text that the corpus holds; nothing if it holds none.
+    """Continuations of the longest n-gram at a text's end that occurs in the corpus.
 
     Args:
-        corpus: where to look.
-        text: whose end is looked for.
-        longest: n-gram to begin with.
-        shortest: n-gram that is still looked for.
+        corpus: texts to search.
+        text: token ids.
+        longest: tokens of the longest n-gram to search for.
+        shortest: tokens of the shortest one.
         length: tokens of each continuation.
     """
     for size in range(min(longest, len(text)), shortest - 1, -1):
@@ -102,54 +102,48 @@ def continuations(corpus: Corpus, text: Sequence[int], longest: int, shortest: i
 
 
 class NgramDrafter(Drafter):
-    """A source that reads what is written; a subclass says what it guesses."""
+    """Drafts from an index of each row's text; a subclass implements `candidates`."""
 
     def __init__(self, size: int, grams: int) -> None:
-        """Hold no text yet.
+        """Set the limits.
 
         Args:
             size: nodes of the largest tree, the root counted.
-            grams: length of the n-grams that are looked for in the text itself.
+            grams: tokens of the longest n-gram that is searched for in the text itself.
         """
         self.max_nodes, self.grams = size, grams
         self.texts: list[NgramIndex] = []
 
-    def begin(self, start: DraftContext) -> None:
-        """Empty texts."""
-        self.texts = [NgramIndex(self.grams) for _ in range(start.batch_size)]
+    def begin(self, context: DraftContext) -> None:
+        self.texts = [NgramIndex(self.grams) for _ in range(context.batch_size)]
 
-    def read(self, passage: PrefillChunk) -> None:
-        """The prompts."""
-        rows = zip(self.texts, passage.tokens_BT.tolist(), passage.next_tokens_BT.tolist(), strict=True)
-        for (text, tokens, following), length in zip(rows, passage.lengths_B.tolist(), strict=True):
+    def prefill(self, chunk: PrefillChunk) -> None:
+        rows = zip(self.texts, chunk.tokens_BT.tolist(), chunk.next_tokens_BT.tolist(), strict=True)
+        for (text, tokens, following), length in zip(rows, chunk.lengths_B.tolist(), strict=True):
             text.append([*([] if text.tokens else tokens[:1]), *following[:length]])
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        """A tree for each row."""
-        return draft_tree([self.guess(text) for text in self.texts], roots_B.device)
+        return draft_tree([self.candidates(text) for text in self.texts], roots_B.device)
 
-    def guess(self, text: NgramIndex) -> Trie:
-        """What may follow a text, below its last token."""
+    def candidates(self, text: NgramIndex) -> Trie:
+        """Continuations of a text, below its last token."""
         raise NotImplementedError
 
-    def observe(self, finished: StepResult) -> None:
-        """What was emitted."""
-        for text, tokens in zip(self.texts, finished.tokens, strict=True):
+    def observe(self, step: StepResult) -> None:
+        for text, tokens in zip(self.texts, step.tokens, strict=True):
             text.append(tokens)
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows' texts."""
         self.texts = [self.texts[row] for row in rows_R.tolist()]
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        """Take over other texts."""
         assert isinstance(other, NgramDrafter)
         for row, text in zip(rows_R.tolist(), other.texts, strict=True):
             self.texts[row] = text
 
 
 class PromptLookupDrafter(NgramDrafter):
-    """Prompt lookup (Saxena, 2023), or retrieval where a corpus is given."""
+    """Prompt lookup, or retrieval where a corpus is given."""
 
     def __init__(
         self, size: int = 12, length: int = 10, longest: int = 3, shortest: int = 1, corpus: Corpus | None = None
@@ -159,9 +153,9 @@ class PromptLookupDrafter(NgramDrafter):
         Args:
             size: nodes of the largest tree, the root counted.
             length: tokens of a continuation.
-            longest: n-gram at the text's end to begin with.
-            shortest: n-gram that is still looked for.
-            corpus: where to look; None for the text itself.
+            longest: tokens of the longest n-gram to search for.
+            shortest: tokens of the shortest one.
+            corpus: texts to search; None for the text itself.
 
         Raises:
             ValueError: limits that allow nothing.
@@ -174,7 +168,6 @@ class PromptLookupDrafter(NgramDrafter):
         super().__init__(size, longest if corpus is None else 0)
         self.length, self.longest, self.shortest, self.corpus = length, longest, shortest, corpus
 
-    def guess(self, text: NgramIndex) -> Trie:
-        """See `merged`."""
+    def candidates(self, text: NgramIndex) -> Trie:
         found = continuations(self.corpus or text, text.tokens, self.longest, self.shortest, self.length)
         return merged(text.tokens[-1], found, self.max_nodes)

@@ -1,10 +1,10 @@
-"""What is known of this machine: measured once, and kept in one file in the user's cache folder.
+"""Measurements of this machine, made once and kept in a file in the user's cache folder.
 
     machine.json    {"AMD EPYC, AVX2, 2 threads, torch 2.13.0+cpu, format 1": {"seconds of ...": ..., ...}, ...}
 
-A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version: what
-was measured for one says nothing of another. Without the file, or with one that cannot be read, things are measured
-anew; where it cannot be written, they are remembered until the process ends.
+A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version:
+measurements of one do not hold for another. Without the file, or with one that cannot be read, all is measured anew;
+where it cannot be written, measurements are kept until the process ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, TypeVar
 import torch
 
 FORMAT = 1
-"""Of what the file holds; another version measures anew and leaves the rest of the file alone."""
+"""Version of the file's entries; another version measures anew and leaves the rest of the file alone."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _measured: dict[str, dict[str, Any]] = {}
-"""By this process: for each machine what was measured, by name."""
+"""Measurements of this process: machine to name to value."""
 _told: set[str] = set()
-"""The warnings that were given: each comes once a process."""
+"""Warnings that were given: each comes once a process."""
 
 
 def cache_folder() -> Path:
-    """Where things are kept from one process to the next: `$HEADSTART_CACHE`, or headstart in the user's cache folder.
+    """Folder for what is kept between processes: `$HEADSTART_CACHE`, or headstart in the user's cache folder.
 
     Raises:
         RuntimeError: the user has no home.
@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def hardware(device: torch.device) -> str:
-    """What computes: a GPU's name, or the processor's with its instruction set and the threads that torch uses."""
+    """A GPU's name, or the processor's with its instruction set and the threads that torch uses."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads, cores = torch.get_num_threads(), usable_cores()
@@ -55,13 +55,18 @@ def hardware(device: torch.device) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """By what a machine is known again in the file."""
+    """Name of a machine in the file."""
     return f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
+
+
+def machine_key(device: torch.device, compiled: bool) -> str:
+    """Key under which a head's checkpoint keeps the tree that was fastest on a machine."""
+    return hardware(device) + (", compiled" if compiled else "")
 
 
 @cache
 def processor() -> str:
-    """The processor's own name."""
+    """Name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
@@ -71,12 +76,12 @@ def processor() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_threads() -> None:
-    """Warn, once, of more threads than cores: they wait for each other, and all takes many times as long.
+    """Warn, once, of more threads than cores: they wait for each other, which is many times slower.
 
     torch starts as many threads as the process has cores. It does not notice when it is limited later
     (`os.sched_setaffinity`, `taskset -p`), and OMP_NUM_THREADS counts for more than the limit.
@@ -90,21 +95,20 @@ def check_threads() -> None:
 
 
 def tell_once(message: str, why: str = "") -> None:
-    """Warn, unless this process has said so before; `why` may differ from one time to the next."""
+    """Warn, unless this process has given this warning before; `why`, which is appended, may differ."""
     if message not in _told:
         _told.add(message)
         warnings.warn(message + why, stacklevel=3)
 
 
 def measured_once(device: torch.device, name: str, measure: Callable[[], Any], read: Callable[[Any], Value]) -> Value:
-    """What was measured here before, by this process or an earlier one; or what is now, and is kept.
+    """A measurement of this machine, made by this process, an earlier one, or now.
 
     Args:
-        device: where.
-        name: by which it is kept.
-        measure: gives what JSON can hold.
-        read: makes the value of that, and raises ValueError, TypeError, KeyError or AttributeError for what it cannot
-            be.
+        device: the device that is measured.
+        name: key of the measurement.
+        measure: makes it; returns a JSON value.
+        read: converts the JSON value; raises ValueError, TypeError, KeyError or AttributeError for another one.
     """
     machine = name_of(device)
     for kept in (_measured, _on_disk()):
@@ -118,7 +122,7 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
 
 
 def positive(number: Any) -> float:
-    """A number that was kept.
+    """A positive number from JSON.
 
     Raises:
         ValueError: it is none, or not above 0.
@@ -129,7 +133,7 @@ def positive(number: Any) -> float:
 
 
 def _keep(machine: str, name: str, value: Any) -> None:
-    """Remember a value, here and in the file; what others wrote there stays."""
+    """Keep a value, in this process and in the file, whose other entries stay."""
     _measured.setdefault(machine, {})[name] = value
     on_disk = _on_disk()
     before = on_disk.get(machine)
@@ -155,16 +159,16 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _on_disk() -> dict[str, Any]:
-    """What the file holds, and nothing if it is not there or broken."""
+    """Content of the file; empty if it is missing or broken."""
     try:
         found = json.loads((cache_folder() / "machine.json").read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):  # a file that was cut is no JSON, or no UTF-8: ValueError
+    except (OSError, RuntimeError, ValueError):  # a truncated file is no JSON, or no UTF-8: ValueError
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def turns(sides: Sequence[Key], number: int) -> list[Key]:
-    """The order of the sides of a comparison at its `number`-th time: each time another one begins."""
+    """Order of the sides of a comparison in its round `number`: each round another one begins."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
 
@@ -172,9 +176,9 @@ def turns(sides: Sequence[Key], number: int) -> list[Key]:
 def seconds_in_turns(
     sides: Mapping[Key, Callable[[], object]], repeats: int, limit: float = math.inf
 ) -> dict[Key, list[float]]:
-    """Of so many calls of each side, after one that is not counted.
+    """Seconds of `repeats` calls of each side, in turns, after a warm-up call.
 
-    Once `limit` seconds are over there are no more; if the first calls took all of them, those count.
+    After `limit` seconds there are no more calls; if the warm-up took all of them, it counts.
     """
     taken: dict[Key, list[float]] = {name: [] for name in sides}
     began = time.perf_counter()

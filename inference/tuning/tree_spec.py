@@ -18,21 +18,21 @@ sampled child; several, sampled independently; several, sampled without replacem
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of a `TreeShape`: which of a frontier's best tokens become nodes, and which nodes are expanded."""
+    """One depth of a `TreeShape`: which children of the frontier become nodes, and which nodes are expanded."""
 
     width: int
-    """How many best tokens of each frontier node are looked at."""
+    """Top-k children considered of each frontier node."""
     picks: tuple[int, ...]
     """For each node of this depth: frontier index * width + rank."""
     frontier: tuple[int, ...]
-    """Which nodes of this depth have children, as indices into `picks`."""
+    """The nodes of this depth that have children, as indices into `picks`."""
     parents: tuple[int, ...]
-    """For each of those: the index of its parent in the frontier that this level was picked from."""
+    """The parent of each of those, as an index into the frontier above."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A static tree: every node is named by ranks, [0, 2] being the third-best child of the root's best child."""
+    """A static tree. A node is the path of ranks to it: [0, 2] is the third-best child of the root's best child."""
 
     paths: tuple[tuple[int, ...], ...]
     """All nodes but the root, sorted by depth and then by ranks."""
@@ -57,12 +57,12 @@ class TreeShape:
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """The best guess at each depth: what most servers run."""
+        """The best token at each depth: what most servers run."""
         return cls.from_paths([[0] * depth for depth in range(1, length + 1)])
 
     @classmethod
     def branching(cls, children: Sequence[int]) -> TreeShape:
-        """So many children of the root, of each of them, and so on."""
+        """A tree whose nodes at depth d have `children[d]` children each."""
         depths = [itertools.product(*map(range, children[:depth])) for depth in range(1, len(children) + 1)]
         return cls.from_paths(list(itertools.chain.from_iterable(depths)))
 
@@ -83,34 +83,33 @@ class TreeShape:
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """For every node, the root first: the index of its parent."""
+        """Index of each node's parent, the root first, whose parent is -1."""
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
         return (-1, *(index[path[:-1]] for path in self.paths))
 
     @cached_property
     def inner(self) -> tuple[int, ...]:
-        """The nodes that have children; the root always counts, unless it is alone."""
+        """The nodes that have children."""
         return tuple(sorted(set(self.parents[1:])))
 
     @property
     def expanded(self) -> int:
-        """Nodes whose children a draft asks for."""
+        """Nodes that a draft expands; the root is expanded even if it is alone."""
         return max(1, len(self.inner))
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """What has to be expanded at each depth, from the root on."""
+        """The expansions at each depth, from the root on."""
         levels: list[Level] = []
         frontier: list[tuple[int, ...]] = [()]
         for depth in range(1, self.depth + 1):
             children = [path for path in self.paths if len(path) == depth]
             width = 1 + max(path[-1] for path in children)
-            picks = tuple(frontier.index(path[:-1]) * width + path[-1] for path in children)
             expanded = [path for path in children if any(node[:-1] == path for node in self.paths)]
             levels.append(
                 Level(
                     width=width,
-                    picks=picks,
+                    picks=tuple(frontier.index(path[:-1]) * width + path[-1] for path in children),
                     frontier=tuple(children.index(path) for path in expanded),
                     parents=tuple(frontier.index(path[:-1]) for path in expanded),
                 )
@@ -124,17 +123,16 @@ ROOT = TreeShape(())
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """Limits of a tree that goes where the head is confident, another one each round."""
+    """Limits of a dynamic tree, which takes the draft's most probable paths, others in each step."""
 
     size: int = 60
     """Number of nodes, the root counted."""
     depth: int = 7
     """Tokens on the longest path."""
     width: int = 10
-    """Nodes expanded per layer, and children looked at for each."""
+    """Nodes expanded per level, and children considered for each."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no tree."""
         if self.size < 2 or self.depth < 1 or self.width < 1:
             raise ValueError(
                 "a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
@@ -143,17 +141,17 @@ class DynamicShape:
 
     @property
     def expanded(self) -> int:
-        """Nodes whose children a draft asks for, at most."""
+        """Nodes that a draft expands, at most."""
         return 1 + (self.depth - 1) * self.width
 
 
 @dataclass(frozen=True)
 class SampledShape:
-    """A static tree whose children are drawn from the draft's own distribution; a rank says in which order."""
+    """A static tree whose children are sampled from the draft's distribution; a rank is the order of sampling."""
 
     shape: TreeShape
     independent: bool = False
-    """Whether siblings are drawn each by itself, and may be twins; else none is drawn twice."""
+    """Whether siblings are sampled independently, and may be equal; else without replacement."""
 
     @property
     def size(self) -> int:
@@ -161,38 +159,42 @@ class SampledShape:
         return self.shape.size
 
     @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path, the root not counted."""
+        return self.shape.depth
+
+    @property
     def kind(self) -> TreeKind:
-        """What an acceptance rule must know: a chain has no siblings."""
-        if self.shape.size == self.shape.depth + 1:
+        """How children are made; a chain has no siblings."""
+        if self.shape.is_chain:
             return "sampled_chain"
         return "sampled_independent" if self.independent else "sampled_without_replacement"
 
     def __post_init__(self) -> None:
-        """Refuse a child without those that are drawn before it."""
         for path in self.shape.paths:
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in self.shape.paths:
                 raise ValueError(
-                    f"tree path {list(path)} cannot be drawn without {[*path[:-1], path[-1] - 1]}, which is drawn "
+                    f"tree path {list(path)} cannot be sampled without {[*path[:-1], path[-1] - 1]}, which is sampled "
                     "before it"
                 )
 
 
-STOPPER_WEIGHTS = 4
-"""Of a trained stopper: for what `stopping.signs` sees."""
+EXIT_FEATURES = 4
+"""Features of an early-exit classifier; see `early_exit.exit_features`."""
 
 
 @dataclass(frozen=True)
 class EarlyExitShape:
-    """A chain that ends where the next token's chance of being accepted falls below a threshold."""
+    """A chain that ends where the next token's probability of being accepted falls below a threshold."""
 
     length: int
     """Tokens, at most."""
     threshold: float
-    """From 0, never to stop, to 1."""
-    drawn: bool = False
-    """Whether its tokens are drawn instead of picked."""
+    """From 0, never to end early, to 1."""
+    sampled: bool = False
+    """Whether its tokens are sampled; else they are the best ones."""
     weights: tuple[float, ...] | None = None
-    """Of a trained stopper; None to take the draft's own probability of its best token for the chance."""
+    """Weights of a trained classifier; None to take the draft's own probability of its best token."""
 
     @property
     def size(self) -> int:
@@ -201,42 +203,43 @@ class EarlyExitShape:
 
     @property
     def expanded(self) -> int:
-        """Nodes whose children a draft asks for, at most."""
+        """Nodes that a draft expands, at most."""
         return self.length
 
     @property
     def depth(self) -> int:
-        """Tokens on the longest path."""
+        """Tokens on the longest path, at most."""
         return self.length
 
     def __post_init__(self) -> None:
-        """Refuse what never drafts or is no probability."""
         if self.length < 1 or not 0 <= self.threshold <= 1:
             raise ValueError(
-                f"a chain that stops needs a length of at least 1 and a threshold from 0 to 1, not {self.length} and "
-                f"{self.threshold}"
+                "a chain with early exit needs a length of at least 1 and a threshold from 0 to 1, not "
+                f"{self.length} and {self.threshold}"
             )
-        if self.weights is not None and len(self.weights) != STOPPER_WEIGHTS:
-            raise ValueError(f"a trained stopper has {STOPPER_WEIGHTS} weights, not {len(self.weights)}")
+        if self.weights is not None and len(self.weights) != EXIT_FEATURES:
+            raise ValueError(f"an early-exit classifier has {EXIT_FEATURES} weights, not {len(self.weights)}")
 
 
 TreePolicy = TreeShape | DynamicShape | SampledShape | EarlyExitShape
-"""How a head's trees are grown."""
+"""Which trees are drafted."""
+TreeSpec = str | Sequence[Sequence[int]] | TreePolicy
+"""A policy as users and checkpoints write it; see `tree_policy`."""
 
 
-def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
-    """A policy from what a user writes.
+def tree_policy(tree: TreeSpec) -> TreePolicy:
+    """Parse a tree spec.
 
     Args:
-        tree: `chain:LENGTH`, `root` (no guesses), `branch:2x2x1` (children of every node, depth by depth),
+        tree: `chain:LENGTH`, `root` (no drafts), `branch:2x2x1` (children of every node, depth by depth),
             `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of paths such as
-            [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list draws the
-            children instead of picking them, no sibling twice; `independent:` draws each by itself. `stop:0.4:` before
-            a chain, drawn or not, ends it where the draft is less sure than that; `stop:0.4@WEIGHTS:` asks a stopper
-            that was trained.
+            [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list samples the
+            children instead of taking the top-k, without replacement; `independent:` samples them independently.
+            `stop:0.4:` before a chain, sampled or not, ends it where the draft's confidence is below 0.4;
+            `stop:0.4@WEIGHTS:` where that of a trained classifier is.
 
     Raises:
-        ValueError: none of these.
+        ValueError: another spec, or limits that allow no tree.
     """
     if isinstance(tree, TreePolicy):
         return tree
@@ -248,12 +251,12 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
         if isinstance(shape, TreeShape) and shape.paths:
             return SampledShape(shape, kind == "independent")
     number = r"-?\d+(?:\.\d+)?"
-    stopping = re.fullmatch(rf"stop:({number})(?:@({number}(?:,{number})*))?:(drawn:)?chain:(\d+)", tree)
-    if stopping:
-        weights = tuple(map(float, stopping[2].split(","))) if stopping[2] else None
-        return EarlyExitShape(int(stopping[4]), float(stopping[1]), stopping[3] is not None, weights)
+    early_exit = re.fullmatch(rf"stop:({number})(?:@({number}(?:,{number})*))?:(drawn:)?chain:(\d+)", tree)
+    if early_exit:
+        weights = tuple(map(float, early_exit[2].split(","))) if early_exit[2] else None
+        return EarlyExitShape(int(early_exit[4]), float(early_exit[1]), early_exit[3] is not None, weights)
     if tree == "root":
-        return TreeShape(())
+        return ROOT
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
         return TreeShape.branching([int(number) for number in numbers[0].split("x")])
     if all(number.isdigit() for number in numbers):
@@ -273,13 +276,13 @@ def tree_policy(tree: str | Sequence[Sequence[int]] | TreePolicy) -> TreePolicy:
     )
 
 
-def tree_word(policy: TreePolicy) -> str | list[list[int]]:
-    """A policy as `tree_policy` reads it and JSON holds it."""
+def spec_of(policy: TreePolicy) -> str | list[list[int]]:
+    """A policy as `tree_policy` parses it and JSON holds it."""
     if isinstance(policy, DynamicShape):
         return f"dynamic:{policy.size}:{policy.depth}:{policy.width}"
     if isinstance(policy, SampledShape):
-        return f"{'independent' if policy.independent else 'drawn'}:{tree_word(policy.shape)}"
+        return f"{'independent' if policy.independent else 'drawn'}:{spec_of(policy.shape)}"
     if isinstance(policy, EarlyExitShape):
         weights = "" if policy.weights is None else "@" + ",".join(map(str, policy.weights))
-        return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.drawn else ''}chain:{policy.length}"
+        return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.sampled else ''}chain:{policy.length}"
     return [list(path) for path in policy.paths]

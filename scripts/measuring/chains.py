@@ -9,7 +9,7 @@ The acceptance rates are those of the longest chain, the prices those of this ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.base import Drafter
 from headstart.inference.drafters.draft_model import AssistantModel
 from headstart.inference.drafters.head_drafter import DraftModel
-from headstart.inference.tuning.tree_search import best_draft_length, chain_length, operations_factor, time_factor
+from headstart.inference.tuning.tree_search import chain_length
 from headstart.scripts.measuring.comparison import in_turns
 from headstart.scripts.measuring.tree_costs import check_seconds
 from headstart.train.console import console, log, number
@@ -57,6 +57,38 @@ def operations_of(draft: DraftModel, target: Target) -> float | None:
         return None
     shared = () if hasattr(draft, "lm_head") else (target.modules.lm_head,)
     return linear(draft, *shared) / linear(target.model)
+
+
+def time_factor(
+    rates: Sequence[float], gamma: int, draft_cost: float, check_cost: Callable[[int], float] = lambda nodes: 1.0
+) -> float:
+    """Speedup over plain decoding (arXiv:2211.17192, theorem 3.8, with measured verification).
+
+    Args:
+        rates: see `chain_length`.
+        gamma: draft length.
+        draft_cost: time of one draft step in plain steps (the paper's c).
+        check_cost: time of a target forward by its tokens, in plain steps; 1 in the paper.
+    """
+    return chain_length(rates, gamma) / (gamma * draft_cost + check_cost(gamma + 1))
+
+
+def operations_factor(rates: Sequence[float], gamma: int, draft_operations: float) -> float:
+    """Operations per token, relative to plain decoding (arXiv:2211.17192, theorem 3.11).
+
+    Args:
+        rates: see `chain_length`.
+        gamma: draft length.
+        draft_operations: operations of one draft step over those of a plain one.
+    """
+    return (gamma * draft_operations + gamma + 1) / chain_length(rates, gamma)
+
+
+def best_draft_length(
+    rates: Sequence[float], draft_cost: float, check_cost: Callable[[int], float] = lambda nodes: 1.0, most: int = 32
+) -> int:
+    """Draft length with the largest `time_factor`; 0 where drafts gain nothing."""
+    return max(range(most + 1), key=lambda gamma: time_factor(rates, gamma, draft_cost, check_cost))
 
 
 def explain(

@@ -18,8 +18,8 @@ from torch import Tensor
 from headstart.heads import DraftHead
 from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.drafters.base import StepResult
-from headstart.inference.drafters.early_exit import EarlyExitChain, sureness
-from headstart.inference.tuning.tree_spec import STOPPER_WEIGHTS, EarlyExitShape
+from headstart.inference.drafters.early_exit import EarlyExitChain, confidence
+from headstart.inference.tuning.tree_spec import EXIT_FEATURES, EarlyExitShape
 from headstart.scripts.measuring.tree_costs import check_seconds
 
 THRESHOLDS = tuple(i / 20 for i in range(20))
@@ -40,19 +40,19 @@ class Recorder(EarlyExitChain):
 
     def __init__(self, head: DraftHead, target: Target) -> None:
         super().__init__(head, EarlyExitShape(head.max_depth, 0.0), target.modules)
-        self.seen = []
+        self.features_K = []
         self.rounds: list[Judged] = []
 
-    def observe(self, finished: StepResult) -> None:
+    def observe(self, step: StepResult) -> None:
         """As ever, and remember."""
-        assert self.seen is not None
-        signs_KX = torch.cat(self.seen)
-        self.rounds.append(Judged(signs_KX.cpu(), int(finished.verdict.lengths_B[0]) - 1))
-        super().observe(finished)
+        assert self.features_K is not None
+        signs_KX = torch.cat(self.features_K)
+        self.rounds.append(Judged(signs_KX.cpu(), int(step.verdict.lengths_B[0]) - 1))
+        super().observe(step)
 
 
 def fit(rounds: list[Judged]) -> tuple[float, ...]:
-    """Weights for `sureness`, by maximum likelihood with a little ridge, which a separable set needs.
+    """Weights for `confidence`, by maximum likelihood with a little ridge, which a separable set needs.
 
     Raises:
         ValueError: drafts that were all accepted, or none: there is nothing to tell apart.
@@ -64,7 +64,7 @@ def fit(rounds: list[Judged]) -> tuple[float, ...]:
         raise ValueError(
             f"all {len(right_N)} drafts were {'right' if right_N[0] else 'wrong'}: no stopper can be trained"
         )
-    weights_X = torch.zeros(STOPPER_WEIGHTS, dtype=torch.float64, requires_grad=True)
+    weights_X = torch.zeros(EXIT_FEATURES, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights_X], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
@@ -96,7 +96,7 @@ def simulated(
     """Tokens a round, and tokens a second, had these rounds' chains been stopped."""
     tokens, seconds = 0, 0.0
     for each in rounds:
-        sure_K = sureness(each.signs_KX, weights).tolist()
+        sure_K = confidence(each.signs_KX, weights).tolist()
         drafted = next((depth for depth, value in enumerate(sure_K) if value < threshold), len(sure_K))
         tokens += min(each.accepted, drafted) + 1
         seconds += min(drafted + 1, len(sure_K)) * prices.draft + prices.check[drafted + 1] + prices.rest

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import DynamicShape, Stats, Target, TreeShape
-from headstart.inference.drafters.base import DraftContext, Drafter, PrefillChunk
-from headstart.inference.drafters.head_drafter import HeadDrafter, NoDraft
-from headstart.inference.drafters.tree_drafting import drafter_of
+from headstart.inference.drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk
+from headstart.inference.drafters.by_name import tree_drafter
+from headstart.inference.drafters.head_drafter import HeadDrafter
 from headstart.inference.logits import RandomSampler, Sampler
 from headstart.inference.tree import DraftTree
 from headstart.inference.verify import VerifyResult, greedy
@@ -78,7 +78,7 @@ def drafter_for(head: DraftHead, nodes: int, target: Target) -> Drafter:
     if nodes == 1:
         return NoDraft()
     shape = TreeShape.chain(nodes - 1) if nodes <= DEPTH else DynamicShape(nodes, DEPTH, WIDTH)
-    return drafter_of(head, shape, target.modules)
+    return tree_drafter(head, shape, target.modules)
 
 
 @torch.inference_mode()
@@ -106,8 +106,8 @@ def rounds_of(
     if isinstance(drafter, HeadDrafter):
         width = len(drafter.feature_layers) * target.info.hidden_size
         features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
-        drafter.read(PrefillChunk(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
-        drafter.shared.state = dataclasses.replace(drafter.state, lengths_B=torch.full_like(roots_B, context))
+        drafter.prefill(PrefillChunk(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
+        drafter.shared.state = dataclasses.replace(drafter.catch_up(), lengths_B=torch.full_like(roots_B, context))
     draw = RandomSampler(torch.Generator(target.device).manual_seed(0))
     parts: dict[str, list[float]] = {"draft": [], "target": [], "rest": []}
     emitted = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads import DraftHead
 from headstart.inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
-from headstart.inference.drafters.tree_drafting import DynamicTree
+from headstart.inference.drafters.head_drafter import DynamicTree
 from headstart.inference.logits import RandomSampler
 from headstart.inference.target import TargetOutput
 from headstart.inference.tuning.costs import forward_seconds
@@ -74,10 +74,10 @@ def dynamic_lengths(
         length, first = text_1T.shape[1], example.loss_mask.index(True)
         output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
         drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
-        drafter.read(_passage(text_1T, output, 0, first))
+        drafter.prefill(_passage(text_1T, output, 0, first))
         accepted: dict[tuple[int, int], list[int]] = {key: [] for key in lengths}
         for place in range(first, length - 1):
-            tokens_1C, parents_1C, values_1C = drafter.candidates(drafter.state, text_1T[:, place], head.max_depth)
+            tokens_1C, parents_1C, values_1C = drafter.candidates(drafter.catch_up(), text_1T[:, place], head.max_depth)
             truth = example.tokens[place + 1 : place + 1 + head.max_depth]
             found = _on_the_way(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
             for depth in depths:
@@ -88,7 +88,7 @@ def dynamic_lengths(
                 ]
                 for size in sizes:
                     accepted[size, depth].append(sum(rank < size for rank in ranks))
-            drafter.read(_passage(text_1T, output, place, place + 1))
+            drafter.prefill(_passage(text_1T, output, place, place + 1))
         for key, found_P in accepted.items():
             lengths[key] += _rounds(found_P)
     return {key: statistics.mean(found) for key, found in lengths.items()}

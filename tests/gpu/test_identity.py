@@ -117,11 +117,11 @@ def test_every_source(on_cpu, there, device, word, beside, fallback, slots):
 
 @pytest.mark.parametrize("tree", ["chain:3", "drawn:chain:3", "branch:2x2"])
 def test_a_second_model(on_cpu, there, device, tree):
-    from headstart.inference.drafters.by_name import draft_model
+    from headstart.inference.drafters.by_name import make_drafter
 
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
     for model in (there, Target(build_model(vocab_size=VOCAB, seed=1).requires_grad_(False).to(device))):
-        lm = SpeculativeLM.from_pretrained(there, drafter=draft_model(model, there, tree), compile=False)
+        lm = SpeculativeLM.from_pretrained(there, drafter=make_drafter(there, model, tree), compile=False)
         assert torch.equal(text(lm, PADDED.to(device)).sequences.cpu(), expected)
 
 

@@ -16,7 +16,7 @@ from helpers import head_for
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
-from headstart.inference.drafters.by_name import draft_model
+from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.draft_model import AssistantModel
 
 WAITS, UPLOADS = 1, 2
@@ -43,7 +43,7 @@ not counted."""
 def lm_of(there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False) -> SpeculativeLM:
     head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
     if drafter == "model":
-        drafter = draft_model(there, there, "chain:3")
+        drafter = make_drafter(there, there, "chain:3")
     return SpeculativeLM.from_pretrained(there, head, tree=tree, compile=False, drafter=drafter, fallback=fallback)
 
 

@@ -11,7 +11,7 @@ from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
 from headstart.inference.conversation import shared_length
 from headstart.inference.drafters.adaptive import Speeds
-from headstart.inference.drafters.by_name import draft_model
+from headstart.inference.drafters.by_name import make_drafter
 
 VOCAB, NEW = 20, 11
 HEADS = {
@@ -47,7 +47,7 @@ def decoder(target, kind, tree="dynamic:9:3:3", **options):
             parameter.data += 0.1 * torch.randn_like(parameter)
         return SpeculativeLM.from_pretrained(target, head, tree=tree, **{"fallback": False} | options)
     if kind == "a model":
-        return SpeculativeLM(target, draft_model(target, target, "branch:2x2"))
+        return SpeculativeLM(target, make_drafter(target, target, "branch:2x2"))
     return SpeculativeLM.from_pretrained(target, drafter=kind, **{"fallback": False} | options)
 
 
@@ -156,12 +156,12 @@ class Reads(Drafter):
 
     feature_layers, max_nodes = (0,), 2
 
-    def begin(self, start):
+    def begin(self, context):
         self.seen = 0
 
-    def read(self, passage):
-        assert passage.features_BTF.shape[-1] > 0
-        self.seen += int(passage.lengths_B[0])
+    def prefill(self, chunk):
+        assert chunk.features_BTF.shape[-1] > 0
+        self.seen += int(chunk.lengths_B[0])
 
     def propose(self, roots_B):
         return DraftTree.of_shape(TreeShape.chain(1), torch.stack([roots_B, (roots_B + 1) % VOCAB], dim=1))

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
 from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
 from headstart.inference.drafters import head_drafter as guessing
-from headstart.inference.tuning.tree_search import machine
+from headstart.inference.tuning.machine import machine_key
 
 VOCAB = 31
 ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
@@ -247,7 +247,7 @@ def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
 @pytest.mark.parametrize("tree", ["dynamic:12:3:3", [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [1, 0]]])
 def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_target, monkeypatch, tmp_path, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    here = {"fastest": {machine(target.device, compiled=True): tree}}
+    here = {"fastest": {machine_key(target.device, compiled=True): tree}}
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(measured=here))
     lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", fallback=False)
     budget = lm.drafter.max_nodes

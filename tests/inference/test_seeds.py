@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference import SpeculativeLM, TreeShape
 from headstart.inference.compiled import cpu_kernels
-from headstart.inference.drafters.by_name import draft_model, drafter_from
+from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.logits import PositionNoise, PositionSampler, RandomSampler, exponential
 
 VOCAB, NEW = 20, 24
@@ -64,12 +64,12 @@ def raced(target, row, seed):
 
 DRAFTERS = {
     "no drafts": lambda target, tools: None,
-    "a chain": lambda target, tools: draft_model(target, target, "chain:3"),
-    "a tree": lambda target, tools: draft_model(target, target, "branch:3x2x1"),
-    "a tree that reaches past the end": lambda target, tools: draft_model(target, target, f"chain:{NEW + 2}"),
-    "a dynamic tree": lambda target, tools: draft_model(target, target, "dynamic:9:4:3"),
-    "lookup": lambda target, tools: drafter_from("prompt-lookup", target),
-    "random": lambda target, tools: drafter_from("random", target, "branch:4x4"),
+    "a chain": lambda target, tools: make_drafter(target, target, "chain:3"),
+    "a tree": lambda target, tools: make_drafter(target, target, "branch:3x2x1"),
+    "a tree that reaches past the end": lambda target, tools: make_drafter(target, target, f"chain:{NEW + 2}"),
+    "a dynamic tree": lambda target, tools: make_drafter(target, target, "dynamic:9:4:3"),
+    "lookup": lambda target, tools: make_drafter(target, "prompt-lookup"),
+    "random": lambda target, tools: make_drafter(target, "random", "branch:4x4"),
 }
 
 
@@ -124,7 +124,7 @@ def test_kernels_and_torch_compute_the_same_numbers(monkeypatch):
 def test_a_draft_that_is_the_target_is_drawn_alike(target, tree):
     """By the same numbers: what is guessed is what is drawn."""
     settings = {"top_k": 0, **NO_ENDS}
-    drafter = draft_model(target, target, tree)
+    drafter = make_drafter(target, target, tree)
     _, stats = sampled(target, drafter, **settings)
     if "dynamic" in tree:  # which may have no room for the path that is right
         assert stats.acceptance_length > 2.5
@@ -176,7 +176,7 @@ def test_a_longer_answer_begins_as_the_shorter_one(target):
 @pytest.mark.parametrize("tree", ["drawn:chain:2", "drawn:branch:2x2", "independent:branch:2x2"])
 def test_a_seed_gives_drawn_trees_one_text_too(target, tree):
     """They take numbers of the generator round by round."""
-    first, second = (sampled(target, drafter_from("random", target, tree))[0] for _ in range(2))
+    first, second = (sampled(target, make_drafter(target, "random", tree))[0] for _ in range(2))
     assert first == second
 
 

@@ -22,7 +22,7 @@ from headstart.heads.layers import training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
 from headstart.heads.losses import DraftPositions
 from headstart.inference import SpeculativeLM, Target, tree_policy
-from headstart.inference.drafters.tree_drafting import drafter_of
+from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.verify import point_mass
 
 DEPTH = 3
@@ -422,7 +422,7 @@ def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution
     vocab = 4
     target = tiny_target(vocab_size=vocab, layers=3)
     head = random_head(name, options, target).eval()
-    drafter = drafter_of(head, tree_policy("dynamic:4:2:2"), target.modules)
+    drafter = tree_drafter(head, tree_policy("dynamic:4:2:2"), target.modules)
     processors = LogitsProcessorList([TopKLogitsWarper(2)])
     accepted: list[int] = []
     for tokens in ([3, 1], [2], [0, 1, 1, 2], [1, 0]):

@@ -13,11 +13,13 @@ import torch
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
-from headstart.inference.drafters.adaptive import AssumedCosts, candidate_trees
+from headstart.inference.drafters.adaptive import candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain
-from headstart.inference.drafters.tree_drafting import DynamicTree, StaticTree
+from headstart.inference.drafters.head_drafter import DynamicTree, StaticTree
 from headstart.inference.stats import RoundRecord, Stats
-from headstart.inference.tuning.tree_search import best_static_tree, expected_length, machine
+from headstart.inference.tuning.costs import AssumedCosts
+from headstart.inference.tuning.machine import machine_key
+from headstart.inference.tuning.tree_search import best_static_tree, expected_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
 from headstart.scripts import tree as module
 from headstart.scripts.measuring import early_exit, tree_costs
@@ -143,7 +145,7 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (trained_head, head))
     assert after["headstart"].pop("tree")
     after["headstart"]["measured"].pop("calibration")
-    assert [*after["headstart"]["measured"].pop("fastest")] == [machine(torch.device("cpu"), False)]
+    assert [*after["headstart"]["measured"].pop("fastest")] == [machine_key(torch.device("cpu"), False)]
     before["headstart"].pop("tree")
     assert after == before
 
@@ -232,14 +234,14 @@ def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, 
 def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     calibrate(changed(config, nodes=4))
     here = drafted_with(taught, head)
-    save_tree(head, "chain:1", {}, machine(torch.device("cpu"), compiled=True))
+    save_tree(head, "chain:1", {}, machine_key(torch.device("cpu"), compiled=True))
     assert drafted_with(taught, head) == here  # the one that was found without compiling
     compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile="auto", fallback=False)
     assert compiled.drafter.max_nodes == 2
     save_tree(head, "chain:2", {}, "elsewhere")
     assert drafted_with(taught, head) == here
     settings = json.loads((head / "config.json").read_text())
-    settings["headstart"]["measured"]["fastest"].pop(machine(torch.device("cpu"), compiled=False))
+    settings["headstart"]["measured"]["fastest"].pop(machine_key(torch.device("cpu"), compiled=False))
     (head / "config.json").write_text(json.dumps(settings))
     found, offered = (drafted_with(taught, head), candidate_trees(load_head(head)[0], None, AssumedCosts(1 / 16))[0])
     assert isinstance(found, DynamicShape) and found.depth == offered.depth and found.size <= offered.size

@@ -25,7 +25,7 @@ from headstart.inference import Drafter, SpeculativeLM, Target
 from headstart.inference.compiled import cpu_decoder, cpu_kernels
 from headstart.inference.compiled.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.compiled.cpu_kernels import FORMATS, PackedLinear, linear, pack
-from headstart.inference.drafters.head_drafter import NoDraft
+from headstart.inference.drafters.base import NoDraft
 from headstart.inference.tree import framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
@@ -207,8 +207,8 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers)
     class Reader(Drafter):
         max_nodes, feature_layers = 1, layers
 
-        def read(self, passage):
-            shown.append(passage.features_BTF)
+        def prefill(self, chunk):
+            shown.append(chunk.features_BTF)
 
         def propose(self, roots_B):
             return NoDraft().propose(roots_B)

@@ -19,7 +19,7 @@ from headstart.inference import SpeculativeLM
 from headstart.inference.compiled import cpu_kernels
 from headstart.inference.compiled import graphs as compiled
 from headstart.inference.compiled.graphs import CompiledFunction
-from headstart.inference.drafters.by_name import draft_model
+from headstart.inference.drafters.by_name import make_drafter
 
 CPU = torch.device("cpu")
 CASES = {
@@ -177,7 +177,7 @@ def test_sources_are_compiled_too(tiny_target, drafter):
     """What they have to compile: the target's forward over trees of all sizes, and a second model's."""
     target = tiny_target(vocab_size=20)
     small = tiny_target(vocab_size=20, layers=1, seed=3)
-    source = draft_model(small, target, "branch:2x1") if drafter == "model" else drafter
+    source = make_drafter(target, small, "branch:2x1") if drafter == "model" else drafter
     lm = SpeculativeLM.from_pretrained(target, drafter=source, compile=True, fallback=False)
     for row, expected in zip(prompts(), alone(target), strict=True):
         written = lm.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS).sequences

@@ -12,19 +12,18 @@ from helpers import Useless
 
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
-from headstart.inference.drafters import head_drafter as guessing
+from headstart.inference.drafters import head_drafter
 from headstart.inference.drafters.adaptive import (
-    LOOK_ROUNDS,
-    LOOK_SHARE,
     MARGIN,
+    PROBE_SHARE,
+    PROBE_STEPS,
     AdaptiveDrafter,
-    AssumedCosts,
     Candidate,
     Speeds,
     candidate_trees,
 )
-from headstart.inference.drafters.by_name import draft_model, drafter_from
-from headstart.inference.drafters.loading import auto_trees
+from headstart.inference.drafters.by_name import auto_trees, make_drafter
+from headstart.inference.tuning.costs import AssumedCosts
 from headstart.inference.tuning.tree_search import default_length
 
 VOCAB, STEP, NODE, ANSWER = 20, 1.0, 0.1, 128
@@ -59,7 +58,7 @@ def decode(speeds, machine, emitted, tokens, fresh=None):
         chosen = speeds.choose()
         seconds = machine.seconds(chosen, written)
         count = 1 if chosen == 0 else emitted(chosen, written)
-        speeds.enter(seconds * (1.0 if chosen in fresh else machine.first), count)
+        speeds.record(seconds * (1.0 if chosen in fresh else machine.first), count)
         fresh.add(chosen)
         taken, written = taken + seconds * min(1, (tokens - written) / count), written + count
         rounds[chosen] += 1
@@ -153,9 +152,9 @@ def test_looks_lose_what_was_put_by_for_them_however_dear_they_are(cost, reading
 
     machine, tokens = Reading([1.0, cost], first=1.0), 40_000
     seconds, rounds = decode(candidates(machine, machine.cost), machine, lambda *_: 1, tokens)
-    look = (LOOK_ROUNDS * cost + reading) * (1 + MARGIN) - LOOK_ROUNDS
-    assert seconds - tokens <= LOOK_SHARE * tokens + look + reading  # the first time is the program's
-    assert rounds[1] >= LOOK_ROUNDS * (LOOK_SHARE * tokens // look - 1) > 0
+    look = (PROBE_STEPS * cost + reading) * (1 + MARGIN) - PROBE_STEPS
+    assert seconds - tokens <= PROBE_SHARE * tokens + look + reading  # the first time is the program's
+    assert rounds[1] >= PROBE_STEPS * (PROBE_SHARE * tokens // look - 1) > 0
 
 
 # The engine, with a clock of the test's own.
@@ -257,19 +256,19 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
         return self.running
 
     monkeypatch.setattr(Speeds, "choose", choose)
-    monkeypatch.setattr(guessing, "HELD_TOKENS", held)
+    monkeypatch.setattr(head_drafter, "PENDING_TOKENS", held)
     rows, mask = torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
     settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "slots": slots}
     text = written(SpeculativeLM(target), 41).sequences[0, 3:].tolist()
     end = next(token for place, token in enumerate(text) if place == text.index(token) and place > 2)
-    lm = SpeculativeLM(target, AdaptiveDrafter([draft_model(target, target, "chain:3")], clock=clock))
+    lm = SpeculativeLM(target, AdaptiveDrafter([make_drafter(target, target, "chain:3")], clock=clock))
     stats = lm.generate(rows, **settings, eos_token_id=end, pad_token_id=0).stats
     assert {record.returned for row in stats.rows for record in row[:-1]} == {1, 4}
     assert len({len(row) for row in stats.rows}) > 1, "nobody has ended before another"
 
 
 def test_of_several_trees_the_fastest_is_found(target, clock):
-    drafter = draft_model(target, target, "root|chain:1|chain:8|branch:3x3")
+    drafter = make_drafter(target, target, "root|chain:1|chain:8|branch:3x3")
     assert isinstance(drafter, AdaptiveDrafter) and not drafter.plain
     drafter.clock = clock
     lm = SpeculativeLM(target, drafter)
@@ -281,7 +280,7 @@ def test_of_several_trees_the_fastest_is_found(target, clock):
 
 
 def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
-    drafter = AdaptiveDrafter([draft_model(target, target, "chain:3")], clock=clock)
+    drafter = AdaptiveDrafter([make_drafter(target, target, "chain:3")], clock=clock)
     lm, row = SpeculativeLM(target, drafter), torch.tensor([[1, 2, 3]])
     written(lm)
     before = copy.deepcopy(drafter.speeds)
@@ -330,7 +329,7 @@ def test_a_drafter_by_object_takes_no_tree(target):
 
 def test_trees_that_do_not_go_together_are_refused(target):
     with pytest.raises(ValueError, match="different rules"):
-        drafter_from("ngram:2", target, "chain:2|drawn:chain:2")
+        make_drafter(target, "ngram:2", "chain:2|drawn:chain:2")
     trees = [
         SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:1", fallback=False).drafter for _ in range(2)
     ]

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.drafters.by_name import WORDS, draft_model, drafter_from
+from headstart.inference.drafters.by_name import SPECS, make_drafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
@@ -39,9 +39,9 @@ def corpus(vocab=VOCAB, texts=30):
 def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
     """By a word of the command line, or what needs a file or a model."""
     if word == "model":
-        return draft_model(tiny_target(vocab_size=vocab, layers=1, seed=3), target, tree)
+        return make_drafter(target, tiny_target(vocab_size=vocab, layers=1, seed=3), tree)
     if word == "itself":
-        return draft_model(target, target, tree)
+        return make_drafter(target, target, tree)
     if word == "retrieval":
         return PromptLookupDrafter(12, 6, 4, corpus=Datastore.of(corpus(vocab)))
     if word == "hybrid":
@@ -50,7 +50,7 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
         head.initialize(target.modules, torch.ones(vocab, dtype=torch.int64))
         small = PromptLookupDrafter(2, 1, 1) if tree == "chain:1" else PromptLookupDrafter(6, 4, 2)
         return HeadAndLookup(SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False).drafter, small)
-    return drafter_from(word, target, tree)
+    return make_drafter(target, word, tree)
 
 
 LOOKED_UP = ["prompt-lookup", "prompt-lookup:5:2:1", "lookahead", "lookahead:2:2:1", "retrieval", "hybrid"]
@@ -95,7 +95,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
     rows = prompts(5)
     padded = pad_sequence(rows, batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    lm = SpeculativeLM(target, draft_model(target, target, tree))
+    lm = SpeculativeLM(target, make_drafter(target, target, tree))
     depth = lm.drafter.depth
     for sampling in (False, True):
         generator = torch.Generator().manual_seed(0)
@@ -239,13 +239,13 @@ def test_a_hybrid_joins_what_begins_alike_and_counts_whose_guesses_were_right(ta
     accepted = sum(record.accepted for row in stats.rows for record in row)
     assert sum(drafter.accepted.values()) == accepted and drafter.accepted["source"] + drafter.accepted["both"] > 0
     # A model that drafts for itself stays right in company: it is shown what was written.
-    company = HeadAndLookup(draft_model(target, target, "chain:3"), PromptLookupDrafter(2, 1, 1))
+    company = HeadAndLookup(make_drafter(target, target, "chain:3"), PromptLookupDrafter(2, 1, 1))
     stats = SpeculativeLM(target, company).generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False).stats
     assert {record.returned for record in stats.rows[0][:-1]} == {4}
     with pytest.raises(ValueError, match="must be one that looks things up"):
-        HeadAndLookup(drafter.head, Lookahead())
+        HeadAndLookup(drafter.parts[0], Lookahead())
     with pytest.raises(ValueError, match="cannot be joined"):
-        HeadAndLookup(drafter_from("random", target, "drawn:chain:2"), PromptLookupDrafter())
+        HeadAndLookup(make_drafter(target, "random", "drawn:chain:2"), PromptLookupDrafter())
 
 
 @pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
@@ -254,18 +254,18 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     lm = SpeculativeLM(target, source(word, target, tiny_target))
     for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
         written = lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False).sequences[0].tolist()
-        texts = lm.drafter.state.texts if word == "ngram:2" else lm.drafter.texts
+        texts = lm.drafter.catch_up().texts if word == "ngram:2" else lm.drafter.texts
         assert texts[0].tokens[: len(written)] == written
 
 
-def test_a_copy_of_a_drafter_is_independent(target, tiny_target):
-    """Continuous batching reads a new prompt with a copy while the others go on."""
+def test_a_fresh_drafter_is_independent(target, tiny_target):
+    """Continuous batching reads a new prompt with it while the other rows continue."""
     for word in (*LOOKED_UP, "ngram:2", "model"):
         drafter = source(word, target, tiny_target)
         lm = SpeculativeLM(target, drafter)
         lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
         before = copy.deepcopy(getattr(drafter, "texts", None)) and [list(t.tokens) for t in drafter.texts]
-        SpeculativeLM(target, copy.copy(drafter)).generate(torch.tensor([[9]]), max_new_tokens=5, do_sample=False)
+        SpeculativeLM(target, drafter.fresh()).generate(torch.tensor([[9]]), max_new_tokens=5, do_sample=False)
         assert before == (before and [list(text.tokens) for text in drafter.texts])
 
 
@@ -287,7 +287,7 @@ def test_a_copy_of_a_drafter_is_independent(target, tiny_target):
 def test_what_is_no_drafter_is_refused(target, word, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeLM.from_pretrained(target, drafter=word, fallback=False)
-    assert word.split(":")[0] in WORDS or "unknown" in message
+    assert word.split(":")[0] in SPECS or "unknown" in message
 
 
 def test_a_tree_for_a_source_that_takes_none_is_refused(target):
@@ -297,7 +297,7 @@ def test_a_tree_for_a_source_that_takes_none_is_refused(target):
 
 def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target, target_folder, tmp_path):
     with pytest.raises(ValueError, match="has another vocabulary"):
-        draft_model(tiny_target(vocab_size=VOCAB + 1), target)
+        make_drafter(target, tiny_target(vocab_size=VOCAB + 1))
     Datastore.of(corpus(), "another").save(tmp_path / "store")
     with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
         SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False)

@@ -8,9 +8,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM, tree_policy
-from headstart.inference.drafters.by_name import draft_model, drafter_from
-from headstart.inference.drafters.early_exit import signs, sureness
-from headstart.inference.tuning.tree_spec import EarlyExitShape, tree_word
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.early_exit import confidence, exit_features
+from headstart.inference.tuning.tree_spec import EarlyExitShape, spec_of
 from headstart.inference.verify import RULES, choose_rule
 
 VOCAB = 20
@@ -30,8 +30,8 @@ def test_greedy_is_generate(tiny_target, tree, kind):
     target = tiny_target(vocab_size=VOCAB)
     drafters = {
         "head": lambda: SpeculativeLM.from_pretrained(target, medusa(target), tree=tree, fallback=False).drafter,
-        "model": lambda: draft_model(tiny_target(vocab_size=VOCAB, layers=1, seed=2), target, tree),
-        "counts": lambda: drafter_from("ngram:2", target, tree),
+        "model": lambda: make_drafter(target, tiny_target(vocab_size=VOCAB, layers=1, seed=2), tree),
+        "counts": lambda: make_drafter(target, "ngram:2", tree),
     }
     lm = SpeculativeLM(target, drafters[kind]())
     ids = torch.tensor([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]])
@@ -48,7 +48,7 @@ def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
     """A model that drafts for itself: each length is where its own distribution first falls below the threshold."""
     target = tiny_target(vocab_size=VOCAB)
     threshold, length = 0.118, 5
-    lm = SpeculativeLM(target, draft_model(target, target, f"stop:{threshold}:chain:{length}"))
+    lm = SpeculativeLM(target, make_drafter(target, target, f"stop:{threshold}:chain:{length}"))
     output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=60, do_sample=False)
     ids, place = output.sequences[0].tolist(), 4
     probs_TV = target.model(output.sequences).logits[0].softmax(-1)
@@ -68,7 +68,7 @@ def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
 def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, verifier):
     target = tiny_target(vocab_size=3)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
-    drafter = draft_model(tiny_target(vocab_size=3, layers=1, seed=3), target, tree)
+    drafter = make_drafter(target, tiny_target(vocab_size=3, layers=1, seed=3), tree)
     rule, prompt, lengths = choose_rule(verifier, drafter.kind, lossy=False), torch.tensor([1, 2, 1]), set()
     new = 2 if verifier == "point_mass" else 3  # which draws at every node, so that there are more branches
 
@@ -85,16 +85,16 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ve
 
 def test_the_signs_are_those_of_the_distribution():
     logits = torch.tensor([[0.0, 0.0, -torch.inf], [9.0, 0.0, 0.0]])
-    found = signs(logits, 2)
+    found = exit_features(logits, 2)
     assert found[0].tolist() == pytest.approx([-0.6931, 0.6931, 2, 1], abs=1e-4)
-    assert sureness(found, None).tolist() == pytest.approx(logits.softmax(-1).amax(-1).tolist())
-    assert sureness(found, (0.0, 0.0, 1.0, -2.0)).tolist() == [0.5, 0.5]
+    assert confidence(found, None).tolist() == pytest.approx(logits.softmax(-1).amax(-1).tolist())
+    assert confidence(found, (0.0, 0.0, 1.0, -2.0)).tolist() == [0.5, 0.5]
 
 
 def test_words_and_policies_mean_each_other():
     for word in WORDS:
         policy = tree_policy(word)
-        assert isinstance(policy, EarlyExitShape) and tree_policy(str(tree_word(policy))) == policy
+        assert isinstance(policy, EarlyExitShape) and tree_policy(str(spec_of(policy))) == policy
     with pytest.raises(ValueError, match=r"threshold from 0 to 1, not 3 and 1\.5"):
         tree_policy("stop:1.5:chain:3")
     with pytest.raises(ValueError, match="has 4 weights, not 2"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headstart.inference.drafters.head_drafter import drawn_children
+from headstart.inference.drafters.head_drafter import sample_children
 from headstart.inference.logits import RandomSampler
 
 
@@ -24,7 +24,7 @@ def test_what_processors_leave_to_other_tokens_is_not_drawn_from(left):
         probs[..., [0, 2]] = (1 - left) / 2
         return probs
 
-    tokens_BWR, drawn_from_BWV = drawn_children(head, logits, 3, 2, probs_of, RandomSampler())
+    tokens_BWR, drawn_from_BWV = sample_children(head, logits, 3, 2, probs_of, RandomSampler())
     assert tokens_BWR.shape == (1, 3, 2) and set(tokens_BWR.flatten().tolist()) <= {1, 4, 7, 10}
     expected = torch.zeros(1, 3, 12, dtype=torch.float64)
     expected[..., [1, 4, 7, 10]] = logits.softmax(-1) if left else 0.0

@@ -14,7 +14,8 @@ from headstart.heads import DraftHead, DraftState, TargetModules
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
-from headstart.inference.drafters.tree_drafting import DynamicTree, HeadDrafter, StaticTree, drafter_of
+from headstart.inference.drafters.by_name import tree_drafter
+from headstart.inference.drafters.head_drafter import DynamicTree, HeadDrafter, StaticTree
 from headstart.inference.target import TargetOutput
 from headstart.inference.verify import point_mass
 
@@ -84,12 +85,12 @@ class PathHead(DraftHead):
 
 def propose(head, policy, roots=(2, 5)):
     """The tree below each root."""
-    drafter = drafter_of(head, policy, ENDS)
+    drafter = tree_drafter(head, policy, ENDS)
     batch = len(roots)
     roots_B, ones_B = torch.tensor(roots), torch.ones(batch, dtype=torch.int64)
     empty = torch.empty(batch, 1, 0)
     drafter.begin(DraftContext(batch, 99, None, None))
-    drafter.read(PrefillChunk(roots_B[:, None], roots_B[:, None], empty, ones_B))
+    drafter.prefill(PrefillChunk(roots_B[:, None], roots_B[:, None], empty, ones_B))
     tree = drafter.propose(roots_B)
     assert drafter.max_nodes == tree.tokens_BN.shape[1]
     return tree
@@ -206,7 +207,7 @@ def test_a_head_that_knows_nothing_still_gives_a_tree():
 @pytest.mark.parametrize("policy", [DynamicShape(60, 5, 2), TreeShape.chain(5)])
 def test_trees_deeper_than_the_head_are_refused(policy):
     with pytest.raises(ValueError, match="the tree is 5 deep, but the head drafts at most 4 tokens"):
-        drafter_of(PathHead(6), policy, ENDS)
+        tree_drafter(PathHead(6), policy, ENDS)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +221,8 @@ def test_limits_that_leave_no_tree_are_refused(numbers, message):
 
 def test_a_policy_decides_the_drafter():
     head = PathHead(6)
-    assert type(drafter_of(head, TreeShape.chain(2), ENDS)) is StaticTree
-    assert type(drafter_of(head, DynamicShape(5, 2, 2), ENDS)) is DynamicTree
+    assert type(tree_drafter(head, TreeShape.chain(2), ENDS)) is StaticTree
+    assert type(tree_drafter(head, DynamicShape(5, 2, 2), ENDS)) is DynamicTree
 
 
 # Static trees.
@@ -417,7 +418,7 @@ def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(tiny
     """The whole engine, prefill and rounds, by enumeration of every draw."""
     vocab = 3
     target = tiny_target(vocab_size=vocab, layers=2)
-    drafter = drafter_of(model_head(name, target, 0), tree_policy(tree), target.modules)
+    drafter = tree_drafter(model_head(name, target, 0), tree_policy(tree), target.modules)
     input_ids = torch.tensor([[1, 2]])
     processors = LogitsProcessorList([TopKLogitsWarper(2)])
 

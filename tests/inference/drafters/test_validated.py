@@ -29,11 +29,11 @@ def test_a_drafter_of_somebody_elses_may_not_draw(target):
     class Odd(Useless):
         kind = "sampled_chain"
 
-    with pytest.raises(ValueError, match="must pick its guesses, and Odd says that they are 'sampled_chain'"):
+    with pytest.raises(ValueError, match="must make top-k drafts, and Odd says that they are 'sampled_chain'"):
         SpeculativeLM.from_pretrained(target, drafter=Odd())
 
 
-@pytest.mark.parametrize("where", ["begin", "read", "propose", "observe"])
+@pytest.mark.parametrize("where", ["begin", "prefill", "propose", "observe"])
 def test_a_drafter_that_raises_is_reported_once_and_nothing_is_lost(target, where):
     class Broken(Useless):
         calls = 0
@@ -64,9 +64,9 @@ def tree(tokens, parents, depth, size=None):
         (lambda root: tree([root] * 9, list(range(-1, 8)), 8), "9 nodes, and at most 8 were announced"),
         (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 lies below node 2"),
         (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "not the root"),
-        (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep and has 3 nodes, and 1 was said"),
-        (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "the same token as its sibling"),
-        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and 3 was said"),
+        (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep and has 3 nodes, and max_depth is 1"),
+        (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "two siblings are the same token"),
+        (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and max_depth is 3"),
         (lambda root: tree([root, 1], [-1, 0], 1, size=3), "said to have 3 nodes, of 2"),
         (lambda root: tree([root, 1], [-1, 0], 1, size=0), "said to have 0 nodes, of 2"),
     ],

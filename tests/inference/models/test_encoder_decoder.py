@@ -11,7 +11,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
-from headstart.inference.drafters.by_name import draft_model, drafter_from
+from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.logits import RandomSampler
 from headstart.inference.models.encoder_decoder import Seq2SeqTarget
 
@@ -54,13 +54,13 @@ def drafters(target):
     small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
     return {
         "none": None,
-        "smaller": draft_model(small, target, "chain:3"),
-        "smaller, drawn": draft_model(small, target, "drawn:chain:2"),
-        "itself": draft_model(target, target, "chain:3"),
-        "counts": drafter_from("ngram:2", target, "chain:2"),
-        "random": drafter_from("random", target),
-        "lookup": drafter_from("prompt-lookup:2:1:2", target),
-        "adaptive": AdaptiveDrafter([draft_model(small, target, "chain:2")]),
+        "smaller": make_drafter(target, small, "chain:3"),
+        "smaller, drawn": make_drafter(target, small, "drawn:chain:2"),
+        "itself": make_drafter(target, target, "chain:3"),
+        "counts": make_drafter(target, "ngram:2", "chain:2"),
+        "random": make_drafter(target, "random"),
+        "lookup": make_drafter(target, "prompt-lookup:2:1:2"),
+        "adaptive": AdaptiveDrafter([make_drafter(target, small, "chain:2")]),
     }
 
 
@@ -89,7 +89,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
 
     def run(branch):
         tree = "drawn:chain:2" if name == "smaller, drawn" else "chain:2"
-        drafter = drafter_from("prompt-lookup:2:1:1", target) if name == "lookup" else draft_model(small, target, tree)
+        drafter = make_drafter(target, "prompt-lookup:2:1:1") if name == "lookup" else make_drafter(target, small, tree)
         lm = SpeculativeLM(target, drafter)
         outputs = target.encode(ids, None)
         small.encode(ids, None)
@@ -112,7 +112,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
 
 def test_several_chains_are_chosen_from_and_a_text_that_was_not_shown_is_refused(target):
     small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
-    lm = SpeculativeLM(target, draft_model(small, target, "chain:1|chain:3"))
+    lm = SpeculativeLM(target, make_drafter(target, small, "chain:1|chain:3"))
     ids, settings = source(6), {"max_new_tokens": 20, "do_sample": False}
     expected = target.model.generate(ids, **settings)
     assert torch.equal(lm.generate(ids, **settings).sequences, expected)
@@ -137,13 +137,13 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     with pytest.raises(ValueError, match="one row at a time, not 2: one relative bias"):
         lm.generate(source(4).expand(2, -1), max_new_tokens=3)
     with pytest.raises(ValueError, match="only chains can be checked"):
-        SpeculativeLM(target, drafter_from("random", target, "branch:2x2")).generate(source(4), max_new_tokens=3)
+        SpeculativeLM(target, make_drafter(target, "random", "branch:2x2")).generate(source(4), max_new_tokens=3)
     assert lm.generate(source(4), max_new_tokens=3).sequences.shape[1] <= 4  # it stays usable
     decoder_only = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
-        draft_model(decoder_only, target)
+        make_drafter(target, decoder_only)
     with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
-        draft_model(target, decoder_only)
+        make_drafter(decoder_only, target)
     head = build_head("medusa", {}, target.info).double()
     with pytest.raises(ValueError, match="for which there are no draft heads"):
         SpeculativeLM.from_pretrained(target, head)

@@ -10,7 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.drafters.loading import adaptive_of
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.models.encoder_decoder import Seq2SeqTarget
 from headstart.inference.tuning import costs, machine
 from headstart.inference.tuning.costs import SIZES, RoundCosts, measured_costs
@@ -187,7 +187,7 @@ def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
         lm.listeners.append(heard.append)
         assert lm.warmup() is lm and "costs" in vars(lm), name
         assert heard == [] and torch.equal(torch.get_rng_state(), state)
-        assert not any(each.speeds for each in adaptive_of(lm.drafter))
+        assert not any(each.speeds for each in lm.drafter.nested() if isinstance(each, AdaptiveDrafter))
         prompt = torch.arange(5)[None]
         written = lm.generate(prompt, max_new_tokens=6, do_sample=False).sequences
         stock = lm.target.model.generate(

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from headstart.inference import TreeShape
-from headstart.inference.tuning.tree_search import (
-    best_draft_length,
-    best_static_tree,
-    chain_length,
-    operations_factor,
-    time_factor,
-)
+from headstart.inference.tuning.tree_search import best_static_tree
 
 
 def expected_length(accuracy, shape):
@@ -53,19 +47,3 @@ def test_a_small_vocabulary_ends_the_tree():
 def test_a_tree_without_its_root_is_refused():
     with pytest.raises(ValueError, match="at least 1 node"):
         best_static_tree([[0.5]], 0)
-
-
-@pytest.mark.parametrize(("rate", "best", "factor"), [(0.5, 3, 1.63), (0.6, 4, 1.92), (0.7, 6, 2.35), (0.8, 8, 3.09)])
-def test_the_best_draft_length_is_the_papers(rate, best, factor):
-    """At c = 0.05 (arXiv:2211.17192, section 3.3)."""
-    assert best_draft_length([rate], 0.05) == best
-    assert time_factor([rate], best, 0.05) == pytest.approx(factor, abs=0.005)
-
-
-def test_chains_gain_by_the_formulas():
-    assert chain_length([0.8], 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
-    assert chain_length([0.9, 0.5], 3) == pytest.approx(1 + 0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.5)
-    assert chain_length([0.8], 0) == 1
-    assert operations_factor([0.8], 4, 0.1) == pytest.approx((1 - 0.8) * (4 * 0.1 + 4 + 1) / (1 - 0.8**5))
-    assert time_factor([0.8], 2, 0.1, lambda nodes: 1 + nodes / 10) == pytest.approx(2.44 / (0.2 + 1.3))
-    assert best_draft_length([0.1], 0.5) == 0  # a draft that costs more than it gives
