@@ -7,7 +7,7 @@ import torch
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.drafters.early_exit import EarlyExitChain, sureness
+from headstart.inference.drafters.early_exit import EarlyExitChain, confidence
 from headstart.scripts.measuring.early_exit import Judged, Prices, fit, simulated, train_stopper
 
 
@@ -30,7 +30,7 @@ def test_it_tells_drafts_that_are_accepted_from_others():
     judged = [(each.signs_KX[: each.accepted + 1], each.accepted) for each in rounds()]
     right, wrong = [], []
     for signs_KX, accepted in judged:
-        sure_K = sureness(signs_KX, weights)
+        sure_K = confidence(signs_KX, weights)
         right += sure_K[:accepted].tolist()
         wrong += sure_K[accepted:].tolist()
     mean = len(right) / (len(right) + len(wrong))

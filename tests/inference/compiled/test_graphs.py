@@ -193,7 +193,7 @@ def test_a_replayed_graph_is_told_what_is_written_in_place(tiny_target, monkeypa
     monkeypatch.setattr(torch._dynamo, "mark_static_address", told.append)
     target = tiny_target(vocab_size=20)
     lm = compiled_lm(target, "eagle3, dynamic")
-    graphs = [target.graph, lm.greedy_rule.graph, lm.drafter._graphs["grow"]]
+    graphs = [target.graph, lm.greedy_rule.graph, lm.drafter._graphs["draft"]]
     for graph in graphs:
         graph.replay = True  # which moves the cache's entries in the rule's graph
     row = torch.arange(12)[None].expand(rows, -1)
