@@ -59,7 +59,7 @@ def shown_on_console() -> bool:
 
 
 LINE_SECONDS = 10.0
-"""Between two lines about work that goes on, where the output is no terminal."""
+"""Seconds between two lines about work in progress, where the output is no terminal."""
 
 
 Item = TypeVar("Item")
@@ -165,7 +165,7 @@ def duration(seconds: float) -> str:
 
 
 class Stopped(BaseException):
-    """Raised after everything was saved: the same command goes on from there.
+    """Raised after everything was saved: the same command resumes from there.
 
     As KeyboardInterrupt, it is no `Exception`, which libraries catch as a failure of their own.
     """
@@ -223,7 +223,7 @@ class StopRequest:
             Stopped: it is.
         """
         if self.wanted and self._cuts:
-            raise Stopped("stopped; the same command goes on from there")
+            raise Stopped("stopped; the same command resumes from there")
 
 
 def _ask(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a round cannot be faster than: the target's bare forward, and reading its bytes from memory."""
+"""Lower bounds of a round: the target's bare forward, and reading its bytes from memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from headstart.inference import DraftTree, SpeculativeLM, Stats, Target, TreeSha
 from headstart.inference.tuning.costs import forward_seconds
 
 READ_BYTES = {"cuda": 2**31, "cpu": 2**28}
-"""That are read to measure a device's bandwidth; far more than its caches hold."""
+"""Bytes that are read to measure a device's bandwidth: far more than its caches hold."""
 REPEATS = 15
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once everything that was asked for is done."""
+    """Clock in seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a sum over a large tensor reads."""
+    """Bytes per second that a sum over a large tensor reads."""
     read = torch.zeros(READ_BYTES.get(device.type, 2**28) // 4, device=device)
     taken = []
     for _ in range(REPEATS):
@@ -36,7 +36,7 @@ def memory_bandwidth(device: torch.device) -> float:
 
 
 def weight_bytes(target: Target) -> int:
-    """That a step reads: all weights but an embedding that is not the LM head too."""
+    """Bytes of weights that a step reads: all but an embedding that is not also the LM head."""
     embedding = target.model.get_input_embeddings().weight
     every = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
     return every if embedding is target.modules.lm_head.weight else every - embedding.numel() * embedding.element_size()
@@ -44,12 +44,12 @@ def weight_bytes(target: Target) -> int:
 
 @torch.inference_mode()
 def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
-    """Where a round's time goes, in milliseconds, beside its two floors.
+    """Milliseconds of a round's parts, beside the two lower bounds.
 
     Args:
-        lm: whose rounds they were.
-        stats: of the rounds, one row each.
-        text_1T: behind whose end the bare forward is timed.
+        lm: that made the rounds.
+        stats: of the rounds, with batch size 1.
+        text_1T: text after which the bare forward is timed.
     """
     target, nodes = lm.target, lm.drafter.max_nodes
     parts = {part: 1000 * seconds for part, seconds in stats.round_parts.items()}
@@ -70,7 +70,7 @@ def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
 
 
 def _mask_seconds(target: Target, text_1T: Tensor, nodes: int) -> float:
-    """Of building the mask of a chain of so many nodes."""
+    """Seconds of building the attention mask of a chain of `nodes` nodes."""
     cache, length = target.new_cache(1), text_1T.shape[1]
     target.read_chunk(text_1T, length, cache, (), [0])
     cache.place(nodes, length)

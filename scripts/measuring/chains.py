@@ -3,8 +3,8 @@
     headstart tree --explain --target MODEL --head HEAD --prompts FILE
     headstart tree --explain --target MODEL --drafter model:SMALLER --prompts FILE
 
-The acceptance rates are those of the longest chain, the prices those of this machine: `time_factor` and
-`operations_factor` (Leviathan et al., arXiv:2211.17192) with what a check of n tokens really costs.
+Acceptance rates are those of the longest chain, costs those of this machine: `time_factor` and `operations_factor`
+(Leviathan et al., arXiv:2211.17192) with the measured cost of verifying n tokens.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from headstart.inference.drafters.draft_model import AssistantModel
 from headstart.inference.drafters.head_drafter import DraftModel
 from headstart.inference.tuning.tree_search import chain_length
 from headstart.scripts.measuring.comparison import in_turns
-from headstart.scripts.measuring.tree_costs import check_seconds
+from headstart.scripts.measuring.tree_costs import forward_costs
 from headstart.train.console import console, log, number
 
 LONGEST = 8
-"""Chains are looked at up to this length."""
+"""Longest chain that is measured."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """A chain, expected and measured."""
+    """Expected and measured gain of a chain."""
 
     gamma: int
     expected_tokens: float
     tokens: float
     expected_factor: float
-    """Times as fast as plain decoding."""
+    """Speedup over plain decoding."""
     factor: float
     operations: float | None
-    """Times as many as plain decoding; None where a draft's are not known."""
+    """Ratio to those of plain decoding; None if those of a draft are not known."""
 
 
 def operations_of(draft: DraftModel, target: Target) -> float | None:
@@ -99,15 +99,15 @@ def explain(
     settings: dict[str, Any],
     draft_operations: float | None = None,
 ) -> list[Explained]:
-    """Answer the prompts plainly and with a chain of every length, and print what was expected of each.
+    """Answer the prompts plainly and with a chain of every length; print the expected and the measured gain.
 
     Args:
         target: the model.
-        chain_of: the drafter with a chain of some length.
-        depth: of the longest.
+        chain_of: makes the drafter of chains of a length.
+        depth: of the longest chain.
         prompts: token ids, each [1, time].
-        settings: of `generate`.
-        draft_operations: of one draft over those of one plain step.
+        settings: arguments of `generate`.
+        draft_operations: operations of one draft over those of a plain step.
     """
     lengths = range(1, min(depth, LONGEST) + 1)
     engines = {0: SpeculativeLM(target)} | {gamma: SpeculativeLM(target, chain_of(gamma)) for gamma in lengths}
@@ -115,17 +115,17 @@ def explain(
     plain, shortest, deepest = (answered[gamma].round_parts for gamma in (0, 1, max(lengths)))
     rates = [0.0 if rate != rate else rate for rate in answered[max(lengths)].acceptance_rate_by_depth]
     step = sum(plain.values())
-    # What a round takes beside its drafts is no price of a draft: the slope over their number is.
+    # The cost of a draft is the slope over their number, without the constant part of a round.
     more = max(0.0, deepest["draft"] - shortest["draft"])
     draft = more / (max(lengths) - 1) if max(lengths) > 1 else shortest["draft"]
     sides = sum(shortest.values()) - shortest["target"] - draft
     text_1T = SpeculativeLM(target).generate(prompts[0], **settings).sequences
     sizes = [gamma + 1 for gamma in lengths]
     draft_cost = draft / step
-    checks = check_seconds(target, text_1T, sizes, chain_of(1).feature_layers, plain)
+    forwards = forward_costs(target, text_1T, sizes, chain_of(1).feature_layers, plain)
 
     def check_cost(nodes: int) -> float:
-        return 1.0 if nodes == 1 else (checks[nodes] + sides) / step
+        return 1.0 if nodes == 1 else (forwards[nodes] + sides) / step
 
     found = [
         Explained(

@@ -53,7 +53,7 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 """Published dimensions; the largest that fits the device's memory are measured."""
 DEPTH, WIDTH = 7, 10
-"""Of the trees, as in EAGLE-2."""
+"""Depth and width of the trees, as in EAGLE-2."""
 RATE = 0.93
 """Synthetic acceptance rate at every depth: 1 + sum of RATE^d over 7 depths is 6.3, near the published 6.13."""
 
@@ -74,7 +74,7 @@ def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, 
 
 
 def drafter_for(head: DraftHead, nodes: int, target: Target) -> Drafter:
-    """Of trees of so many nodes: nothing, a chain, or the best of a dynamic tree."""
+    """Drafter of trees of `nodes` nodes: none, a chain, or a dynamic tree."""
     if nodes == 1:
         return NoDraft()
     shape = TreeShape.chain(nodes - 1) if nodes <= DEPTH else DynamicShape(nodes, DEPTH, WIDTH)
@@ -92,7 +92,7 @@ def rounds_of(
     bandwidth: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Milliseconds of a round's parts behind a text of some length, whose cache holds anything."""
+    """Milliseconds of a round's parts after `context` tokens; the content of the cache is arbitrary."""
     drafter = drafter_for(head, nodes, target)
     if target.compiled:
         drafter.compile()
@@ -142,12 +142,12 @@ def rounds_of(
 
 
 def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
-    """As if each depth were accepted with `RATE`: a path of drawn length down the tree, whatever the target says."""
+    """Accept each depth with probability `RATE`, whatever the logits: a path of random length down the tree."""
     passed_BD = draw.accept(scores_BNV.new_full((len(scores_BNV), tree.max_depth), RATE))
     lengths_B = 1 + passed_BD.long().cumprod(-1).sum(-1)
     places_A = torch.arange(tree.max_depth + 1, device=lengths_B.device)
-    path_BA = places_A.expand(len(lengths_B), -1)  # any nodes do: costs do not depend on it
-    said = greedy(tree, scores_BNV, draw)  # so that a rule is paid for
+    path_BA = places_A.expand(len(lengths_B), -1)  # any nodes: costs do not depend on them
+    said = greedy(tree, scores_BNV, draw)  # so that the cost of a rule is included
     return VerifyResult(path_BA, lengths_B, said.next_tokens_B)
 
 
@@ -172,7 +172,7 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
 
 
 def parameters_of(shape: PretrainedConfig) -> int:
-    """Of a model that is not made."""
+    """Number of parameters of a model, which is not built."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     return sum(weight.numel() for weight in model.parameters())

@@ -1,8 +1,8 @@
-"""What a training step costs on a GPU, part by part, for a large model with random weights.
+"""Time of a training step on a GPU, by part, for a large model with random weights.
 
-A step is taken as `headstart train` takes it: the frozen target reads rows of random tokens, the head's float32 weights
-compute under autocast in bfloat16, AdamW steps. The host waits for the device between parts, which a real step does
-not: the parts are shares of the time, and the tokens per second are those of whole steps without such waits.
+The step is that of `headstart train`: the frozen target reads rows of random tokens, the head computes under autocast
+in bfloat16 with float32 weights, AdamW steps. The host waits for the device between parts, which a real step does not:
+the parts show shares of the time, and the tokens per second are those of whole steps without such waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def training_of(target: Target, options: dict[str, Any], rows: int, length: int,
         target: the frozen model.
         options: of the EAGLE-3 head.
         rows: of a step.
-        length: tokens of each row, all of them judged.
-        repeats: steps that are timed, whose median counts, after one to be warm.
+        length: tokens of each row, all of them in the loss mask.
+        repeats: steps that are timed, of which the median counts, after a warm-up step.
 
     Returns:
         Tokens per second, TFLOP/s and their share of the device's peak (None where that is unknown), milliseconds by
@@ -85,9 +85,9 @@ def timed_step(
     examples: list[Example],
     apart: bool = True,
 ) -> dict[str, float]:
-    """A step; the seconds of its parts, if they are taken apart.
+    """Make a step; the seconds of its parts if `apart`.
 
-    The loss is the head's forward less its layers, which are run a second time, alone, to be timed.
+    The time of the loss is that of the head's forward less that of its layers, which run a second time to be timed.
     """
     device = target.device
     clock: Callable[[], float] = (lambda: now(device)) if apart else (lambda: 0.0)
@@ -135,7 +135,7 @@ def told_training(name: str, row: dict[str, Any]) -> str:
 
 
 def head_options(target: Target) -> dict[str, Any]:
-    """Of an EAGLE-3 head as published: seven steps, 32,000 draft tokens."""
+    """Options of an EAGLE-3 head as published: seven steps, 32,000 draft tokens."""
     layers = target.info.num_layers
     options: dict[str, Any] = {"depth": 7, "draft_vocab_size": min(32000, target.info.vocab_size)}
     return options if layers >= 7 else {**options, "feature_layers": sorted({0, layers - 2})}

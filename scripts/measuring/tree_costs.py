@@ -1,8 +1,8 @@
-"""What trees would be accepted, and what their rounds would cost: the two sides of choosing one.
+"""Expected acceptance of draft trees, and the costs of their rounds on this machine.
 
-A dynamic tree of a smaller size or depth is a part of the largest one that the head looks at, so one pass over the
-target's own answers tells the acceptance of all of them. Costs are measured on this machine, not assumed: a forward
-over n nodes, a draft of depth d, and what verification and cache take (Sequoia, arXiv:2402.12374, section 4.2).
+A dynamic tree of a smaller size or depth is a part of the largest one that the head proposes, so one pass over the
+target's own answers gives the acceptance of all of them. Costs are measured, not assumed: a forward over n nodes, a
+draft of depth d, and verification with the cache update (Sequoia, arXiv:2402.12374, section 4.2).
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def expected_lengths(
 def dynamic_lengths(
     target: Target, head: DraftHead, width: int, examples: Sequence[Example], sizes: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Tokens a round, the bonus token counted, of dynamic trees: greedy decoding would find the same.
+    """Tokens a round of dynamic trees, the bonus token counted: the same as greedy decoding would give.
 
     Args:
-        target: whose answers they are.
-        head: what guesses.
+        target: the model.
+        head: drafts along the answers.
         width: of the trees.
-        examples: the answers.
+        examples: the target's own greedy answers.
         sizes: of the trees, the root counted.
 
     Returns:
-        by size and depth, for every depth that the head has.
+        Tokens a round by size and depth, for every depth of the head.
     """
     depths = range(1, head.max_depth + 1)
     drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.modules)
@@ -74,12 +74,12 @@ def dynamic_lengths(
         length, first = text_1T.shape[1], example.loss_mask.index(True)
         output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
         drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
-        drafter.prefill(_passage(text_1T, output, 0, first))
+        drafter.prefill(_chunk(text_1T, output, 0, first))
         accepted: dict[tuple[int, int], list[int]] = {key: [] for key in lengths}
         for place in range(first, length - 1):
             tokens_1C, parents_1C, values_1C = drafter.candidates(drafter.catch_up(), text_1T[:, place], head.max_depth)
             truth = example.tokens[place + 1 : place + 1 + head.max_depth]
-            found = _on_the_way(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
+            found = _true_path(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
             for depth in depths:
                 seen_C = values_1C[0, : 1 + drafter.width + (depth - 1) * drafter.width**2]
                 # A child is worth no more than its parent, so the ranks along the path never fall.
@@ -88,14 +88,14 @@ def dynamic_lengths(
                 ]
                 for size in sizes:
                     accepted[size, depth].append(sum(rank < size for rank in ranks))
-            drafter.prefill(_passage(text_1T, output, place, place + 1))
+            drafter.prefill(_chunk(text_1T, output, place, place + 1))
         for key, found_P in accepted.items():
             lengths[key] += _rounds(found_P)
     return {key: statistics.mean(found) for key, found in lengths.items()}
 
 
 def _rounds(accepted_P: list[int]) -> list[int]:
-    """Tokens of each round through an answer, from what would be accepted at each of its places."""
+    """Tokens of each round through an answer, given the drafts that would be accepted at each of its places."""
     place, returned = 0, []
     while place < len(accepted_P):
         returned.append(min(accepted_P[place] + 1, len(accepted_P) - place))
@@ -103,16 +103,16 @@ def _rounds(accepted_P: list[int]) -> list[int]:
     return returned
 
 
-def _passage(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> PrefillChunk:
-    """A part of a text that the target has read whole."""
+def _chunk(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> PrefillChunk:
+    """Part of a text whose features the target has computed."""
     count_1 = torch.tensor([stop - start], device=text_1T.device)
     return PrefillChunk(
         text_1T[:, start:stop], text_1T[:, start + 1 : stop + 1], output.features_BNF[:, start:stop], count_1
     )
 
 
-def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list[int]:
-    """The candidates that are the true continuation, from the root on."""
+def _true_path(truth: list[int], tokens: list[int], parents: list[int]) -> list[int]:
+    """Candidates that are the true continuation, from the root on."""
     path: list[int] = []
     above = 0
     for token in truth:
@@ -125,7 +125,7 @@ def _on_the_way(truth: list[int], tokens: list[int], parents: list[int]) -> list
 
 
 Shape = TreeShape | DynamicShape | EarlyExitShape
-"""Trees whose rounds have a price."""
+"""Trees whose rounds have a known cost."""
 
 
 @dataclass(frozen=True)
@@ -133,74 +133,74 @@ class Costs:
     """Seconds of the parts of a round on this machine."""
 
     target: dict[int, float]
-    """A forward, by its nodes."""
+    """A forward, by number of nodes."""
     draft: tuple[float, float, float]
-    """A draft with what the head observes: whatever its tree, for each depth, for each node that is expanded."""
+    """Drafting with the head's update: constant part, for each depth, for each expanded node."""
     other: float
-    """Verification and cache."""
+    """Verification and cache update."""
     plain: float
     """A whole plain step."""
 
     def parts(self, policy: Shape) -> tuple[float, float, float]:
-        """Check, draft and the rest of a round; a forward costs what the next measured size does."""
-        check = self.target[min(size for size in self.target if size >= policy.size)]
+        """Seconds of the target's forward, at the next measured size, of drafting, and of the rest of a round."""
+        forward = self.target[min(size for size in self.target if size >= policy.size)]
         base, level, node = self.draft
-        return check, base + level * policy.depth + node * policy.expanded, self.other
+        return forward, base + level * policy.depth + node * policy.expanded, self.other
 
     def rate(self, policy: Shape, length: float) -> float:
-        """Tokens a second of rounds that emit `length` tokens."""
+        """Tokens per second of rounds that emit `length` tokens."""
         return length / sum(self.parts(policy))
 
 
 def timed_trees(head: DraftHead) -> list[DynamicShape]:
-    """By whose rounds drafts are priced: a shallow one, a deeper one, and one that expands more nodes."""
+    """Trees by whose rounds drafting is timed: a shallow one, a deeper one, and one that expands more nodes."""
     depth = min(head.max_depth, TIMED_DEPTH)
-    narrow, at_least_fp32 = (min(width, head.draft_vocab_size) for width in TIMED_WIDTHS)
-    return [DynamicShape(TIMED, *each) for each in ((1, narrow), (depth, narrow), (depth, at_least_fp32))]
+    narrow, wide = (min(width, head.draft_vocab_size) for width in TIMED_WIDTHS)
+    return [DynamicShape(TIMED, *each) for each in ((1, narrow), (depth, narrow), (depth, wide))]
 
 
 def measured_costs(
     target: Target, head: DraftHead, timed: dict[TreePolicy | None, Stats], text_1T: Tensor, sizes: Sequence[int]
 ) -> Costs:
-    """What rounds consist of.
+    """Derive the costs of rounds from those of a few trees.
 
     Args:
         target: whose forwards are timed.
-        head: whose drafts are.
-        timed: what rounds with the `timed_trees` took, and, at None, plain ones.
-        text_1T: behind whose end forwards are timed.
+        head: that drafted.
+        timed: statistics of rounds with the `timed_trees` and, at None, of plain ones.
+        text_1T: text after which forwards are timed.
         sizes: of the trees.
     """
     trees = timed_trees(head)
-    shallow, deep, at_least_fp32 = (timed[tree].round_parts for tree in trees)
+    shallow, deep, wide = (timed[tree].round_parts for tree in trees)
     step = timed[None].round_parts
     levels, nodes = trees[1].depth - 1, trees[2].expanded - trees[1].expanded
-    node = max(0.0, at_least_fp32["draft"] - deep["draft"]) / nodes if nodes else 0.0
+    node = max(0.0, wide["draft"] - deep["draft"]) / nodes if nodes else 0.0
     more = deep["draft"] - shallow["draft"] - node * (trees[1].expanded - trees[0].expanded)
     level = max(0.0, more) / levels if levels else 0.0
-    others = [sum(parts.values()) - parts["draft"] - parts["target"] for parts in (shallow, deep, at_least_fp32)]
+    others = [sum(parts.values()) - parts["draft"] - parts["target"] for parts in (shallow, deep, wide)]
     return Costs(
-        target=check_seconds(target, text_1T, sizes, head.feature_layers, step),
+        target=forward_costs(target, text_1T, sizes, head.feature_layers, step),
         draft=(shallow["draft"] - level - node, level, node),
         other=statistics.mean(others),
         plain=sum(step.values()),
     )
 
 
-def check_seconds(
+def forward_costs(
     target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...], step: dict[str, float]
 ) -> dict[int, float]:
-    """Seconds of a round's forward, by its nodes.
+    """Seconds of the target's forward in a round, by number of nodes.
 
-    Forwards are timed alone. In rounds they cost as many times a plain one; on a GPU, where a round's parts are
-    launches, what they cost alone.
+    Forwards are timed alone. On a CPU they are scaled by the ratio of a plain step in rounds to one timed alone; on a
+    GPU, where the parts of a round are launches, they are not.
 
     Args:
-        target: whose forwards.
-        text_1T: behind whose end.
+        target: the model.
+        text_1T: text after which forwards are timed.
         sizes: numbers of nodes.
-        layers: whose states the head reads.
-        step: the parts of a plain step in rounds.
+        layers: feature layers of the head.
+        step: seconds of a plain step's parts in rounds.
     """
     alone = forward_seconds(target, text_1T, (1, *sizes), layers)
     scale = step["target"] / alone[1] if target.device.type == "cpu" else 1.0

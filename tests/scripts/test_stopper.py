@@ -8,7 +8,7 @@ import torch
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.early_exit import EarlyExitChain, confidence
-from headstart.scripts.measuring.early_exit import Judged, Prices, fit, simulated, train_stopper
+from headstart.scripts.measuring.early_exit import ChainRound, RoundCosts, fit, simulated, train_stopper
 
 
 def rounds(count=400, depth=4):
@@ -21,7 +21,7 @@ def rounds(count=400, depth=4):
         accepted = right.index(False) if False in right else depth
         places_K = torch.arange(depth, dtype=torch.float32)
         signs_KX = torch.stack([sure_K.log(), -sure_K.log(), places_K, torch.ones(depth)], dim=-1)
-        found.append(Judged(signs_KX, accepted))
+        found.append(ChainRound(signs_KX, accepted))
     return found
 
 
@@ -39,9 +39,9 @@ def test_it_tells_drafts_that_are_accepted_from_others():
 
 
 def test_stopped_chains_are_counted_and_priced():
-    prices = Prices(1.0, {1: 10.0, 2: 11.0, 3: 12.0}, 2.0)
+    prices = RoundCosts(1.0, {1: 10.0, 2: 11.0, 3: 12.0}, 2.0)
     sure = torch.tensor([[0.0, 0, 0, 0], [-2.0, 0, 0, 0]])  # e^0 = 1, then 0.14
-    judged = [Judged(sure, 2), Judged(sure, 0)]
+    judged = [ChainRound(sure, 2), ChainRound(sure, 0)]
     assert simulated(judged, None, 0.0, prices) == (pytest.approx(2.0), pytest.approx(4 / (2 * (2 + 12 + 2))))
     # With the threshold in between one draft is made, and a second one was looked at.
     assert simulated(judged, None, 0.5, prices) == (pytest.approx(1.5), pytest.approx(3 / (2 * (2 + 11 + 2))))
@@ -64,5 +64,5 @@ def test_a_stopper_is_trained_on_the_targets_own_answers(tiny_target):
 
 
 def test_nothing_is_learned_from_drafts_that_are_all_alike():
-    with pytest.raises(ValueError, match="all 4 drafts were right: no stopper can be trained"):
-        fit([Judged(torch.zeros(2, 4), 2)] * 2)
+    with pytest.raises(ValueError, match="all 4 drafts were right: no classifier can be trained"):
+        fit([ChainRound(torch.zeros(2, 4), 2)] * 2)

@@ -1,11 +1,11 @@
-"""Which conversations every step trains on, and which of them are this process's.
+"""Batches: padding and packing, the order of the data, the share of each process, reading ahead.
 
-A step trains on `loop.batch_size` rows, however many processes there are: each takes its share, in forwards of
-`loop.micro_batch` rows. So one config gives the same steps on any number of processes, and a run that was stopped goes
-on at the same place in the data on another number.
+A step trains on `loop.batch_size` rows, whatever the number of processes: each takes its share, in forwards of
+`loop.micro_batch` rows. One config thus gives the same steps on any number of processes, and a stopped run resumes at
+the same place in the data on another number.
 
 A row is one conversation or, packed, as many short ones as fit in `data.pack` tokens. With `loop.batch_tokens` a step
-has as many rows of similar length as fit in that many tokens, their padding counted.
+has as many rows of similar length as fit in that many tokens, padding included.
 
 Worker processes of torch's DataLoader read and pad the batches of later steps while a step is computed.
 """
@@ -33,14 +33,14 @@ from .chat_template import Example
 from .token_cache import answers_of
 
 Row = list[int]
-"""The numbers of the conversations that stand in it."""
+"""Indices of the conversations in a row."""
 
 WINDOW = 32
-"""Steps whose conversations are sorted by length together: little padding, and still another order every epoch."""
+"""Steps whose conversations are sorted by length together: little padding, and another order every epoch."""
 LOST = (ConnectionError, EOFError, FileNotFoundError)
-"""What reading a batch meets whose worker died after it was announced and before it was handed over."""
+"""Errors of reading a batch whose worker died after announcing it and before handing it over."""
 AHEAD = 2
-"""Steps that each worker of the loader has ready."""
+"""Steps that each worker of the loader prepares ahead."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,23 @@ class Batch:
     tokens_BT: Tensor
     loss_mask_BT: Tensor
     lengths: tuple[tuple[int, ...], ...]
-    """Of the sequences in each row."""
+    """Tokens of each sequence, by row."""
     conversations: tuple[int, ...] = ()
-    """Which they are, by their place in the data."""
+    """Index of each sequence's conversation in the data."""
     states_BTLD: Tensor | None = None
-    """The target's states as a cache stores them, if they were read ahead."""
+    """The target's hidden states as a cache stores them, if they were read ahead."""
     scales_BTL: Tensor | None = None
-    """With states in int8: what their numbers are multiplied by."""
+    """Scales of states in int8."""
 
     def places(self) -> Iterator[tuple[int, slice]]:
-        """The row and the place in it of every sequence."""
+        """Row of every sequence and its slice of the row."""
         for row, lengths in enumerate(self.lengths):
             for stop, length in zip(itertools.accumulate(lengths), lengths, strict=True):
                 yield row, slice(stop - length, stop)
 
     @cached_property
     def positions_BT(self) -> Tensor | None:
-        """Each token's place in its own sequence; None where every row is one."""
+        """Position ids within each sequence; None if no row holds several."""
         if all(len(row) <= 1 for row in self.lengths):
             return None
         positions_BT = torch.arange(self.tokens_BT.shape[1]).repeat(len(self.lengths), 1)
@@ -75,7 +75,7 @@ class Batch:
         return positions_BT
 
     def pin_memory(self) -> Batch:
-        """A copy from which a GPU reads while it computes; torch's DataLoader asks for it."""
+        """Copy to pinned memory; torch's DataLoader calls it."""
         tensors = ("tokens_BT", "states_BTLD", "scales_BTL")
         found = {name: getattr(self, name) for name in tensors}
         pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
@@ -85,21 +85,21 @@ class Batch:
 
 
 def collate(examples: Sequence[Example]) -> Batch:
-    """One sequence in each row; see `collate_rows`."""
+    """Pad sequences on the right, one in each row."""
     return collate_rows([[example] for example in examples])
 
 
 def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
-    """Pad on the right; padding is no answer, and a causal model's earlier tokens never see it.
+    """Pad rows on the right, where a causal model's earlier tokens do not attend, outside the loss mask.
 
     Args:
-        rows: the sequences that stand in each row; no rows at all give one of nothing but padding.
-        least: tokens that a row has at least.
+        rows: sequences of each row; an empty list gives one row of padding.
+        least: minimum length of the rows, in tokens.
     """
     tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
     for row in rows:
         tokens.append(torch.tensor([token for example in row for token in example.tokens]))
-        # A sequence's first token cannot be guessed from the one before it in its row.
+        # A sequence's first token cannot be drafted from the one before it in its row.
         own = [[False, *example.loss_mask[1:]] if number else example.loss_mask for number, example in enumerate(row)]
         masks.append(torch.tensor(list(itertools.chain.from_iterable(own))))
     kept = slice(1 if rows else 0, None)  # the row of padding is only there to be as long as `least`
@@ -113,16 +113,16 @@ def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process does of every step."""
+    """Share of one process in every step."""
 
     process: int
     processes: int
     forwards: int
-    """Forwards that a process makes in a step."""
+    """Forwards of a process in a step."""
 
     @classmethod
     def of(cls, batch_size: int, micro_batch: int | None, process: int, processes: int) -> Share:
-        """The share of a process.
+        """Divide a step evenly among processes and forwards.
 
         Raises:
             ValueError: a step that cannot be divided evenly.
@@ -139,10 +139,10 @@ class Share:
 
     @classmethod
     def of_loop(cls, loop: LoopConfig, process: int, processes: int) -> Share:
-        """The share of a process by the options; steps of tokens have as many forwards as keep each at `micro_tokens`.
+        """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`.
 
         Raises:
-            ValueError: see `of`.
+            ValueError: a step that cannot be divided evenly.
         """
         if loop.batch_tokens is None:
             return cls.of(loop.batch_size, loop.micro_batch, process, processes)
@@ -151,13 +151,13 @@ class Share:
         )
 
     def of_step(self, rows: list[Row]) -> list[list[Row]]:
-        """The rows of each of this process's forwards; the last step of an epoch may leave some empty."""
+        """Rows of each of this process's forwards; the last step of an epoch may leave some empty."""
         parts = self.processes * self.forwards
         return [rows[i::parts] for i in range(self.process, parts, self.processes)]
 
 
 class Order:
-    """The steps of every epoch, the same for the same seed.
+    """The steps of every epoch, by a seed.
 
     The conversations are shuffled, sorted by length within windows, cut into steps, and the steps shuffled.
     """
@@ -172,16 +172,16 @@ class Order:
         weights: list[float] | None = None,
         batch_tokens: int | None = None,
     ) -> None:
-        """Name the data.
+        """Describe the data.
 
         Args:
             lengths: tokens of every conversation.
             batch_size: rows of a step.
-            seed: of the order.
+            seed: of the shuffling.
             pack: tokens of a row that holds several conversations; None for one in each.
-            sources: which source each conversation is from.
-            weights: how often an epoch passes over each source; a share below 1 takes other ones every epoch.
-            batch_tokens: tokens of a step, padding included, whatever the number of its rows; None for `batch_size`.
+            sources: index of each conversation's source.
+            weights: passes of an epoch over each source; below 1, every epoch takes other conversations.
+            batch_tokens: tokens of a step, padding included, instead of `batch_size` rows.
         """
         self.lengths, self.batch_size, self.seed, self.pack = lengths, batch_size, seed, pack
         self.weights, self.batch_tokens = weights or [1.0], batch_tokens
@@ -191,7 +191,7 @@ class Order:
         self._counted: dict[int, int] = {}
 
     def from_step(self, step: int) -> Iterator[tuple[int, list[Row]]]:
-        """The epoch and the rows of every step from step number `step` on, without end."""
+        """Epoch and rows of every step from number `step` on, without end."""
         for epoch in itertools.count():
             if (passed := self.steps_in(epoch)) <= step:
                 step -= passed
@@ -201,21 +201,23 @@ class Order:
             step = 0
 
     def count(self, epochs: float) -> int:
-        """Steps of so many epochs, the last perhaps in part."""
+        """Number of steps of some epochs, the last perhaps in part."""
         rest, whole = math.modf(epochs)
         steps = sum(self.steps_in(epoch) for epoch in range(int(whole)))
         return steps + (math.ceil(rest * self.steps_in(int(whole))) if rest else 0)
 
     def steps_in(self, epoch: int) -> int:
-        """Steps of an epoch: by arithmetic where steps have a number of conversations, else by cutting it into them."""
+        """Number of steps of an epoch: by arithmetic if steps have a fixed number of rows, else by making them."""
         if self.pack is None and self.batch_tokens is None:
-            return math.ceil(self._drawn_count(epoch) / self.batch_size)
+            even = set(self.weights) == {1.0}
+            count = len(self.lengths) if even else sum(last - first for first, last in self._laps(epoch))
+            return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
             self._counted[epoch] = len(self._cut(self._drawn(epoch, self._generator(epoch))))
         return self._counted[epoch]
 
     def epoch(self, number: int) -> list[list[Row]]:
-        """The rows of every step of an epoch."""
+        """Rows of every step of an epoch."""
         generator = self._generator(number)
         steps = self._cut(self._drawn(number, generator))
         self._counted[number] = len(steps)
@@ -225,7 +227,7 @@ class Order:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
     def _cut(self, order: list[int]) -> list[list[Row]]:
-        """Conversations, as they were drawn, in steps."""
+        """Divide the shuffled conversations of an epoch into steps."""
         windows = self._windows(order)
         if self.batch_tokens is not None:
             return [step for window in windows for step in budgeted(window, self.lengths, self.batch_tokens)]
@@ -235,7 +237,7 @@ class Order:
         return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
 
     def _windows(self, order: list[int]) -> Iterator[list[int]]:
-        """`WINDOW` steps' worth of conversations at a time, sorted by length."""
+        """Conversations of `WINDOW` steps at a time, sorted by length."""
         span = WINDOW * self.batch_size
         if self.batch_tokens is not None:
             span = WINDOW * max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
@@ -243,14 +245,8 @@ class Order:
             window_N = np.asarray(order[start : start + span], dtype=np.int64)
             yield window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
 
-    def _drawn_count(self, epoch: int) -> int:
-        """How many conversations an epoch passes over."""
-        if set(self.weights) == {1.0}:
-            return len(self.lengths)
-        return sum(last - first for first, last in self._laps(epoch))
-
     def _laps(self, epoch: int) -> list[tuple[int, int]]:
-        """First and last place in each source, as if passes over it were cut into epochs of `weight` passes."""
+        """First and last place in each source, if endless passes over it are divided into epochs of `weight` passes."""
         sizes = [len(own) for own in self._of_source]
         return [
             (round(epoch * weight * size), round((epoch + 1) * weight * size))
@@ -258,7 +254,7 @@ class Order:
         ]
 
     def _drawn(self, number: int, generator: torch.Generator) -> list[int]:
-        """The conversations of an epoch, shuffled."""
+        """Conversations of an epoch, shuffled."""
         if set(self.weights) == {1.0}:
             return torch.randperm(len(self.lengths), generator=generator).tolist()
         drawn: list[int] = []
@@ -274,7 +270,7 @@ class Order:
 
 
 def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[Row]]:
-    """Conversations, sorted by length, in steps of at most `budget` tokens with their padding, or of a single one."""
+    """Divide conversations, sorted by length, into steps of at most `budget` padded tokens, or of a single one."""
     steps: list[list[Row]] = []
     for i in conversations:
         if steps and (len(steps[-1]) + 1) * lengths[i] <= budget:  # the newest is the longest
@@ -285,9 +281,9 @@ def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[
 
 
 def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Row]:
-    """Conversations in rows of at most `budget` tokens, the longest first, each where the least room is left."""
+    """Pack conversations into rows of at most `budget` tokens: longest first, each into the fullest row that fits."""
     rows: list[Row] = []
-    rooms: list[tuple[int, int]] = []  # what is left in each row, and its number; sorted
+    rooms: list[tuple[int, int]] = []  # tokens left in each row, and its number; sorted
     for i in sorted(conversations, key=lambda i: -lengths[i]):
         place = bisect.bisect_left(rooms, (lengths[i], 0))
         if place < len(rooms):
@@ -302,21 +298,21 @@ def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Ro
 
 @dataclass(frozen=True)
 class Step:
-    """What a process reads for one step."""
+    """The data of a process for one step."""
 
     epoch: int
     batches: list[Batch]
-    """Of each of its forwards."""
+    """One for each of its forwards."""
     answer_tokens: int
-    """Of all processes together."""
+    """Answer tokens of all processes together."""
 
     def pin_memory(self) -> Step:
-        """A copy in memory from which a GPU copies while it computes; torch's DataLoader asks for it."""
+        """Copy to pinned memory; torch's DataLoader calls it."""
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
 class Steps(Dataset[Step]):
-    """The batches of a step, by its epoch and rows: what a worker of the loader makes."""
+    """Dataset of steps, by epoch and rows: workers of the loader collate their batches."""
 
     def __init__(
         self,
@@ -325,13 +321,13 @@ class Steps(Dataset[Step]):
         least: int,
         read: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
-        """Name the data.
+        """Describe the data.
 
         Args:
-            examples: what the numbers of rows stand for.
+            examples: all conversations as tokens.
             share: of this process.
-            least: tokens of a row at least; see `data.collate_rows`.
-            read: adds to a batch, of an epoch, what can be read ahead.
+            least: minimum length of a row, in tokens.
+            read: adds to a batch of an epoch what can be read ahead.
         """
         self.examples, self.share, self.least, self.read = examples, share, least, read
         self._answers_N, self._opens_N = answers_of(examples)
@@ -345,13 +341,13 @@ class Steps(Dataset[Step]):
         return Step(epoch, [self.read(batch, epoch) for batch in batches] if self.read else batches, self.answers(rows))
 
     def answers(self, rows: list[Row]) -> int:
-        """Answer tokens of a step, those of other processes too: what collating leaves of each sequence's."""
+        """Answer tokens of a step on all processes, without the first tokens of packed sequences, as in collating."""
         later = [i for row in rows for i in row[1:]]
         return int(self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum())
 
 
 class _Keys(Sampler[tuple[int, list[Row]]]):
-    """The epoch and the rows of every step from a step on, without end."""
+    """Keys of `Steps` from a step on, without end."""
 
     def __init__(self, order: Order, step: int) -> None:
         self.order, self.step = order, step
@@ -361,14 +357,14 @@ class _Keys(Sampler[tuple[int, list[Row]]]):
 
 
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
-    """Every step from number `first` on, in order, without end.
+    """Read every step from number `first` on, in order, without end.
 
     Args:
-        steps: what makes them.
+        steps: collates them.
         order: of the data.
         first: number of the first step.
-        workers: processes that read ahead; 0 reads each step when it is asked for.
-        pin: whether batches lie in memory from which a GPU copies while it computes.
+        workers: processes that read ahead; 0 reads each step when it is requested.
+        pin: whether batches are copied to pinned memory.
 
     Raises:
         RuntimeError: a worker has died.
@@ -380,7 +376,7 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
-        generator=torch.Generator(),  # else it would draw from the one that heads draw from
+        generator=torch.Generator(),  # else it would use the global one, which heads use
         worker_init_fn=_leave_signals,
         **(options if workers else {}),
     )
@@ -389,18 +385,18 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
         try:
             yield from reading
         finally:
-            # Else they live for as long as an error's traceback refers to the iterator, and a process that ends
-            # waits for them, since they ignore SIGTERM.
+            # Else they live as long as an error's traceback refers to the iterator, and the process waits for them at
+            # its end, since they ignore SIGTERM.
             if workers:
                 reading._shutdown_workers()
 
 
 @contextmanager
 def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
-    """Around what uses a loader: torch tells of a worker's death wherever the main process then is.
+    """Explain the death of a loader's worker, which torch reports wherever the main process is at that moment.
 
     Args:
-        others: exceptions besides torch's own that tell of a worker's death here.
+        others: exceptions besides torch's own that mean a worker's death here.
 
     Raises:
         RuntimeError: a worker has died.
@@ -413,11 +409,11 @@ def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"a process that reads data ahead has died, perhaps for want of (shared) memory: {error}; lower "
-            "data.workers, 0 for none: the same command goes on from the newest checkpoint"
+            "data.workers, 0 for none: the same command resumes from the newest checkpoint"
         ) from error
 
 
 def _leave_signals(worker: int) -> None:
-    """A signal to the whole process group stops the main process at the end of a step, and that one its workers."""
+    """Ignore signals to the process group: the main process stops at the end of a step, and stops its workers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

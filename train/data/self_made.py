@@ -1,9 +1,10 @@
-"""Conversations with no data set: the model writes prompts itself and then answers them, or answers given ones.
+"""Conversations without a data set: the model generates prompts and answers them, or answers given prompts.
 
-A prompt is what the model writes after its own chat template, cut right behind the user tag (Magpie, arXiv:2406.08464).
+A prompt is the model's continuation of its own chat template, truncated right behind the user tag (Magpie,
+arXiv:2406.08464).
 
-Batch i depends on the seed, on i and on the prompts before it, of which none comes twice. A batch is written whole or
-not at all, so a run that is stopped, in the middle of a batch too, goes on to the same file.
+Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch is written whole or
+not at all, so a run that is stopped, even inside a batch, resumes and ends with the same file.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from .chat_template import check_lengths, prompt_ids, render
 from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
 
 MIN_PROMPT_TOKENS = 4
-"""Shorter prompts say nothing."""
+"""Shorter prompts are dropped."""
 WAVES = 8
-"""Between two writes each place of the batch is taken by so many conversations, one after the other."""
+"""Conversations that each row of the batch generates, one after the other, between two writes to the file."""
 ENOUGH = 8
-"""Conversations that are made however short the time is."""
+"""Conversations that are made even if the time is over."""
 EMPTY_BATCHES = 20
-"""So many batches in a row without a usable text, and the model is given up on."""
+"""Batches in a row without a usable text after which the command fails."""
 
 
 @dataclass
 class Progress:
-    """How far the file is: what a state file beside it holds."""
+    """Progress of the file, kept in a state file beside it."""
 
     batches: int = 0
     """Batches made."""
@@ -53,26 +54,26 @@ class Progress:
     tokens: int = 0
     """Answer tokens written."""
     size: int = 0
-    """Bytes of the file that are whole."""
+    """Bytes of the file that belong to whole batches."""
     ended: bool = False
     """Whether the time was over before all conversations were made."""
 
 
 class _TimeIsOver(Exception):
-    """Raised inside of a batch, with the rows that have ended; the others are empty."""
+    """Raised inside a batch, with the rows that have ended; the others are empty."""
 
     def __init__(self, rows: Sequence[list[int]] = ()) -> None:
         self.rows = rows
 
 
 def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: Shared | None = None) -> Path:
-    """Write the file, or go on with it; return its path.
+    """Write the file, or resume it; return its path.
 
     Args:
         config: of the command.
-        deadline: on `time.monotonic`'s clock; of the batch in progress, conversations that have ended are kept, and the
-            file is finished with at least `ENOUGH`.
-        shared: the target, if others use it too.
+        deadline: on `time.monotonic`'s clock; finished conversations of the batch in progress are kept, and the file is
+            complete with at least `ENOUGH`.
+        shared: target and tokenizer, if other commands of this process use them too.
 
     Raises:
         ValueError: options that do not match the file that is there, unusable prompts or tokenizer.
@@ -83,8 +84,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
 
         return ask_server(config)
     path = Path(config.output)
-    config = _as_begun(path, config)
-    progress, seen = _claim(path, config)
+    config, progress, seen = _resume(path, config)
     prompts = read_prompts(config.prompts) if config.prompts else None
     if _finished(progress, config, prompts):
         log.info(f"{path} is finished: {progress.conversations} conversations")
@@ -122,7 +122,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
         if not _finished(progress, config, prompts):
             if stop.wanted:
-                raise Stopped(f"stopped; {written}; the same command goes on from there")
+                raise Stopped(f"stopped; {written}; the same command resumes from there")
             progress.ended = True
             _write_state(path, config, progress, seen)
             written += ", as many as there was time for"
@@ -131,7 +131,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
 
 
 class _Watch:
-    """Called after every round: it shows how far the batch is, and ends it when the time is over."""
+    """Called after every round: shows the progress of the batch, and ends it when the time is over."""
 
     def __init__(
         self, progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None, deadline: float
@@ -139,12 +139,10 @@ class _Watch:
         self.progress, self.config, self.prompts, self.deadline = progress, config, prompts, deadline
         self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
         self.bar = ProgressBar("conversations", self.total, min(_done(progress, config, prompts), self.total))
-        self.parts = ["answers"] if prompts is not None else ["prompts", "answers"]
-        """Of a batch."""
+        self.parts = ["answers"] if prompts is not None else ["prompts", "answers"]  # of a batch
         self.began, self.tokens = time.monotonic(), 0
         self.batch_began, self.batches = self.began, -1
-        self.generations: list[Sequences] = []
-        """Of the batch in progress."""
+        self.generations: list[Sequences] = []  # of the batch in progress
 
     def __enter__(self) -> _Watch:
         self.bar.__enter__()
@@ -154,10 +152,10 @@ class _Watch:
         self.bar.__exit__(*error)
 
     def begin_batch(self) -> None:
-        """Before each batch.
+        """Start counting a batch.
 
         Raises:
-            _TimeIsOver: less is left than half of what a batch has taken so far.
+            _TimeIsOver: less time is left than half of what a batch has taken so far.
         """
         self.tokens += sum(out.tokens for out in self.generations)
         self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
@@ -166,11 +164,11 @@ class _Watch:
             raise _TimeIsOver
 
     def __call__(self, out: Sequences) -> None:
-        """After each round.
+        """Show the progress after a round.
 
         Raises:
-            _TimeIsOver: it is, or half of it for prompts; of the first rows half must have ended, or only short texts
-                would be kept.
+            _TimeIsOver: the time of this part of the batch is over. Half of the first rows must have ended, or only
+                short texts would be kept.
         """
         if not self.generations or out is not self.generations[-1]:
             self.generations.append(out)
@@ -190,10 +188,10 @@ class _Watch:
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's text up to where the user's words begin.
+    """Return the chat template's text before the user's words.
 
     Raises:
-        ValueError: a template that does not show the user's words as they are.
+        ValueError: a template that changes the user's words.
     """
     marker = "USER-WORDS-BEGIN-HERE"
     text = render(tokenizer, [{"role": "user", "content": marker}])
@@ -212,7 +210,7 @@ def _make_batch(
 ) -> list[dict[str, Any]]:
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
     if prompts is None:
-        asked = _write_prompts(lm, tokenizer, config, generator, seen)
+        asked = _generate_prompts(lm, tokenizer, config, generator, seen)
     else:
         asked = prompts[batch * _at_once(config) : (batch + 1) * _at_once(config)]
     if not asked:
@@ -231,7 +229,7 @@ def _make_batch(
     )
     rows = []
     for messages, (answer, finished) in zip(asked, answers, strict=True):
-        text = _text(tokenizer, answer)
+        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
         if not text or distinct_share(answer) < config.min_distinct:
             continue
         rows.append(
@@ -246,14 +244,14 @@ def _make_batch(
     return rows
 
 
-def _write_prompts(
+def _generate_prompts(
     lm: SpeculativeLM,
     tokenizer: PreTrainedTokenizerBase,
     config: SelfMadeConfig,
     generator: torch.Generator,
     seen: set[str],
 ) -> list[Messages]:
-    """One batch of prompts by the model itself: ended by itself, not degenerate, not seen before."""
+    """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
     prefix = user_prefix(tokenizer)
     drawn = _continue(
         lm,
@@ -270,11 +268,12 @@ def _write_prompts(
     )
     prompts: list[Messages] = []
     for tokens, finished in drawn:
-        text = _text(tokenizer, tokens)
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
         if finished and len(tokens) >= MIN_PROMPT_TOKENS and distinct_share(tokens) >= config.min_distinct:
-            if _normal(text) not in seen:
+            normalized = " ".join(text.lower().split())
+            if normalized not in seen:
                 prompts.append([{"role": "user", "content": text}])
-            seen.add(_normal(text))
+            seen.add(normalized)
     return prompts
 
 
@@ -287,7 +286,7 @@ def _continue(
     generator: torch.Generator,
     **sampling: Any,
 ) -> list[tuple[list[int], bool]]:
-    """What the model writes after each text, and whether it ended by itself; end tokens left out."""
+    """Continue each text; new tokens without the end token, and whether the model ended by itself."""
     encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
     device = lm.target.device
     rows: Sequence[list[int]]
@@ -312,17 +311,8 @@ def _continue(
     return written
 
 
-def _as_begun(path: Path, config: SelfMadeConfig) -> SelfMadeConfig:
-    """With what the dtype "auto" meant when the file was begun, if it was."""
-    state = _state_path(path)
-    if config.target_dtype != "auto" or not state.exists():
-        return config
-    before = json.loads(state.read_text(encoding="utf-8"))["options"]["target_dtype"]
-    return dataclasses.replace(config, target_dtype=before)
-
-
-def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
-    """Start the file, or find where it stopped and cut off what was half-written."""
+def _resume(path: Path, config: SelfMadeConfig) -> tuple[SelfMadeConfig, Progress, set[str]]:
+    """Start the file, or cut off a half-written batch; the options, with the dtype that the file was begun with."""
     state_path = _state_path(path)
     if not state_path.exists():
         if path.exists():
@@ -330,19 +320,21 @@ def _claim(path: Path, config: SelfMadeConfig) -> tuple[Progress, set[str]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_state(path, config, Progress(), set())
         path.touch()
-        return Progress(), set()
+        return config, Progress(), set()
     state = json.loads(state_path.read_text(encoding="utf-8"))
-    if state["progress"]["batches"]:
-        before, now = state["options"], dataclasses.asdict(config)
-        asked = {name: now[name] for name in before}  # options that are newer than the file have no say
+    before, progress = state["options"], Progress(**state["progress"])
+    if config.target_dtype == "auto":
+        config = dataclasses.replace(config, target_dtype=before["target_dtype"])
+    if progress.batches:
+        now = dataclasses.asdict(config)
+        asked = {name: now[name] for name in before}  # options that are newer than the file are not compared
         check_options(f"{path} was started with", before, asked, RESUME_ADVICE, ("output",))
-    progress = Progress(**state["progress"])
     if not path.exists() and progress.size == 0:
         path.touch()
     if not path.exists() or path.stat().st_size < progress.size:
         raise ValueError(f"{path} lost what was written to it; remove {state_path} to start anew")
     os.truncate(path, progress.size)
-    return progress, set(state["seen"])
+    return config, progress, set(state["seen"])
 
 
 def _write_state(path: Path, config: SelfMadeConfig, progress: Progress, seen: set[str]) -> None:
@@ -355,7 +347,7 @@ def _state_path(path: Path) -> Path:
 
 
 def _done(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> int:
-    """Of what was asked for: conversations, or given prompts."""
+    """Conversations made, or given prompts answered."""
     return progress.conversations if prompts is None else progress.batches * _at_once(config)
 
 
@@ -366,13 +358,5 @@ def _finished(progress: Progress, config: SelfMadeConfig, prompts: list[Messages
 
 
 def _at_once(config: SelfMadeConfig) -> int:
-    """Prompts between two writes to the file: several for each place of the batch, but of few only a quarter."""
+    """Prompts between two writes to the file: `WAVES` for each row of the batch, but at most a quarter of all."""
     return max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
-def _normal(text: str) -> str:
-    return " ".join(text.lower().split())

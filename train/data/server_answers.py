@@ -1,7 +1,7 @@
-"""Answers from a server that speaks OpenAI's interface (vLLM, SGLang): many at once, asked again, resumable.
+"""Answers from an OpenAI-compatible server (vLLM, SGLang): concurrent requests, retried, resumable.
 
-A conversation is written as soon as it is answered, with the number of its prompt. Started again, the command asks for
-what the file does not hold.
+A conversation is written as soon as it is answered, with the number of its prompt. Started again, the command requests
+the answers that the file lacks.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from ..files import check_options, whole_lines, write_whole
 from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
 
 RETRIES = 6
-"""How often a request is repeated after an error that may pass (429, 5xx, no connection), after longer and longer
-pauses."""
+"""Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
 FREE_TO_CHANGE = ("output", "conversations", "batch_size", "server")
-"""Options that may differ when the command goes on."""
+"""Options that may differ when the command resumes."""
 KEY = "OPENAI_API_KEY"
-"""Environment variable of the server's key, where it asks for one."""
+"""Environment variable that holds the server's API key, if it requires one."""
 
 
 def ask_server(config: SelfMadeConfig) -> Path:
-    """Write the file, or go on with it; return its path.
+    """Write the file, or resume it; return its path.
 
     Raises:
-        ValueError: no prompts, a file of other options, or a server that does not answer as it should.
+        ValueError: no prompts, a file of other options, or a server that gives no chat completions.
         Stopped: Ctrl-C or SIGTERM; what was answered is in the file.
     """
     path = Path(config.output)
     prompts = read_prompts(str(config.prompts), config.conversations)
-    answered = _claim(path, config)
+    answered = _resume(path, config)
     rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
     bar = ProgressBar("conversations", len(prompts), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
@@ -49,12 +48,12 @@ def ask_server(config: SelfMadeConfig) -> Path:
         asyncio.run(work.run())
     log.info(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
     if stop.wanted and work.done < len(prompts):
-        raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command goes on from there")
+        raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command resumes from there")
     return path
 
 
 class _Work:
-    """The workers' common state: one prompt after the other, `batch_size` of them at the same time."""
+    """State shared by `batch_size` concurrent workers, each of which takes one prompt after the other."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class _Work:
         self.began = time.monotonic()
 
     async def run(self) -> None:
-        """Until all are answered, or one fails."""
+        """Answer all prompts, or until one fails."""
         async with AsyncOpenAI(
             base_url=self.config.server, api_key=os.environ.get(KEY, "none"), max_retries=RETRIES
         ) as client:
@@ -81,7 +80,7 @@ class _Work:
 
     async def _work(self, client: AsyncOpenAI) -> None:
         for number, messages in self.prompts:
-            if self.stop.wanted or self.failure is not None:  # what others have asked for is still written
+            if self.stop.wanted or self.failure is not None:  # pending requests of other workers are still written
                 return
             try:
                 row = await self._answer(client, number, messages)
@@ -91,7 +90,11 @@ class _Work:
             if row is not None:
                 self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 self.file.flush()
-            self._tell(row)
+            self.done += 1
+            self.written += row is not None
+            self.dropped += row is None
+            self.tokens += row["tokens"] if row else 0
+            self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
 
     async def _answer(self, client: AsyncOpenAI, number: int, messages: Messages) -> dict[str, Any] | None:
         config = self.config
@@ -109,7 +112,7 @@ class _Work:
         except (APIError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{config.server} failed at prompt {number}, after {RETRIES} more tries: {error}; what was answered is "
-                f"in {config.output}, and the same command goes on from there"
+                f"in {config.output}, and the same command resumes from there"
             ) from error
         if not isinstance(reply, ChatCompletion) or not reply.choices or reply.choices[0].message is None:
             raise ValueError(
@@ -128,16 +131,9 @@ class _Work:
             "messages": [*messages, {"role": "assistant", "content": text}],
         }
 
-    def _tell(self, row: dict[str, Any] | None) -> None:
-        self.done += 1
-        self.written += row is not None
-        self.dropped += row is None
-        self.tokens += row["tokens"] if row else 0
-        self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
 
-
-def _claim(path: Path, config: SelfMadeConfig) -> set[int]:
-    """Start the file, or cut off what was half-written; the numbers of the prompts that are answered."""
+def _resume(path: Path, config: SelfMadeConfig) -> set[int]:
+    """Start the file, or cut off a half-written line; the numbers of the prompts that are answered."""
     asked = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
     state = path.with_name(path.name + ".state.json")
     if not path.exists():

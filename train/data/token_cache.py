@@ -1,14 +1,14 @@
-"""Sequences to train on, tokenized once and kept as Arrow files that every process maps into memory.
+"""Token cache: sequences to train on, tokenized once, in Arrow files that every process maps into memory.
 
-A folder of the cache holds what one source became with one tokenizer, chat template and options, and is named by a
-fingerprint of these:
+A folder of the cache holds the sequences of one source under one tokenizer, chat template and options, and is named by
+a fingerprint of these:
 
-    sequences*.arrow  each sequence's tokens and loss mask, and what is asked of all of them, as `datasets` writes it
+    sequences*.arrow  tokens and loss mask of each sequence, and statistics, as `datasets` writes it
     counts.npy        how often each token is an answer token
-    manifest.json     what the folder was made of, its files, and a digest of all sequences; written last
+    manifest.json     the fingerprinted values, the files, and a digest of all sequences; written last
 
-Whoever comes first makes the folder under a lock, with `data.num_proc` processes; others wait for the lock and map what
-is there. One that was killed leaves no manifest, and the next one goes on with the files that are whole.
+The first process makes the folder under a lock, with `data.num_proc` processes; others wait for the lock and map the
+files. One that was killed leaves no manifest, and the next one continues with the files that are whole.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .conversations import Source, check_conversation, format_of, values
 T = TypeVar("T")
 
 RECIPE = 1
-"""Counted up when the same conversations become other sequences."""
+"""Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
-"""Fewer conversations than this are not worth a process of their own."""
+"""Conversations that are worth another process."""
 BATCH = 256
 """Conversations that are tokenized and written together."""
 FEATURES = Features(
@@ -54,12 +54,12 @@ FEATURES = Features(
         "opens": Value("bool"),
     }
 )
-"""`row` is that of the source; `answers` counts the answer tokens; `opens` says whether the first token is one."""
+"""`row` is the row of the source; `answers` counts answer tokens; `opens` is true if the first token is one."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How conversations become tokens; see `data.encode`."""
+    """Arguments of `chat_template.encode`."""
 
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
@@ -67,9 +67,9 @@ class Rendering:
     thinking: bool | None
 
     def fingerprint(self) -> str:
-        """A hash of the tokenizer's content, its chat template and the options; not of where they came from."""
+        """Hash the content of the tokenizer, its chat template and the options."""
         backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        for name in ("truncation", "padding"):  # of the last call
+        for name in ("truncation", "padding"):  # state of the last call
             backend.pop(name, None)
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, self.thinking]
@@ -77,7 +77,7 @@ class Rendering:
 
 
 class TokenizedSequences(Sequence[Example]):
-    """Some sequences of a cache, read from its files when they are asked for."""
+    """Some sequences of a cache, read from its files on access."""
 
     def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
         self.cache, self.chosen_N = cache, chosen_N
@@ -98,19 +98,15 @@ class TokenizedSequences(Sequence[Example]):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each."""
+        """Tokens of each sequence."""
         found: list[int] = self.cache.lengths_N[self.chosen_N].tolist()
         return found
 
     @property
     def conversations(self) -> list[int]:
-        """The conversation that each is from, by its place over all sources."""
+        """Index of each sequence's conversation, over all sources."""
         found: list[int] = self.cache.conversations_N[self.chosen_N].tolist()
         return found
-
-    def digest(self) -> bytes:
-        """Another one if a token, a mask, or the order differs."""
-        return hashlib.blake2b(self.cache.digest.encode() + self.chosen_N.tobytes(), digest_size=7).digest()
 
 
 @dataclass(frozen=True)
@@ -120,38 +116,38 @@ class TokenCache:
     rows: Dataset
     lengths_N: NDArray[np.int64]
     conversations_N: NDArray[np.int64]
-    """The conversation that each is from, by its place over all sources."""
+    """Index of each sequence's conversation, over all sources."""
     answers_N: NDArray[np.int64]
-    """Answer tokens of each."""
+    """Answer tokens of each sequence."""
     opens_N: NDArray[np.int64]
-    """1 where the first token is one of them."""
+    """1 where the first token is an answer token."""
     counts_V: NDArray[np.int64]
     """How often each token is an answer token."""
     digest: str
-    """Another one if a token, a mask or the order differs."""
+    """Hash of all tokens and masks in their order."""
     first_of_source: list[int]
-    """The number of each source's first conversation, over all sources."""
+    """Index of each source's first conversation, over all sources."""
 
     def conversation_groups(self) -> list[NDArray[np.int64]]:
-        """The sequences of each conversation that has any, in the order of the data."""
+        """Indices of the sequences of each conversation that has any, in the order of the data."""
         borders = np.flatnonzero(np.diff(self.conversations_N)) + 1
         return np.split(np.arange(len(self.conversations_N)), borders) if len(self.conversations_N) else []
 
     def sources_of(self, conversations: list[int]) -> list[int]:
-        """The number of the source of each conversation."""
+        """Index of the source of each conversation."""
         found: list[int] = (np.searchsorted(self.first_of_source, conversations, side="right") - 1).tolist()
         return found
 
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
-    """Tokens of each sequence, without reading what a cache knows."""
+    """Tokens of each sequence; a cache's sequences are not read."""
     return (
         examples.lengths if isinstance(examples, TokenizedSequences) else [len(example.tokens) for example in examples]
     )
 
 
 def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Answer tokens of each sequence, and of its first token alone, without reading what a cache knows."""
+    """Answer tokens of each sequence, and 1 where its first is one; a cache's sequences are not read."""
     if isinstance(examples, TokenizedSequences):
         return examples.cache.answers_N[examples.chosen_N], examples.cache.opens_N[examples.chosen_N]
     masks = [example.loss_mask for example in examples]
@@ -159,10 +155,11 @@ def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def digest_of(examples: Sequence[Example]) -> bytes:
-    """Seven bytes that differ if a token, a mask or the order differs."""
-    if isinstance(examples, TokenizedSequences):
-        return examples.digest()
+    """Hash tokens, masks and order of sequences: seven bytes."""
     digest = hashlib.blake2b(digest_size=7)
+    if isinstance(examples, TokenizedSequences):
+        digest.update(examples.cache.digest.encode() + examples.chosen_N.tobytes())
+        return digest.digest()
     for example in examples:
         digest.update(torch.tensor([*example.tokens, -1, *example.loss_mask]).numpy().tobytes())
     return digest.digest()
@@ -199,18 +196,17 @@ def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | N
 def cached_sequences(
     sources: list[Source], rendering: Rendering, folder: str | None = None, num_proc: int | None = None
 ) -> TokenCache:
-    """All sequences of these sources, tokenized now or before, by this process or another.
+    """Map the sequences of these sources into memory; tokenize those that no process has tokenized before.
 
     Args:
         sources: in the order of the data.
-        rendering: how they become tokens.
+        rendering: how conversations become tokens.
         folder: where the cache lies; None for `data` in the project's cache folder.
-        num_proc: processes that tokenize; None for one for every `ROWS_PER_PROCESS` conversations, as far as there
-            are cores.
+        num_proc: processes that tokenize; None for one for every `ROWS_PER_PROCESS` conversations, up to the cores.
 
     Raises:
         ValueError: a row that is no conversation, or that the template refuses, by file and line; or a folder whose
-            content is not what its name says.
+            content does not match its name.
         RuntimeError: a process that tokenized has died.
     """
     how, own = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
@@ -228,19 +224,19 @@ def cached_sequences(
 
 
 def key_of(made_of: dict[str, Any]) -> str:
-    """The name of the folder of what was made of this."""
+    """Name of the folder for these values."""
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rendering, num_proc: int | None) -> None:
-    """Tokenize a source and write the folder; its manifest last."""
+    """Tokenize a source and write the folder, the manifest last."""
     processes = num_proc or max(1, min(usable_cores(), len(source.rows) // ROWS_PER_PROCESS))
     if len(source.rows) >= ROWS_PER_PROCESS:
         console.print(f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes} processes")
     folder.mkdir(exist_ok=True)
     files = _tokenized(source, folder / "sequences.arrow", rendering, processes)
     for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
-        left.unlink()  # of a start with another number of processes
+        left.unlink()  # from a start with another number of processes
     counts_V, digest = _summed(folder, files)
     np.save(folder / "counts.npy", counts_V)
     manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
@@ -248,7 +244,7 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
 
 
 def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int) -> list[str]:
-    """Write the sequences of a source; the names of the files, in the order of the data."""
+    """Write the sequences of a source; file names in the order of the data."""
     place, row = next(source.read())
     given = {
         "name": source.name,
@@ -276,7 +272,7 @@ def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int)
             raise
         raise RuntimeError(
             f"one of the {processes} processes that tokenized {source.name} has died, perhaps for want of memory; "
-            "lower data.num_proc: the same command goes on with the parts that are whole"
+            "lower data.num_proc: the same command resumes with the parts that are whole"
         ) from error
     return [Path(file["filename"]).name for file in rows.cache_files]
 
@@ -289,7 +285,7 @@ def _encoded_rows(
     expected: str,
     rendering: Rendering,
 ) -> pa.Table:
-    """The sequences of some rows of a source."""
+    """Encode some rows of a source."""
     found: list[Example] = []
     for number, (where, row) in zip(numbers, values(name, kind, batch, numbers), strict=True):
         conversation = check_conversation(row, where, expected)
@@ -314,9 +310,9 @@ def _encoded_rows(
 
 
 def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
-    """How often each token is an answer token, and a hash of all sequences; batch after batch."""
+    """Count how often each token is an answer token, and hash all sequences, batch after batch."""
     counts_V = np.zeros(0, dtype=np.int64)
-    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one a column: batches may be cut anywhere
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
     for file in files:
         for batch in _mapped(folder / file).data.table.to_batches():
             tokens, mask = batch.column("tokens"), batch.column("loss_mask")
@@ -331,10 +327,10 @@ def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
 
 
 def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
-    """Map folders that are whole, each with what it is made of.
+    """Map whole folders into memory, each given with the values that name it.
 
     Raises:
-        ValueError: one is of other data or another tokenizer than its name says.
+        ValueError: one was made of other values.
     """
     parts: list[Dataset] = []
     counts, digests, firsts, conversations = [], [], [0], []

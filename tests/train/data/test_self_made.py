@@ -235,7 +235,7 @@ def test_a_wish_to_stop_is_granted_inside_of_a_batch(config, monkeypatch, place)
     whole = made(config, **elsewhere(config))
     after = 1 + int(place * len(rounds))
     rounds.clear()
-    with pytest.raises(Stopped, match="the same command goes on"):
+    with pytest.raises(Stopped, match="the same command resumes"):
         made(config)
     assert len(rounds) == after
     with open(config.output, "rb") as file:
