@@ -27,7 +27,7 @@ def rounds(count=400, depth=4):
 
 def test_it_tells_drafts_that_are_accepted_from_others():
     weights = fit(rounds())
-    judged = [(each.signs_KX[: each.accepted + 1], each.accepted) for each in rounds()]
+    judged = [(each.features_KX[: each.accepted + 1], each.accepted) for each in rounds()]
     right, wrong = [], []
     for signs_KX, accepted in judged:
         sure_K = confidence(signs_KX, weights)
