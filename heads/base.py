@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from .checkpoints.save_load import CheckpointMetadata
@@ -95,13 +96,16 @@ class TargetModules:
         rows = weight_VD if tokens is None else weight_VD[tokens.to(weight_VD.device)]
         return rows if self.logit_scale == 1 else rows * self.logit_scale
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Final-norm states [..., D] to the target's logits [..., V]: cap tanh(scale (W x + b) / cap)."""
-        return self.scaled(self.lm_head(states))
+    def logits(self, states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Final-norm states [..., D] to the target's logits [..., V]: cap tanh(scale (W x + b) / cap).
 
-    def scaled(self, products: Tensor) -> Tensor:
-        """The LM head's output [..., V] to logits."""
-        logits = products if self.logit_scale == 1 else products * self.logit_scale
+        Args:
+            states: final-norm states.
+            weight: rows of the LM head, with their `bias`; None for the LM head itself.
+            bias: None also where the LM head has none.
+        """
+        logits = self.lm_head(states) if weight is None else F.linear(states, weight, bias)
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
         return logits if self.logit_cap is None else self.logit_cap * (logits / self.logit_cap).tanh()
 
 

@@ -26,10 +26,10 @@ from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
-from .layers.draft_cache import DraftTreeState
+from .layers.draft_cache import DraftTreeState, begin_tree
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, LossOptions, draft_loss
+from .losses import DraftPositions, Objective, draft_loss
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The linear maps of a layer whose outputs are added to the residual stream."""
@@ -38,7 +38,7 @@ STEP = 0.25
 
 
 @dataclass(frozen=True)
-class EagleConfig(LossOptions):
+class EagleConfig(Objective):
     """Options of an EAGLE head; null takes the target's own value."""
 
     depth: int = 5
@@ -82,12 +82,13 @@ class EagleConfig(LossOptions):
             raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(f"eagle start must be random, last or the number of a block, not {self.start!r}")
-        self.objective.check("eagle", predicts_features=True)
+        self.check("eagle", predicts_features=True)
 
 
 class EagleHead(DraftHead):
     """EAGLE and EAGLE-2 head."""
 
+    begin = begin_tree
     config_class = EagleConfig
     config: EagleConfig
 
@@ -153,7 +154,7 @@ class EagleHead(DraftHead):
         weight = features.modules.lm_head.weight
         # The LM head may have a narrower dtype than the features; the target's logits are computed in it too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
-        output = draft_loss(inputs, [weight] * steps, None, features, positions, self.config.objective, ranks)
+        output = draft_loss(inputs, [weight] * steps, None, features, positions, self.config, ranks)
         share = self.config.loss.get("smooth_l1", 0.0)
         if share == 0:
             return output
@@ -177,11 +178,6 @@ class EagleHead(DraftHead):
             reach = self.config.noise * 512 / state_BTD.shape[1]
             state_BTD = state_BTD + (2 * torch.rand_like(state_BTD) - 1) * reach
         return test.outputs(self._run, features, state_BTD, steps, self.recompute)
-
-    def begin(
-        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
-    ) -> DraftTreeState:
-        return DraftTreeState.empty(self, modules, batch_size, capacity, max_depth, nodes)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor

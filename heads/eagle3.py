@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .draft_vocab import check_ids, check_size, most_frequent
 from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.draft_cache import DraftTreeState
+from .layers.draft_cache import DraftTreeState, begin_tree
+from .layers.draft_vocab import check_ids, check_size, most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, LossOptions, draft_loss
+from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
-class Eagle3Config(LossOptions):
+class Eagle3Config(Objective):
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
     depth: int = 7
@@ -85,7 +85,7 @@ class Eagle3Config(LossOptions):
             raise ValueError(f"eagle3 start must be random, last or the number of a block, not {self.start!r}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
-        self.objective.check("eagle3")
+        self.check("eagle3")
 
 
 class FusionLayer(nn.Module):
@@ -116,6 +116,7 @@ class FusionLayer(nn.Module):
 class Eagle3Head(DraftHead):
     """EAGLE-3 head."""
 
+    begin = begin_tree
     config_class = Eagle3Config
     config: Eagle3Config
     d2t: Tensor
@@ -212,17 +213,12 @@ class Eagle3Head(DraftHead):
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, test, steps)]
         heads = [self.lm_head.weight] * steps
-        return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, self.config.objective, ranks)
+        return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, self.config, ranks)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
         """Teacher-forced outputs of every step: [B, T, D], or [1, N, D] at the draft positions of `test`."""
         fed_back = self.norm if self.config.norm_output else None
         return test.outputs(self._run, features, self._fuse(features.features_BTF), steps, self.recompute, fed_back)
-
-    def begin(
-        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
-    ) -> DraftTreeState:
-        return DraftTreeState.empty(self, modules, batch_size, capacity, max_depth, nodes)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .draft_vocab import check_ids, check_size, most_frequent
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary
 from .layers.draft_cache import DraftCache
+from .layers.draft_vocab import check_ids, check_size, most_frequent
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, LossOptions, draft_loss
+from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
-class HydraConfig(LossOptions):
+class HydraConfig(Objective):
     """Options of a Hydra head."""
 
     name: ClassVar[str] = "hydra"
@@ -64,7 +64,7 @@ class HydraConfig(LossOptions):
             )
         if self.draft_vocab_size is not None and self.lm_head == "shared":
             raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
-        self.objective.check(self.name)
+        self.check(self.name)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class HydraHead(DraftHead):
             heads = [torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads]
         # A shared LM head may have a narrower dtype than the states; the target's logits are computed in it too.
         hiddens = [hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(hiddens, heads, self.token_map, features, positions, self.config.objective, ranks)
+        return draft_loss(hiddens, heads, self.token_map, features, positions, self.config, ranks)
 
     def drafts(self, features: TargetFeatures, index_N: Tensor) -> list[Tensor]:
         """Teacher-forced states [N, D] of every head at the draft positions `index_N` of the flattened batch."""

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .base import HeadOutput, TargetFeatures
-from .draft_vocab import draft_ids
 from .layers.chunks import VOCABULARY_ON_CPU, chunk_elements
 from .layers.decoder_layer import at_least_fp32
+from .layers.draft_vocab import draft_ids
 
 FEWEST = 64
 """Fewest positions of a chunk, however large the vocabulary."""
@@ -42,19 +42,24 @@ FEWEST = 64
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted mix of losses, and how depths are weighted against each other."""
+    """A weighted mix of losses, and the weights of depths: options of every head that is trained on them."""
 
-    loss: dict[str, float]
-    """Weight of each loss, by its name in this module's docstring."""
-    depth_weights: str
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
+    """Losses and their weights; see losses.py."""
+    depth_weights: str = "decay"
     """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a token's
     log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the true token
     (arXiv:2605.18810)."""
-    decay: float
-    """Loss weight of a depth relative to the one before."""
+    decay: float = 0.8
+    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
     target_top_k: int | None = None
     """Number of the target's most likely tokens to which its distribution is truncated, renormalised where the loss
-    renormalises; None for the whole draft vocabulary."""
+    renormalises; null for the whole draft vocabulary."""
+
+    @property
+    def objective(self) -> Objective:
+        """The training objective of a head with these options."""
+        return self
 
     @property
     def over_vocabulary(self) -> list[str]:
@@ -98,25 +103,6 @@ class Objective:
             raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
         if self.target_top_k is not None and self.loss.get("reverse_kl"):
             raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Options that heads have in common: what they are trained on."""
-
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay, or d_pace."""
-    decay: float = 0.8
-    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens in the losses; null for the whole draft vocabulary."""
-
-    @property
-    def objective(self) -> Objective:
-        """The training objective."""
-        return Objective(self.loss, self.depth_weights, self.decay, self.target_top_k)
 
 
 @dataclass(frozen=True)
@@ -207,7 +193,7 @@ def draft_loss(
 
     def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
         if shared[k]:
-            return at_least_fp32(modules.scaled(F.linear(hidden_ND, weight_VD, modules.lm_head.bias)))
+            return at_least_fp32(modules.logits(hidden_ND, weight_VD, modules.lm_head.bias))
         return at_least_fp32(F.linear(hidden_ND, weight_VD))
 
     def of_chunk(start: int, hidden: Sequence[Tensor], heads: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -299,7 +285,7 @@ class _TargetDistribution:
     def at(self, rows_U: Tensor) -> TargetProbs:
         """The probabilities at positions of the flattened batch."""
         states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
-        logits_UV = self.modules.scaled(F.linear(states_UD, self.weight_VD, self.bias_V))
+        logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
         all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True) if self.needs_mass else None
         if self.vocabulary_V is not None:
             logits_UV = logits_UV.index_select(1, self.vocabulary_V)

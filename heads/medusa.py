@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .draft_vocab import check_ids, check_size, most_frequent
-from .losses import DraftPositions, LossOptions, draft_loss
+from .layers.draft_vocab import check_ids, check_size, most_frequent
+from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
-class MedusaConfig(LossOptions):
+class MedusaConfig(Objective):
     """Options of a Medusa head."""
 
     num_heads: int = 4
@@ -49,7 +49,7 @@ class MedusaConfig(LossOptions):
             )
         if self.draft_vocab_size is not None and self.lm_head == "shared":
             raise ValueError("medusa draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
-        self.objective.check("medusa")
+        self.check("medusa")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class MedusaHead(DraftHead):
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.get_parameter("weight") for lm_head in lm_heads]
         matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(matching, heads, self.token_map, features, positions, self.config.objective, ranks)
+        return draft_loss(matching, heads, self.token_map, features, positions, self.config, ranks)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> MedusaState:
         return MedusaState(modules, depth=0, max_depth=max_depth)

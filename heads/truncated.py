@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.draft_cache import DraftTreeState
+from .layers.draft_cache import DraftTreeState, begin_tree
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
@@ -55,6 +55,7 @@ class TruncatedConfig:
 class TruncatedHead(DraftHead):
     """Truncated draft model."""
 
+    begin = begin_tree
     config_class = TruncatedConfig
     config: TruncatedConfig
     reads_from_start = True
@@ -85,11 +86,6 @@ class TruncatedHead(DraftHead):
         weight = features.modules.lm_head.weight
         hiddens = [out_BTD.flatten(0, 1)[rows_N].to(weight.dtype) for rows_N in positions.rows_NK.unbind(1)]
         return draft_loss(hiddens, [weight] * steps, None, features, positions, self.config.objective, ranks)
-
-    def begin(
-        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
-    ) -> DraftTreeState:
-        return DraftTreeState.empty(self, modules, batch_size, capacity, max_depth, nodes)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor

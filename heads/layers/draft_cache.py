@@ -99,18 +99,15 @@ class DraftCache:
         return cls(nodes, keys, values)
 
     def select(self, rows_R: Tensor) -> DraftCache:
-        """A cache of some rows."""
         keys, values = ([states[rows_R] for states in both] for both in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
     def replace(self, rows_R: Tensor, other: BatchCache) -> None:
-        """Overwrite rows by those of a cache of the same capacity."""
         assert isinstance(other, DraftCache)
         for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
             states[rows_R] = theirs
 
     def resized(self, capacity: int) -> DraftCache:
-        """This cache, or a copy with room for `capacity` committed tokens."""
         more = self.nodes + capacity - self.keys[0].shape[2]
         if more <= 0:
             return self
@@ -118,7 +115,6 @@ class DraftCache:
         return replace(self, keys=keys, values=values)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors with their dimensions that differ between generations: rows and slots."""
         return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
 
     def commit(self, lengths_B: Tensor, new_tokens: int) -> tuple[Tensor, KVEntries]:
@@ -170,22 +166,6 @@ class DraftTreeState(DraftState):
     nodes: int = 0
     """Nodes in the cache since the last `observe`."""
 
-    @classmethod
-    def empty(
-        cls, head: DraftHead, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
-    ) -> DraftTreeState:
-        """A state without committed tokens; see `DraftHead.begin`."""
-        like = next(head.parameters())
-        return cls(
-            modules,
-            depth=0,
-            max_depth=max_depth,
-            cache=DraftCache.empty(head, batch_size, nodes, capacity),
-            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
-            hidden_BWD=like.new_zeros(batch_size, 1, head.shape.hidden_size),
-            paths_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=like.device),
-        )
-
     def committed(self, out_BAD: Tensor, lengths_B: Tensor) -> DraftTreeState:
         """The state at the root after the layers ran on new tokens, of which row b commits the first `lengths_B[b]`."""
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
@@ -210,3 +190,19 @@ class DraftTreeState(DraftState):
         positions_BW = (self.lengths_B[:, None] + self.depth - 1).expand_as(parents_BW)
         state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
         return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
+
+
+def begin_tree(
+    head: DraftHead, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+) -> DraftTreeState:
+    """`DraftHead.begin` of a head with a `DraftTreeState`."""
+    like = next(head.parameters())
+    return DraftTreeState(
+        modules,
+        depth=0,
+        max_depth=max_depth,
+        cache=DraftCache.empty(head, batch_size, nodes, capacity),
+        lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
+        hidden_BWD=like.new_zeros(batch_size, 1, head.shape.hidden_size),
+        paths_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=like.device),
+    )

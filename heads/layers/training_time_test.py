@@ -43,21 +43,35 @@ Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
 
-class PackedSequences:
-    """The sequences that rows consist of, in the forms that the kernels need; each form is made once a batch."""
+@lru_cache(maxsize=64)
+def _causal_blocks(time: int, device: torch.device) -> BlockMask:
+    return create_block_mask(lambda b, h, query, key: query >= key, None, None, time, time, device=device)
 
-    def __init__(self, sequences_BT: Tensor | None) -> None:
-        """Number the sequences.
+
+class TrainingTimeTest:
+    """Keys and values of every step, and the sequences of a batch in the forms that the kernels need.
+
+    Where only some drafts are judged, only what they attend to is computed at the other positions: step 0 up to the
+    keys and values of the last layer.
+    """
+
+    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
+        """Begin at step 0.
 
         Args:
-            sequences_BT: the sequence of each token, numbered from left to right; None where every row is one.
+            num_layers: decoder layers of the head.
+            sequences_BT: the sequence of each token in packed rows; it attends to no other.
+            drafts_N: draft positions among the flattened [B * T], at which drafts are judged; None for all. Step 0
+                takes states [B, T, D] and returns [1, N, D], which the later steps take and return.
         """
-        self.sequences_BT = sequences_BT
+        self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
+        self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
+        """Keys and values by step, for each layer."""
         self._block_masks: dict[tuple[int, torch.device], BlockMask] = {}
 
     @cached_property
     def spans(self) -> Spans:
-        """The span of every sequence; for a CPU, where reading `sequences_BT` waits for nothing."""
+        """Span of every sequence; for a CPU, where reading `sequences_BT` waits for nothing."""
         if self.sequences_BT is None:
             return [(slice(None), slice(None))]
         found = []
@@ -81,33 +95,6 @@ class PackedSequences:
             mask = create_block_mask(own_sequence, len(numbers_BT), None, time, time, device=device)
             self._block_masks[time, device] = mask
         return self._block_masks[time, device]
-
-
-@lru_cache(maxsize=64)
-def _causal_blocks(time: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda b, h, query, key: query >= key, None, None, time, time, device=device)
-
-
-class TrainingTimeTest:
-    """Keys and values of every step of a batch.
-
-    Where only some drafts are judged, only what they attend to is computed at the other positions: step 0 up to the
-    keys and values of the last layer.
-    """
-
-    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
-        """Begin at step 0.
-
-        Args:
-            num_layers: decoder layers of the head.
-            sequences_BT: the sequence of each token in packed rows; it attends to no other.
-            drafts_N: draft positions among the flattened [B * T], at which drafts are judged; None for all. Step 0
-                takes states [B, T, D] and returns [1, N, D], which the later steps take and return.
-        """
-        self.packed = PackedSequences(sequences_BT)
-        self.drafts_N = drafts_N
-        self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
-        """Keys and values by step, for each layer."""
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -168,35 +155,33 @@ class TrainingStep:
             query_BHTE, key_BGTE, value_BGTE = whole
         steps[self.step] = key_BGTE, value_BGTE
         keys, values = zip(*(steps[i] for i in range(self.step + 1)), strict=True)
-        found_BHTE = attend_step(query_BHTE, keys, values, test.packed)
+        found_BHTE = attend_step(query_BHTE, keys, values, test)
         if self.step == 0 and layer < len(test.steps) - 1:
             return found_BHTE  # the next layer needs keys and values of all positions
         return test.at_drafts(found_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
-def attend_step(
-    query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], packed: PackedSequences
-) -> Tensor:
+def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], test: TrainingTimeTest) -> Tensor:
     """Attention output [B, H, T, E] of the newest step.
 
     Args:
         query_BHTE: queries of the newest step.
         keys: of each step, [B, G, T, E]; step 0 is attended to causally, the later ones at the query's own position.
         values: likewise.
-        packed: the sequences of the rows.
+        test: for the sequences of the rows.
     """
     device = query_BHTE.device
     if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
         dtype = torch.get_autocast_dtype(device.type)
         query_BHTE, keys, values = query_BHTE.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
-    if len(keys) == 1 and packed.sequences_BT is None:
+    if len(keys) == 1 and test.sequences_BT is None:
         return F.scaled_dot_product_attention(query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True)
     counted = _get_current_dispatch_mode() is not None  # a mode that counts operations sees no fused kernel
     if device.type == "cpu" and not counted:
-        return _FlashOnCpu.apply(packed.spans, query_BHTE, *keys, *values)
+        return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
-        return by_flex(_compiled_flex(), query_BHTE, keys, values, packed)
-    return by_chunks(query_BHTE, keys, values, packed.sequences_BT)
+        return by_flex(_compiled_flex(), query_BHTE, keys, values, test)
+    return by_chunks(query_BHTE, keys, values, test.sequences_BT)
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
@@ -214,10 +199,10 @@ def by_flex(
     query_BHTE: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
-    packed: PackedSequences,
+    test: TrainingTimeTest,
 ) -> Tensor:
     """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
-    mask = packed.block_mask(query_BHTE.shape[2], query_BHTE.device)
+    mask = test.block_mask(query_BHTE.shape[2], query_BHTE.device)
     out_BHTE, more = attention(
         query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )

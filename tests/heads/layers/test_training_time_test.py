@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.layers import training_time_test as step_attention
 from headstart.heads.layers.training_time_test import (
-    PackedSequences,
     TrainingTimeTest,
     attend_step,
     by_chunks,
@@ -96,11 +95,11 @@ def drawn(steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[
 
 
 def uncompiled(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
-    return by_flex(flex.flex_attention, query, keys, values, PackedSequences(sequences_BT))
+    return by_flex(flex.flex_attention, query, keys, values, TrainingTimeTest(1, sequences_BT))
 
 
 def usual(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
-    return attend_step(query, keys, values, PackedSequences(sequences_BT))
+    return attend_step(query, keys, values, TrainingTimeTest(1, sequences_BT))
 
 
 def recomputed(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
