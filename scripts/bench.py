@@ -71,10 +71,6 @@ class ComparedPrompt:
     stats: Stats
     """Rounds of the speculative side."""
 
-    def rate(self, side: str) -> float:
-        """Tokens per second."""
-        return self.tokens[side] / self.seconds[side]
-
 
 Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 """Answers a prompt [1, time]: the whole sequence and, of this package's sides, the statistics."""
@@ -230,7 +226,8 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
     stats = Stats.merged(row.stats for row in compared)
 
     def speedup(side: str, baseline: str) -> dict[str, float]:
-        return quartiles([row.rate(side) / row.rate(baseline) for row in compared])
+        rates = [{name: row.tokens[name] / row.seconds[name] for name in SIDES} for row in compared]
+        return quartiles([rate[side] / rate[baseline] for rate in rates])
 
     return {
         "prompts": len(compared),

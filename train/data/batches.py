@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from ..config import LoopConfig
 from .chat_template import Example
@@ -213,28 +213,25 @@ class Order:
             count = len(self.lengths) if even else sum(last - first for first, last in self._laps(epoch))
             return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
-            self._counted[epoch] = len(self._cut(self._drawn(epoch, self._generator(epoch))))
+            self._counted[epoch] = len(self._sorted_steps(epoch)[0])
         return self._counted[epoch]
 
     def epoch(self, number: int) -> list[list[Row]]:
         """Rows of every step of an epoch."""
-        generator = self._generator(number)
-        steps = self._cut(self._drawn(number, generator))
+        steps, generator = self._sorted_steps(number)
         self._counted[number] = len(steps)
         return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
 
-    def _generator(self, epoch: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-
-    def _cut(self, order: list[int]) -> list[list[Row]]:
-        """Divide the shuffled conversations of an epoch into steps."""
-        windows = self._windows(order)
+    def _sorted_steps(self, epoch: int) -> tuple[list[list[Row]], torch.Generator]:
+        """Divide an epoch's shuffled conversations into steps, sorted by length in each window; and its generator."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        windows = self._windows(self._drawn(epoch, generator))
         if self.batch_tokens is not None:
-            return [step for window in windows for step in budgeted(window, self.lengths, self.batch_tokens)]
+            return [step for each in windows for step in budgeted(each, self.lengths, self.batch_tokens)], generator
         rows: list[Row] = []
         for window in windows:
             rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
-        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)], generator
 
     def _windows(self, order: list[int]) -> Iterator[list[int]]:
         """Conversations of `WINDOW` steps at a time, sorted by length."""
@@ -346,16 +343,6 @@ class Steps(Dataset[Step]):
         return int(self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum())
 
 
-class _Keys(Sampler[tuple[int, list[Row]]]):
-    """Keys of `Steps` from a step on, without end."""
-
-    def __init__(self, order: Order, step: int) -> None:
-        self.order, self.step = order, step
-
-    def __iter__(self) -> Iterator[tuple[int, list[Row]]]:
-        return self.order.from_step(self.step)
-
-
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
     """Read every step from number `first` on, in order, without end.
 
@@ -372,7 +359,7 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
     options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
     loader = DataLoader(
         steps,
-        sampler=_Keys(order, first),
+        sampler=order.from_step(first),
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,

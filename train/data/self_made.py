@@ -59,6 +59,67 @@ class Progress:
     """Whether the time was over before all conversations were made."""
 
 
+class _Output:
+    """The file of conversations, and the state file beside it, by which it resumes."""
+
+    def __init__(self, config: SelfMadeConfig, prompts: list[Messages] | None) -> None:
+        """Start the file, or cut off a half-written batch.
+
+        Raises:
+            ValueError: a file of another origin or of other options, or one that lost what was written to it.
+        """
+        self.path, self.progress, self.seen = Path(config.output), Progress(), set[str]()
+        self.state_path = self.path.with_name(self.path.name + ".state.json")
+        self.config, self.prompts = config, prompts
+        self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
+        # Prompts between two writes: `WAVES` for each row of the batch, but at most a quarter of all.
+        self.at_once = max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
+        if not self.state_path.exists():
+            if self.path.exists():
+                raise ValueError(f"{self.path} exists and was not written by this command; choose another output")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.write_state()
+            self.path.touch()
+            return
+        state = json.loads(self.state_path.read_text(encoding="utf-8"))
+        before, self.progress, self.seen = state["options"], Progress(**state["progress"]), set(state["seen"])
+        if config.target_dtype == "auto":
+            self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
+        if self.progress.batches:
+            now = dataclasses.asdict(self.config)
+            asked = {name: now[name] for name in before}  # options that are newer than the file are not compared
+            check_options(f"{self.path} was started with", before, asked, RESUME_ADVICE, ("output",))
+        if not self.path.exists() and self.progress.size == 0:
+            self.path.touch()
+        if not self.path.exists() or self.path.stat().st_size < self.progress.size:
+            raise ValueError(f"{self.path} lost what was written to it; remove {self.state_path} to start anew")
+        os.truncate(self.path, self.progress.size)
+
+    def state(self) -> tuple[int, bool]:
+        """Conversations made, or given prompts answered, and whether that is all."""
+        progress = self.progress
+        done = progress.conversations if self.prompts is None else progress.batches * self.at_once
+        ended = progress.ended or progress.conversations >= self.config.conversations
+        return done, ended or (self.prompts is not None and done >= len(self.prompts))
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Write the conversations of a batch."""
+        with self.path.open("ab") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            self.progress.size = file.tell()
+        self.progress.batches += 1
+        self.progress.conversations += len(rows)
+        self.progress.tokens += sum(row["tokens"] for row in rows)
+        self.write_state()
+
+    def write_state(self) -> None:
+        """Write options, progress and the prompts seen."""
+        options, progress = dataclasses.asdict(self.config), dataclasses.asdict(self.progress)
+        write_whole(self.state_path, json.dumps({"options": options, "progress": progress, "seen": sorted(self.seen)}))
+
+
 class _TimeIsOver(Exception):
     """Raised inside a batch, with the rows that have ended; the others are empty."""
 
@@ -83,48 +144,38 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         from .server_answers import ask_server  # needs the package openai, which nothing else does
 
         return ask_server(config)
-    path = Path(config.output)
-    config, progress, seen = _resume(path, config)
-    prompts = read_prompts(config.prompts) if config.prompts else None
-    if _finished(progress, config, prompts):
+    output = _Output(config, read_prompts(config.prompts) if config.prompts else None)
+    path, progress = output.path, output.progress
+    if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
-    lm, tokenizer = load(config.target, config.head, config.target_dtype, shared)
-    became: Any = dtype_name(lm.target.dtype)
-    config = dataclasses.replace(config, target_dtype=became)
-    if prompts is not None:
-        ids = [prompt_ids(tokenizer, messages) for messages in prompts[: config.conversations]]
+    lm, tokenizer = load(config.target, config.head, output.config.target_dtype, shared)
+    dtype: Any = dtype_name(lm.target.dtype)
+    output.config = config = dataclasses.replace(config, target_dtype=dtype)
+    if output.prompts is not None:
+        ids = [prompt_ids(tokenizer, messages) for messages in output.prompts[: config.conversations]]
         check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
-        with _Watch(progress, config, prompts, deadline) as watch, suppress(_TimeIsOver, Stopped):
+        with _Watch(output, deadline) as watch, suppress(_TimeIsOver, Stopped):
             lm.round_listeners.append(watch)
             empty = 0
-            while not _finished(progress, config, prompts):
+            while not output.state()[1]:
                 watch.begin_batch()
                 with stop.at_once():
-                    rows = _make_batch(lm, tokenizer, config, progress.batches, prompts, seen)
-                rows = rows[: config.conversations - progress.conversations]
-                with path.open("ab") as file:
-                    file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-                    progress.size = file.tell()
-                progress.batches += 1
+                    rows = _make_batch(lm, tokenizer, output)
                 empty = 0 if rows else empty + 1
                 if empty == EMPTY_BATCHES:
                     raise ValueError(
                         f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
                         "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
                     )
-                progress.conversations += len(rows)
-                progress.tokens += sum(row["tokens"] for row in rows)
-                _write_state(path, config, progress, seen)
+                output.add(rows[: config.conversations - progress.conversations])
         written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
-        if not _finished(progress, config, prompts):
+        if not output.state()[1]:
             if stop.wanted:
                 raise Stopped(f"stopped; {written}; the same command resumes from there")
             progress.ended = True
-            _write_state(path, config, progress, seen)
+            output.write_state()
             written += ", as many as there was time for"
         log.info(written)
     return path
@@ -133,13 +184,10 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
 class _Watch:
     """Called after every round: shows the progress of the batch, and ends it when the time is over."""
 
-    def __init__(
-        self, progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None, deadline: float
-    ) -> None:
-        self.progress, self.config, self.prompts, self.deadline = progress, config, prompts, deadline
-        self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
-        self.bar = ProgressBar("conversations", self.total, min(_done(progress, config, prompts), self.total))
-        self.parts = ["answers"] if prompts is not None else ["prompts", "answers"]  # of a batch
+    def __init__(self, output: _Output, deadline: float) -> None:
+        self.output, self.deadline = output, deadline
+        self.bar = ProgressBar("conversations", output.total, min(output.state()[0], output.total))
+        self.parts = ["answers"] if output.prompts is not None else ["prompts", "answers"]  # of a batch
         self.began, self.tokens = time.monotonic(), 0
         self.batch_began, self.batches = self.began, -1
         self.generations: list[Sequences] = []  # of the batch in progress
@@ -160,7 +208,7 @@ class _Watch:
         self.tokens += sum(out.tokens for out in self.generations)
         self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
         half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
-        if self.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
+        if self.output.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
             raise _TimeIsOver
 
     def __call__(self, out: Sequences) -> None:
@@ -175,14 +223,14 @@ class _Watch:
         now, part = time.monotonic(), len(self.generations)
         tokens = self.tokens + sum(each.tokens for each in self.generations)
         share = (part - 1 + len(out.ended) / len(out.rows)) / len(self.parts)
-        done = _done(self.progress, self.config, self.prompts) + share * _at_once(self.config)
+        done = self.output.state()[0] + share * self.output.at_once
         self.bar.update(
-            min(done, self.total),
+            min(done, self.output.total),
             f"{tokens / (now - self.began):.0f} tokens/s; {self.parts[part - 1]} of this batch: "
             f"{len(out.ended)}/{len(out.rows)}",
         )
         until = self.batch_began + (self.deadline - self.batch_began) * part / len(self.parts)
-        enough = self.progress.conversations >= ENOUGH or 2 * len(out.ended) >= len(out.rows)
+        enough = self.output.progress.conversations >= ENOUGH or 2 * len(out.ended) >= len(out.rows)
         if now > until and enough:
             raise _TimeIsOver([tokens if row in out.ended else [] for row, tokens in enumerate(out.rows)])
 
@@ -200,19 +248,14 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     return text[: text.index(marker)]
 
 
-def _make_batch(
-    lm: SpeculativeLM,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SelfMadeConfig,
-    batch: int,
-    prompts: list[Messages] | None,
-    seen: set[str],
-) -> list[dict[str, Any]]:
+def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output) -> list[dict[str, Any]]:
+    """Generate the usable conversations of the next batch."""
+    config, batch = output.config, output.progress.batches
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
-    if prompts is None:
-        asked = _generate_prompts(lm, tokenizer, config, generator, seen)
+    if output.prompts is None:
+        asked = _generate_prompts(lm, tokenizer, output, generator)
     else:
-        asked = prompts[batch * _at_once(config) : (batch + 1) * _at_once(config)]
+        asked = output.prompts[batch * output.at_once : (batch + 1) * output.at_once]
     if not asked:
         return []
     texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in asked]
@@ -234,7 +277,7 @@ def _make_batch(
             continue
         rows.append(
             {
-                "source": "self-made" if prompts is None else Path(str(config.prompts)).name,
+                "source": "self-made" if output.prompts is None else Path(str(config.prompts)).name,
                 "temperature": config.temperature,
                 "finished": finished,
                 "tokens": len(answer),
@@ -245,18 +288,14 @@ def _make_batch(
 
 
 def _generate_prompts(
-    lm: SpeculativeLM,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SelfMadeConfig,
-    generator: torch.Generator,
-    seen: set[str],
+    lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, generator: torch.Generator
 ) -> list[Messages]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
-    prefix = user_prefix(tokenizer)
+    prefix, config, seen = user_prefix(tokenizer), output.config, output.seen
     drawn = _continue(
         lm,
         tokenizer,
-        [prefix] * _at_once(config),
+        [prefix] * output.at_once,
         config.batch_size,
         config.prompt_tokens,
         generator,
@@ -309,54 +348,3 @@ def _continue(
         stop = next((i for i, token in enumerate(row) if token in ends), None)
         written.append((row[:stop], stop is not None))
     return written
-
-
-def _resume(path: Path, config: SelfMadeConfig) -> tuple[SelfMadeConfig, Progress, set[str]]:
-    """Start the file, or cut off a half-written batch; the options, with the dtype that the file was begun with."""
-    state_path = _state_path(path)
-    if not state_path.exists():
-        if path.exists():
-            raise ValueError(f"{path} exists and was not written by this command; choose another output")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_state(path, config, Progress(), set())
-        path.touch()
-        return config, Progress(), set()
-    state = json.loads(state_path.read_text(encoding="utf-8"))
-    before, progress = state["options"], Progress(**state["progress"])
-    if config.target_dtype == "auto":
-        config = dataclasses.replace(config, target_dtype=before["target_dtype"])
-    if progress.batches:
-        now = dataclasses.asdict(config)
-        asked = {name: now[name] for name in before}  # options that are newer than the file are not compared
-        check_options(f"{path} was started with", before, asked, RESUME_ADVICE, ("output",))
-    if not path.exists() and progress.size == 0:
-        path.touch()
-    if not path.exists() or path.stat().st_size < progress.size:
-        raise ValueError(f"{path} lost what was written to it; remove {state_path} to start anew")
-    os.truncate(path, progress.size)
-    return config, progress, set(state["seen"])
-
-
-def _write_state(path: Path, config: SelfMadeConfig, progress: Progress, seen: set[str]) -> None:
-    state = {"options": dataclasses.asdict(config), "progress": dataclasses.asdict(progress), "seen": sorted(seen)}
-    write_whole(_state_path(path), json.dumps(state))
-
-
-def _state_path(path: Path) -> Path:
-    return path.with_name(path.name + ".state.json")
-
-
-def _done(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> int:
-    """Conversations made, or given prompts answered."""
-    return progress.conversations if prompts is None else progress.batches * _at_once(config)
-
-
-def _finished(progress: Progress, config: SelfMadeConfig, prompts: list[Messages] | None) -> bool:
-    if progress.ended or progress.conversations >= config.conversations:
-        return True
-    return prompts is not None and _done(progress, config, prompts) >= len(prompts)
-
-
-def _at_once(config: SelfMadeConfig) -> int:
-    """Prompts between two writes to the file: `WAVES` for each row of the batch, but at most a quarter of all."""
-    return max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))

@@ -81,6 +81,10 @@ class TokenizedSequences(Sequence[Example]):
 
     def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
         self.cache, self.chosen_N = cache, chosen_N
+        self.lengths: list[int] = cache.lengths_N[chosen_N].tolist()
+        """Tokens of each sequence."""
+        self.conversations: list[int] = cache.conversations_N[chosen_N].tolist()
+        """Index of each sequence's conversation, over all sources."""
 
     def __len__(self) -> int:
         return len(self.chosen_N)
@@ -94,19 +98,7 @@ class TokenizedSequences(Sequence[Example]):
             return [self[i] for i in range(*place.indices(len(self)))]
         number = int(self.chosen_N[place])
         row = self.cache.rows[number]
-        return Example(row["tokens"], row["loss_mask"], int(self.cache.conversations_N[number]))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
-        found: list[int] = self.cache.lengths_N[self.chosen_N].tolist()
-        return found
-
-    @property
-    def conversations(self) -> list[int]:
-        """Index of each sequence's conversation, over all sources."""
-        found: list[int] = self.cache.conversations_N[self.chosen_N].tolist()
-        return found
+        return Example(row["tokens"], row["loss_mask"], self.conversations[place])
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def die(*_):
 
 def killed_at(monkeypatch, config, state_write, after):
     """Run until a write of the state file, and die before or after it."""
-    original, calls = selfmade._write_state, []
+    original, calls = selfmade._Output.write_state, []
 
     def write(*given):
         calls.append(given)
@@ -78,7 +78,7 @@ def killed_at(monkeypatch, config, state_write, after):
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(selfmade, "_write_state", write)
+        patch.setattr(selfmade._Output, "write_state", write)
         with pytest.raises(Killed):
             make_conversations(config)
 
