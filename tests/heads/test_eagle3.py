@@ -92,11 +92,11 @@ def read(target: Target, head: Eagle3Head, tokens_BT: Tensor, mask_BT: Tensor | 
     """The batch as training sees it; all of it answer unless a mask says otherwise."""
     features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
     dtype = head.fc.weight.dtype
-    ends = target.modules
+    modules = target.modules
     if dtype != target.dtype:
-        ends = replace(ends, embed=lambda tokens: target.modules.embed(tokens).to(dtype))
+        modules = replace(modules, embed=lambda tokens: target.modules.embed(tokens).to(dtype))
     mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask_BT is None else mask_BT
-    return TargetFeatures(features_BTF.to(dtype), last_BTD.to(dtype), tokens_BT, mask_BT, ends)
+    return TargetFeatures(features_BTF.to(dtype), last_BTD.to(dtype), tokens_BT, mask_BT, modules)
 
 
 @torch.no_grad()
@@ -134,8 +134,8 @@ def chain_logits(head: Eagle3Head, state: DraftState, path_BK: Tensor) -> tuple[
     return torch.stack(logits, dim=1), state
 
 
-def guess(head: Eagle3Head, state: DraftState) -> DraftState:
-    """A round's guesses of a tree that is then rejected: a root, three children, two grandchildren."""
+def draft(head: Eagle3Head, state: DraftState) -> DraftState:
+    """A round's drafts, a tree that is then rejected: a root, three children, two grandchildren."""
     batch = 3
     with torch.no_grad():
         for width, above in ((1, None), (3, 1), (2, 3)):
@@ -165,7 +165,7 @@ def test_every_trained_step_is_a_draft_of_decoding(name: str, dtype: torch.dtype
             if length:  # what is drafted for a row that has ended does not matter
                 wanted_KV = expected_BTKV[row, first - 1]
                 torch.testing.assert_close(drafted_BKV[row], wanted_KV, rtol=close, atol=close)
-        state = guess(head, state) if before[0] % 2 else after  # either way `observe` forgets it
+        state = draft(head, state) if before[0] % 2 else after  # either way `observe` forgets it
     steps = expected_BTKV[:, :10].unbind(2)
     assert not any(torch.allclose(one, other, atol=1e-2) for one, other in itertools.pairwise(steps))
 
@@ -236,7 +236,7 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(name:
 
 
 def test_a_step_sees_nothing_behind_it(target: Target) -> None:
-    """Not the features of the tokens that it is to guess, nor tokens beyond its path."""
+    """Not the features of the tokens that it is to draft, nor tokens beyond its path."""
     head = build("everything", target, torch.float64)
     features = read(target, head, torch.randint(VOCAB, (1, 12)))
     before = trained_logits(head, features)[0]

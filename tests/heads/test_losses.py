@@ -27,10 +27,10 @@ EXACT = {"rtol": 0.0, "atol": 1e-9}
 
 @dataclass(frozen=True)
 class Problem:
-    """A batch with the drafts of all its anchors."""
+    """A batch with the drafts of all its positions."""
 
     features: TargetFeatures
-    anchors: DraftPositions
+    positions: DraftPositions
     hiddens: list[Tensor]
     lm_heads: list[Tensor]
     vocabulary_V: Tensor | None
@@ -44,7 +44,7 @@ class Problem:
         top_k: int | None = None,
     ) -> HeadOutput:
         objective = Objective(loss, weights, decay, top_k)
-        arguments = (self.hiddens, self.lm_heads, self.vocabulary_V, self.features, self.anchors, objective, ranks)
+        arguments = (self.hiddens, self.lm_heads, self.vocabulary_V, self.features, self.positions, objective, ranks)
         return draft_loss(*arguments)
 
     def leaves(self) -> list[Tensor]:
@@ -70,13 +70,13 @@ def build(
     lm_head.weight = nn.Parameter(draw(vocab, TARGET_WIDTH), requires_grad=False)
     last_BTD = draw(*mask_BT.shape, TARGET_WIDTH)
     tokens_BT = torch.randint(vocab, mask_BT.shape, generator=random)
-    ends = TargetModules(nn.Embedding(vocab, TARGET_WIDTH), lm_head, nn.Identity(), ())
-    features = TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, ends)
-    anchors = DraftPositions.of(features, depths)
-    hiddens = [draw(len(anchors.index_N), WIDTH).requires_grad_() for _ in range(depths)]
+    modules = TargetModules(nn.Embedding(vocab, TARGET_WIDTH), lm_head, nn.Identity(), ())
+    features = TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, modules)
+    positions = DraftPositions.of(features, depths)
+    hiddens = [draw(len(positions.index_N), WIDTH).requires_grad_() for _ in range(depths)]
     lm_heads = [draw(drafted or vocab, WIDTH).requires_grad_() for _ in range(1 if shared else depths)]
     chosen = torch.randperm(vocab, generator=random)[:drafted].sort().values if drafted else None
-    return Problem(features, anchors, hiddens, lm_heads * depths if shared else lm_heads, chosen)
+    return Problem(features, positions, hiddens, lm_heads * depths if shared else lm_heads, chosen)
 
 
 def answers(time: int, seed: int = 0) -> Tensor:
@@ -91,7 +91,7 @@ def answers(time: int, seed: int = 0) -> Tensor:
 
 
 def judged(mask_BT: Tensor, depth: int) -> Iterator[tuple[int, int, int]]:
-    """Number of the anchor, row and time of it, for every anchor whose draft at `depth` is judged."""
+    """Index, row and time of every draft position whose draft at `depth` is judged."""
     number, (batch, time) = 0, mask_BT.shape
     for row, here in itertools.product(range(batch), range(time - 2)):
         if not mask_BT[row, here + 1 : here + 3].all():
@@ -210,12 +210,12 @@ def test_of_the_target_only_its_most_likely_tokens_are_looked_at(loss: str, draf
 @pytest.mark.parametrize("loss", LOSSES)
 def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_them(loss: str) -> None:
     problem = build(answers(14), drafted=9)
-    ends = problem.features.modules
-    poisoned = ends.lm_head.weight.detach().clone()
+    modules = problem.features.modules
+    poisoned = modules.lm_head.weight.detach().clone()
     poisoned[[token for token in range(VOCAB) if token not in problem.vocabulary_V.tolist()]] = math.nan
     lm_head = nn.Linear(TARGET_WIDTH, VOCAB, bias=False)
     lm_head.weight = nn.Parameter(poisoned, requires_grad=False)
-    features = dataclasses.replace(problem.features, modules=dataclasses.replace(ends, lm_head=lm_head))
+    features = dataclasses.replace(problem.features, modules=dataclasses.replace(modules, lm_head=lm_head))
     found = dataclasses.replace(problem, features=features).solve({loss: 1.0}).loss
     if loss in losses.NEED_MASS:
         assert found.isnan()
@@ -255,13 +255,13 @@ def test_two_depths_may_share_an_lm_head_and_the_third_have_its_own() -> None:
 def test_chunks_add_up(elements: int, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts fall into the middle of answers, whose deeper drafts are judged by positions of the next chunk."""
     problem = build(answers(80), drafted=9)
-    assert len(problem.anchors.index_N) > 2 * 70
+    assert len(problem.positions.index_N) > 2 * 70
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", elements)
     assert_same(problem, {"kl": 1.0, "ce": 0.5}, weights)
 
 
 @pytest.mark.parametrize("count", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS])
-def test_no_anchor_is_lost_between_chunks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_position_is_lost_between_chunks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     mask_BT = torch.ones(1, count + 2, dtype=torch.bool)
     assert_same(build(mask_BT, depths=2), {"soft_ce": 1.0})
@@ -347,7 +347,7 @@ def test_what_lies_outside_the_answers_changes_nothing(name: str, weights: str) 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("shape", [(2, 9), (1, 2), (1, 1)])
-def test_a_batch_without_anchors_gives_no_loss_and_zero_gradients(
+def test_a_batch_without_positions_gives_no_loss_and_zero_gradients(
     shape: tuple[int, int], weights: str, shared: bool
 ) -> None:
     """Every rank must hand every parameter a gradient, whatever its batch holds."""
@@ -360,7 +360,7 @@ def test_a_batch_without_anchors_gives_no_loss_and_zero_gradients(
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
 
 
-def test_depths_that_no_anchor_reaches_give_zero_gradients() -> None:
+def test_depths_that_no_position_reaches_give_zero_gradients() -> None:
     mask_BT = torch.tensor([[True, True, True, False] * 5])
     problem = build(mask_BT, depths=4, shared=False)
     found = problem.solve(MIX)
@@ -383,7 +383,7 @@ def test_a_loss_that_is_not_computed_here_still_counts_hits() -> None:
 
 
 def one_position(seed: int, drafted: int | None = None, agree: bool = False) -> Problem:
-    """One anchor and one depth; where draft and target agree, q = p but for the tokens that cannot be drafted."""
+    """One position and one depth; where draft and target agree, q = p but for the tokens that cannot be drafted."""
     problem = build(torch.ones(1, 3, dtype=torch.bool), depths=1, drafted=drafted, seed=seed)
     if not agree:
         return problem
@@ -405,7 +405,7 @@ def chances(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_losses_are_ordered_as_mathematics_says(seed: int) -> None:
+def test_losses_keep_the_order_of_mathematics(seed: int) -> None:
     problem = one_position(seed)
     p_V, q_V = chances(problem)
     found = {name: value(problem, name) for name in LOSSES}
@@ -486,11 +486,11 @@ def test_losses_are_at_least_float32(name: str, dtype: torch.dtype, wanted: torc
     # the same logits, but everything after them in float64
     logits = [hidden.detach() @ weight.detach().T for hidden, weight in zip(problem.hiddens, problem.lm_heads)]
     target_BTV = problem.features.modules.lm_head(problem.features.last_BTD).double()
-    ends = dataclasses.replace(problem.features.modules, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double())
-    ends.lm_head.weight = nn.Parameter(torch.eye(VOCAB, dtype=torch.float64))
+    modules = dataclasses.replace(problem.features.modules, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double())
+    modules.lm_head.weight = nn.Parameter(torch.eye(VOCAB, dtype=torch.float64))
     plain = dataclasses.replace(
         problem,
-        features=dataclasses.replace(problem.features, last_BTD=target_BTV, modules=ends),
+        features=dataclasses.replace(problem.features, last_BTD=target_BTV, modules=modules),
         hiddens=[part.double() for part in logits],
         lm_heads=[torch.eye(VOCAB, dtype=torch.float64)] * 3,
     )
@@ -527,7 +527,7 @@ class Wide(TorchDispatchMode):
 
 
 def watch(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of the largest wide tensor, and the most elements at any time, with `count` anchors."""
+    """Rows of the largest wide tensor, and the most elements at any time, with `count` positions."""
     problem = build(torch.ones(1, count + 2, dtype=torch.bool), drafted=151, vocab=301, dtype=dtype)
     with Wide({151, 301}) as at_least_fp32:
         loss = problem.solve({name: 1.0}, weights, ranks=2).loss
@@ -543,7 +543,7 @@ def watch(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int,
 def test_nothing_as_wide_as_the_vocabulary_is_larger_than_a_chunk(
     name: str, weights: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All together, too: twice the anchors need no more memory."""
+    """All together, too: twice the positions need no more memory."""
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     rows, elements = watch(3 * ROWS, name, weights, dtype)
     assert ROWS <= rows <= ROWS + 2  # the target is read at the chunk's positions and up to the deepest draft's
@@ -568,7 +568,7 @@ def masked(rows: list[tuple[bool, ...]]) -> TargetFeatures:
 
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("time", range(1, 8))
-def test_anchors_are_those_of_brute_force_for_every_mask(time: int, depths: int) -> None:
+def test_positions_are_those_of_brute_force_for_every_mask(time: int, depths: int) -> None:
     """All masks of a length are the rows of one batch, so that no row's drafts may reach into the next."""
     rows = list(itertools.product((False, True), repeat=time))
     found = DraftPositions.of(masked(rows), depths)

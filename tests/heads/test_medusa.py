@@ -43,7 +43,7 @@ def name_of(config: MedusaConfig) -> str:
     return f"{config.num_layers}layers-{'bias' if config.bias else 'plain'}-{config.lm_head}-{config.draft_vocab_size}"
 
 
-def build_ends(seed: int = 0) -> TargetModules:
+def build_modules(seed: int = 0) -> TargetModules:
     torch.manual_seed(seed)
     embed, lm_head = nn.Embedding(VOCAB, WIDTH).double(), nn.Linear(WIDTH, VOCAB, bias=False).double()
     return TargetModules(embed, lm_head, nn.Identity(), ())
@@ -60,15 +60,15 @@ def build_medusa(config: MedusaConfig, seed: int = 0) -> MedusaHead:
     return head
 
 
-def build_features(mask_BT: Tensor, ends: TargetModules, seed: int = 0) -> TargetFeatures:
+def build_features(mask_BT: Tensor, modules: TargetModules, seed: int = 0) -> TargetFeatures:
     torch.manual_seed(seed)
     last_BTD = torch.randn(*mask_BT.shape, WIDTH, dtype=torch.float64)
-    return TargetFeatures(last_BTD, last_BTD, torch.randint(VOCAB, mask_BT.shape), mask_BT, ends)
+    return TargetFeatures(last_BTD, last_BTD, torch.randint(VOCAB, mask_BT.shape), mask_BT, modules)
 
 
-def draft_logits(head: MedusaHead, ends: TargetModules, features_BTF: Tensor, tokens_BT: Tensor, lengths_B: Tensor):
-    """What decoding sees at each depth after `observe`: logits_BKV."""
-    state = head.begin(ends, len(tokens_BT), tokens_BT.shape[1], head.max_depth, head.max_depth)
+def draft_logits(head: MedusaHead, modules: TargetModules, features_BTF: Tensor, tokens_BT: Tensor, lengths_B: Tensor):
+    """Logits of decoding at each depth after `observe`: logits_BKV."""
+    state = head.begin(modules, len(tokens_BT), tokens_BT.shape[1], head.max_depth, head.max_depth)
     state = head.observe(state, features_BTF, tokens_BT, lengths_B)
     logits = []
     frontier, parents = tokens_BT[:, :1], torch.full((len(tokens_BT), 1), -1)
@@ -122,31 +122,35 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(confi
 
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
 def test_observe_reads_each_row_at_its_own_length_and_nothing_behind_it(config: MedusaConfig) -> None:
-    head, ends = build_medusa(config), build_ends()
+    head, modules = build_medusa(config), build_modules()
     lengths = [3, 1, 5]
     features_BTF = torch.randn(3, 5, WIDTH, dtype=torch.float64)
     tokens_BT = torch.randint(VOCAB, (3, 5))
-    together = draft_logits(head, ends, features_BTF, tokens_BT, torch.tensor(lengths))
+    together = draft_logits(head, modules, features_BTF, tokens_BT, torch.tensor(lengths))
     for row, length in enumerate(lengths):
         features_BTF[row, length:] = float("nan")
         alone = draft_logits(
-            head, ends, features_BTF[row : row + 1, :length], tokens_BT[row : row + 1, :length], torch.tensor([length])
+            head,
+            modules,
+            features_BTF[row : row + 1, :length],
+            tokens_BT[row : row + 1, :length],
+            torch.tensor([length]),
         )
         torch.testing.assert_close(together[row : row + 1], alone, **CLOSE)
     assert not torch.allclose(together[0], together[2])
 
 
 def test_a_new_round_starts_again_at_the_root() -> None:
-    head, ends = build_medusa(SHAPES[0]), build_ends()
+    head, modules = build_medusa(SHAPES[0]), build_modules()
     features, tokens = torch.randn(2, 4, 1, WIDTH, dtype=torch.float64), torch.zeros(2, 4, 1, dtype=torch.int64)
     length = torch.ones(4, dtype=torch.int64)
     root = torch.full((4, 1), -1)
-    state = head.observe(head.begin(ends, 4, 8, max_depth=2, nodes=2), features[0], tokens[0], length)
+    state = head.observe(head.begin(modules, 4, 8, max_depth=2, nodes=2), features[0], tokens[0], length)
     for _ in range(2):
         _, state = head.expand(state, tokens[0], root)
     second, _ = head.expand(head.observe(state, features[1], tokens[1], length), tokens[1], root)
     fresh, _ = head.expand(
-        head.observe(head.begin(ends, 4, 8, max_depth=2, nodes=2), features[1], tokens[1], length), tokens[1], root
+        head.observe(head.begin(modules, 4, 8, max_depth=2, nodes=2), features[1], tokens[1], length), tokens[1], root
     )
     torch.testing.assert_close(second, fresh, **CLOSE)
 
@@ -191,7 +195,7 @@ def test_the_loss_covers_exactly_the_drafts_inside_one_answer(
 ) -> None:
     """Any mask, several turns included: a loop over positions and depths gives the same sums."""
     head = build_medusa(config, seed)
-    features = build_features(torch.tensor(masks), build_ends(seed), seed)
+    features = build_features(torch.tensor(masks), build_modules(seed), seed)
     output = head(features)
     losses, counts, hits = naive(head, features)
     assert output.counts_K.tolist() == counts
@@ -203,7 +207,7 @@ def test_two_turns_count_apart() -> None:
     """prompt, answer of 4, prompt, answer of 3: the root and the drafts must lie in the same answer."""
     mask = [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]
     head = build_medusa(MedusaConfig(num_heads=4))
-    output = head(build_features(torch.tensor([mask], dtype=torch.bool), build_ends()))
+    output = head(build_features(torch.tensor([mask], dtype=torch.bool), build_modules()))
     assert output.counts_K.tolist() == [3 + 2, 2 + 1, 1, 0]
     assert output.losses_K[3] == 0
 
@@ -211,7 +215,7 @@ def test_two_turns_count_apart() -> None:
 @pytest.mark.parametrize("decay", [0.8, 1.0, 0.5])
 def test_depth_i_weighs_decay_to_the_i(decay: float) -> None:
     head = build_medusa(MedusaConfig(num_heads=4, decay=decay))
-    output = head(build_features(torch.ones(2, 8, dtype=torch.bool), build_ends()))
+    output = head(build_features(torch.ones(2, 8, dtype=torch.bool), build_modules()))
     expected = sum(decay**depth * loss for depth, loss in enumerate(output.losses_K.tolist()))
     assert output.losses_K.gt(0).all()
     assert output.loss.dtype == torch.float64
@@ -221,7 +225,7 @@ def test_depth_i_weighs_decay_to_the_i(decay: float) -> None:
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
 def test_tokens_that_the_head_cannot_say_are_misses_without_a_loss(config: MedusaConfig) -> None:
     head = build_medusa(config)
-    features = build_features(torch.ones(1, 8, dtype=torch.bool), build_ends())
+    features = build_features(torch.ones(1, 8, dtype=torch.bool), build_modules())
     said = set(head.target_tokens(torch.arange(head.draft_vocab_size)).tolist())
     unsaid = sorted(set(range(VOCAB)) - said)
     if not unsaid:
@@ -235,12 +239,12 @@ def test_tokens_that_the_head_cannot_say_are_misses_without_a_loss(config: Medus
 
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
 def test_padding_changes_nothing(config: MedusaConfig) -> None:
-    head, ends = build_medusa(config), build_ends()
+    head, modules = build_medusa(config), build_modules()
     torch.manual_seed(3)
-    features = build_features(torch.rand(2, 7) < 0.8, ends)
+    features = build_features(torch.rand(2, 7) < 0.8, modules)
     last_BTD = F.pad(features.last_BTD, (0, 0, 0, 4), value=1e6)
     padded = TargetFeatures(
-        last_BTD, last_BTD, F.pad(features.tokens_BT, (0, 4)), F.pad(features.loss_mask_BT, (0, 4)), ends
+        last_BTD, last_BTD, F.pad(features.tokens_BT, (0, 4)), F.pad(features.loss_mask_BT, (0, 4)), modules
     )
     before, after = head(features, ranks=3), head(padded, ranks=3)
     for name in before._fields:
@@ -251,7 +255,7 @@ def test_padding_changes_nothing(config: MedusaConfig) -> None:
 def test_a_sequence_of_three_trains_the_first_head_and_a_shorter_one_none(time: int) -> None:
     """A step that teaches nothing still hands every parameter a gradient: other ranks wait for it."""
     head = build_medusa(MedusaConfig(num_heads=4))
-    output = head(build_features(torch.ones(1, time, dtype=torch.bool), build_ends()))
+    output = head(build_features(torch.ones(1, time, dtype=torch.bool), build_modules()))
     assert output.counts_K.tolist() == [int(time == 3), 0, 0, 0]
     output.loss.backward()
     for name, parameter in head.named_parameters():
@@ -263,25 +267,25 @@ def test_a_sequence_of_three_trains_the_first_head_and_a_shorter_one_none(time: 
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
-def test_a_new_head_says_what_the_lm_head_says(config: MedusaConfig) -> None:
-    head, ends = MedusaHead(config, INFO).double(), build_ends()
-    head.initialize(ends, torch.arange(1, VOCAB + 1))
+def test_a_new_head_drafts_what_the_lm_head_does(config: MedusaConfig) -> None:
+    head, modules = MedusaHead(config, INFO).double(), build_modules()
+    head.initialize(modules, torch.arange(1, VOCAB + 1))
     features_BTF = torch.randn(4, 1, WIDTH, dtype=torch.float64)
     tokens_BT, lengths_B = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
-    logits_BKV = draft_logits(head, ends, features_BTF, tokens_BT, lengths_B)
+    logits_BKV = draft_logits(head, modules, features_BTF, tokens_BT, lengths_B)
     kept = head.target_tokens(torch.arange(head.draft_vocab_size))
-    expected = ends.lm_head(features_BTF)[..., kept].expand(-1, head.max_depth, -1)
+    expected = modules.lm_head(features_BTF)[..., kept].expand(-1, head.max_depth, -1)
     torch.testing.assert_close(logits_BKV, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("counts", [torch.randperm(VOCAB) + 1, torch.arange(VOCAB), torch.arange(VOCAB).flip(0) ** 2])
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_order(counts: Tensor) -> None:
-    head, ends = MedusaHead(MedusaConfig(draft_vocab_size=5), INFO).double(), build_ends()
-    head.initialize(ends, counts)
+    head, modules = MedusaHead(MedusaConfig(draft_vocab_size=5), INFO).double(), build_modules()
+    head.initialize(modules, counts)
     expected = sorted(sorted(range(VOCAB), key=lambda token: -int(counts[token]))[:5])
     assert head.target_tokens(torch.arange(5)).tolist() == expected
     for lm_head in head.lm_heads:
-        assert torch.equal(lm_head.weight, ends.lm_head.weight[expected])
+        assert torch.equal(lm_head.weight, modules.lm_head.weight[expected])
 
 
 def test_a_draft_vocabulary_larger_than_the_data_is_refused() -> None:
@@ -289,26 +293,26 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused() -> None:
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     counts[:5] = 7
     with pytest.raises(ValueError, match=r"draft_vocab_size 6 is larger than the 5 different answer tokens.*null"):
-        head.initialize(build_ends(), counts)
+        head.initialize(build_modules(), counts)
     counts[20] = 1
-    head.initialize(build_ends(), counts)
+    head.initialize(build_modules(), counts)
     assert head.target_tokens(torch.arange(6)).tolist() == [0, 1, 2, 3, 4, 20]
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
 def test_heads_share_no_parameters(config: MedusaConfig) -> None:
-    head, ends = MedusaHead(config, INFO).double(), build_ends()
-    head.initialize(ends, torch.arange(1, VOCAB + 1))
+    head, modules = MedusaHead(config, INFO).double(), build_modules()
+    head.initialize(modules, torch.arange(1, VOCAB + 1))
     parameters = list(head.parameters())
     per_head = config.num_layers * (1 + config.bias) + (config.lm_head == "own")
     assert len(parameters) == config.num_heads * per_head
-    places = [parameter.data_ptr() for parameter in (*parameters, ends.lm_head.weight, ends.embed.weight)]
+    places = [parameter.data_ptr() for parameter in (*parameters, modules.lm_head.weight, modules.embed.weight)]
     assert len(set(places)) == len(places)
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
-    """The target's ends are neither parameters nor in the state, and no gradient is gathered on them."""
+    """The target's modules are neither parameters nor in the state, and no gradient is gathered on them."""
     target = tiny_target(vocab_size=40)
     head = MedusaHead(MedusaConfig(num_heads=2, lm_head=lm_head), target.info).double()
     head.initialize(target.modules, torch.ones(40))

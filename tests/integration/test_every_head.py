@@ -148,8 +148,8 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
 @pytest.mark.parametrize(
     ("name", "options"), [(name, own) for name in ("eagle", "eagle3") for own in OPTIONS[name].values()]
 )
-def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompute, tiny_target):
-    """At anchors, the states and gradients of a pass over all positions; no MLP sees another of the last layer's."""
+def test_only_draft_positions_are_computed_beyond_keys_and_values(name, options, recompute, tiny_target):
+    """States and gradients there are those of a pass over all positions, and the last MLP computes no other."""
     target = tiny_target(vocab_size=7, layers=3)
     head = random_head(name, options, target).train()
     head.recompute = recompute
@@ -159,18 +159,18 @@ def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompu
     positions_BT = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
     features = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
-    anchors_N = DraftPositions.of(features, DEPTH).index_N
-    assert 0 < len(anchors_N) < mask_BT.numel() - 8
+    drafts_N = DraftPositions.of(features, DEPTH).index_N
+    assert 0 < len(drafts_N) < mask_BT.numel() - 8
 
     def drafts(chosen_N: Tensor | None) -> list[Tensor]:
         return head.drafts(
             features, training_time_test.TrainingTimeTest(head.cached_layers, features.sequences_BT, chosen_N), DEPTH
         )
 
-    every, few = drafts(None), drafts(anchors_N)
-    scales = torch.randn(len(anchors_N), every[0].shape[-1], dtype=every[0].dtype, generator=generator)
+    every, few = drafts(None), drafts(drafts_N)
+    scales = torch.randn(len(drafts_N), every[0].shape[-1], dtype=every[0].dtype, generator=generator)
     found = []
-    for side in ([state_BTD.flatten(0, 1)[anchors_N] for state_BTD in every], [state_1ND[0] for state_1ND in few]):
+    for side in ([state_BTD.flatten(0, 1)[drafts_N] for state_BTD in every], [state_1ND[0] for state_1ND in few]):
         head.zero_grad()
         sum((state_ND * scales).sum() for state_ND in side).backward()
         found.append([*side, *(parameter.grad for parameter in head.parameters() if parameter.grad is not None)])
@@ -181,8 +181,8 @@ def test_only_anchors_are_computed_beyond_keys_and_values(name, options, recompu
         if isinstance(module, GatedMLP):
             module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[:-1].numel()))
     with torch.no_grad():
-        drafts(anchors_N)
-    whole, few_rows = mask_BT.numel(), len(anchors_N)
+        drafts(drafts_N)
+    whole, few_rows = mask_BT.numel(), len(drafts_N)
     first = [whole] * (head.cached_layers - 1) + [few_rows]
     assert seen == first + [few_rows] * head.cached_layers * (DEPTH - 1)
 
@@ -200,15 +200,15 @@ def training_logits(
     with monkeypatch.context() as patch:
         patch.setattr(module, "draft_loss", lambda *given: seen.append(given) or loss(*given))
         head(features)
-    ((hiddens, lm_heads, vocabulary_V, _, anchors, *_),) = seen
+    ((hiddens, lm_heads, vocabulary_V, _, positions, *_),) = seen
     drafted = torch.arange(features.modules.lm_head.out_features) if vocabulary_V is None else vocabulary_V
     assert torch.equal(head.target_tokens(torch.arange(head.draft_vocab_size)), drafted)
     time = features.tokens_BT.shape[1]
     return {
         (*divmod(int(place), time), depth): F.linear(hidden_ND[i], weight).detach()
         for depth, (hidden_ND, weight) in enumerate(zip(hiddens, lm_heads))
-        for i, place in enumerate(anchors.index_N)
-        if anchors.valid_NK[i, depth]
+        for i, place in enumerate(positions.index_N)
+        if positions.valid_NK[i, depth]
     }
 
 
@@ -256,7 +256,7 @@ def decoding_logits(
                 if commit[row]:  # what is drafted for a row that has ended does not matter
                     yield (row, lengths[row] - 1, depth), logits_BWV.expand(-1, width, -1)[row, true_B[row]]
         if number % 2:
-            state = grown  # `observe` must forget the guesses, whichever state it is given
+            state = grown  # `observe` must discard the drafts, whichever state it is given
 
 
 TIME = 22
@@ -314,7 +314,7 @@ def test_a_row_that_ended_full_leaves_the_others_alone(
 
 
 @every_head
-def test_every_parameter_gets_a_gradient_even_from_a_batch_without_an_anchor(
+def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_position(
     name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
 ) -> None:
     """Processes that train together wait for each other's gradients."""
@@ -411,7 +411,7 @@ def test_greedy_output_is_that_of_generate_for_each_row_alone(
         output = lm.generate(prompts, attention_mask=mask, **settings)
         assert output.sequences[:, prompts.shape[1] :].tolist() == alone, kind
         accepted += [record.accepted for row in output.stats.rows for record in row]
-    assert max(accepted) > 1, "hardly any guess was right, so nothing was shown"
+    assert max(accepted) > 1, "hardly any draft was accepted, so nothing was shown"
 
 
 @every_head
@@ -444,4 +444,4 @@ def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution
             assert abs(found.get(text, 0.0) - prob) <= 1e-9
         if max(accepted) == 2:
             return
-    pytest.fail("hardly any guess was right, so nothing was shown")
+    pytest.fail("hardly any draft was accepted, so nothing was shown")

@@ -21,7 +21,7 @@ VOCAB, SAID = 40, 30
 """Tokens, and how many of them ever stand in an answer."""
 DEPTH, ROUNDS = 3, 8
 ANSWER = 1 + ROUNDS * (DEPTH + 1)
-"""Tokens of an answer: the prefill's, and whole rounds, so that a perfect head's last one is not cut."""
+"""Tokens of an answer: the prefill's, and whole rounds, so that a perfect head's last one is whole."""
 PROMPTS = (3, 6, 4, 5, 3, 6, 4, 5)
 SETTINGS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -49,7 +49,7 @@ CASES = [
 
 
 def conversations() -> list[Example]:
-    """Random prompts and answers: nothing but the text itself says how it goes on."""
+    """Random prompts and answers: nothing but the text itself says how it continues."""
     random = torch.Generator().manual_seed(0)
     # The tokens that answers are made of are spread over the vocabulary, so that draft ids are other ids.
     said = torch.randperm(VOCAB - 1, generator=random)[:SAID] + 1
@@ -95,7 +95,7 @@ def taught(batch: Batch) -> Target:
 
 
 def alone(target: Target, prompt_T: Tensor, new_tokens: int) -> list[int]:
-    """What the target writes by itself."""
+    """Tokens that the target generates by itself."""
     mask = torch.ones_like(prompt_T[None])
     written = target.model.generate(prompt_T[None], attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)
     return written[0, len(prompt_T) :].tolist()
@@ -104,7 +104,7 @@ def alone(target: Target, prompt_T: Tensor, new_tokens: int) -> list[int]:
 def together(
     target: Target, head: DraftHead, tree: str, prompts: list[Tensor], new_tokens: int
 ) -> tuple[list[list[int]], GenerateOutput]:
-    """What is written with a head, all prompts in one left-padded batch."""
+    """Tokens generated with a head, all prompts in one left-padded batch."""
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
     input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
@@ -143,8 +143,8 @@ def test_what_a_head_knows_by_heart_is_accepted_in_whole_rounds(
         assert written == answers
         assert output.stats.acceptance_length >= 0.9 * (DEPTH + 1), tree
 
-    # A row that is known ends rounds before one that is not, with as many tokens as it may ever hold; the other goes
-    # on, and is still drafted for.
+    # A row that is known ends rounds before one that is not, with as many tokens as it may ever hold; the other
+    # continues, and is still drafted for.
     unknown = torch.tensor([7, 7, 2])
     for new_tokens in range(ANSWER - DEPTH, ANSWER):
         written, output = together(taught, head, f"chain:{DEPTH}", [prompts[1], unknown], new_tokens)
