@@ -72,7 +72,8 @@ def linear_layers(source: str, numbers: list[int]) -> list[str]:
         "torch's int4": [int4(weight, each) for weight, each in zip(weights, packed, strict=True)],
         "ours": [partial(linear, each) for each in packed],
     }
-    bandwidth, size = memory_bandwidth(torch.device("cpu")), sum(each.bytes for each in packed)
+    bandwidth = memory_bandwidth(torch.device("cpu"))
+    size = sum(part.nbytes for each in packed for part in (each.words, each.scales) if part is not None)
     lines = [
         f"Hardware: {hardware()}. {len(weights)} layers; ours hold {size / 1e6:.0f} MB, which take "
         f"{1e3 * size / bandwidth:.1f} ms at {bandwidth / 1e9:.0f} GB/s. Milliseconds.",

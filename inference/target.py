@@ -160,7 +160,7 @@ class Target:
         if not cpu_kernels.serve(self.device):
             from .compiled.graphs import CompiledFunction  # imports torch's compiler
 
-            self.graph = CompiledFunction(self._run, f"the forward of {self.name!r}", self.device, replay=True)
+            self.graph = CompiledFunction(self._run, f"the forward of {self.name!r}", self.device, cuda_graph=True)
         elif cpu_kernels.library() is not None:
             layers = getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers
             self.packed = packed_decoder(self.model, layers)

@@ -47,7 +47,7 @@ class Decider:
         if not cpu_kernels.serve(device):
             from .compiled.graphs import CompiledFunction  # imports torch's compiler
 
-            self.graph = self.graph or CompiledFunction(self._settle, "the acceptance rule", device, replay=True)
+            self.graph = self.graph or CompiledFunction(self._settle, "the acceptance rule", device, cuda_graph=True)
 
     def __call__(
         self, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, draw: Sampler, cache: TreeCache, stats: Stats
@@ -57,7 +57,7 @@ class Decider:
             numbers = self._numbers(tree, scores_BNV, draw)
             graph = self._graph_for(tree) if isinstance(numbers, Tensor) else None
             # On a CPU moving entries takes as long in a graph, which takes long to make.
-            moved = cache if graph is not None and graph.replay else None
+            moved = cache if graph is not None and graph.cuda_graph else None
             given = (tree, output, scores_BNV, numbers, moved)
             if graph is None:
                 found = self._settle(*given)

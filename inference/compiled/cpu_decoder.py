@@ -1,7 +1,7 @@
-"""A Llama-like decoder's forward over a tree, in our kernels: one call for all layers.
+"""Forward of a Llama-like decoder over a tree in the CPU kernels: one call for all layers.
 
-Which models these are is seen by their parts (RMSNorm, rotary positions, gated MLP with SiLU; biases, and norms of
-queries and keys, if they have them) and then tried: a decoder is taken only if it gives the model's own logits.
+A model is recognized by its parts (RMSNorm, rotary embedding, gated MLP with SiLU; optionally biases and query and key
+norms) and then tried: a packed decoder is used only if its logits are the model's.
 
 Letters in tensor names: B batch, N nodes, S slots of the cache, K wanted nodes, D hidden, F width of the chosen layers
 side by side.
@@ -25,11 +25,11 @@ from ..kv_cache import StateShape, TreeCache
 from .cpu_kernels import Packed, PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
 
 SILU = type(ACT2FN["silu"])
-"""The one activation that the kernels know."""
+"""The activation that the kernels implement."""
 WHOLE = 32
 """Widths must be multiples of this."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""How far logits may be from the model's own, relative to the largest: numbers are added in another order."""
+"""Tolerance of logits relative to the largest: sums are taken in another order than by the model."""
 PARTS = {
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -42,7 +42,7 @@ INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of the source."""
+    """`Layer` in cpu_kernels.cpp."""
 
     _fields_ = (
         *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
@@ -52,7 +52,7 @@ class Layer(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """`Call` of the source."""
+    """`Call` in cpu_kernels.cpp."""
 
     _fields_ = (
         *((name, INTEGER) for name in ("hidden", "heads", "groups", "size", "inner")),
@@ -67,18 +67,18 @@ class PackedLayers:
     """Decoder layers of one shape, and the call that runs them."""
 
     def __init__(self, layers: Sequence[Any], eps: float, dtype: torch.dtype) -> None:
-        """Pack their weights.
+        """Pack the weights.
 
         Args:
-            layers: modules with the parts of a Llama layer; the first may have a `hidden_norm`, for which see EAGLE-3.
-            eps: of all norms.
-            dtype: float32 or bfloat16, in which values are rounded and caches kept.
+            layers: modules with the parts of a Llama layer; the first may have a `hidden_norm`, as EAGLE-3's has.
+            eps: epsilon of all norms.
+            dtype: float32 or bfloat16: dtype of the caches, to which values are rounded.
         """
         first = layers[0].self_attn
         self.eps, self.dtype, self.size = eps, dtype, int(first.head_dim)
         self.scale = float(getattr(first, "scaling", self.size**-0.5))
         self.kept: list[Any] = []
-        """What the kernels' pointers point to."""
+        """Tensors to which the kernels hold pointers."""
         self.structs = (Layer * len(layers))()
         for struct, layer in zip(self.structs, layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
@@ -127,22 +127,24 @@ class PackedLayers:
         features: dict[int, Tensor] | None = None,
         embeds_BND: Tensor | None = None,
     ) -> None:
-        """Run all layers over some new tokens.
+        """Run all layers over new tokens.
 
         Args:
-            state_BND: float32, contiguous; becomes the last layer's output.
+            state_BND: input, float32, contiguous; overwritten with the last layer's output.
             rotary: cosines and sines, [B, N, head size].
-            caches: keys and values of each layer, [B, groups, capacity, head size], the first slots of rows that lie
-                one behind another.
-            slots_BN: where the new entries go.
-            seen_BNS: for each layer which slots each token sees, itself too; bool.
-            features: by a layer's number, where its output goes: [B, N, D], whose rows may lie apart.
-            embeds_BND: for a first layer that reads them beside its state.
+            caches: keys and values of each layer, [B, groups, capacity, head size], rows contiguous.
+            slots_BN: cache slots of the new entries.
+            seen_BNS: attention mask of each layer over the slots, bool; a token attends to itself, too.
+            features: output tensors [B, N, D] by layer number; their rows need not be contiguous.
+            embeds_BND: embeddings for a first layer that reads them beside its state.
         """
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
         slots_BN, seen = slots_BN.contiguous(), [each.contiguous() for each in seen_BNS]
-        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]  # a view may show a part of the slots
+        room, slots = (
+            caches[0][0].stride(1) // self.size,
+            seen[0].shape[2],
+        )  # the caches may be views
         whole = (self.groups * room * self.size, room * self.size, self.size, 1)
         assert cosines.shape == (batch, nodes, self.size)
         for number, (struct, (keys, values)) in enumerate(zip(self.structs, caches, strict=True)):
@@ -179,10 +181,10 @@ class PackedLayers:
 
 
 class PackedDecoder:
-    """A causal LM's forward over the last nodes of a tree."""
+    """Forward of a causal LM over nodes of a tree."""
 
     def __init__(self, model: Any, kinds: Sequence[str]) -> None:
-        """Pack a model's weights; `kinds` says by which mask each layer attends."""
+        """Pack a model's weights; `kinds` names the attention mask of each layer."""
         decoder = model.get_decoder()
         self.embed, self.rotary, self.dtype = decoder.embed_tokens, decoder.rotary_emb, model.dtype
         self.eps = float(decoder.norm.variance_epsilon)
@@ -193,7 +195,6 @@ class PackedDecoder:
         self.lm_head: Packed = pack(head.weight, head.bias)
 
     def state_shapes(self) -> list[StateShape]:
-        """See `Target.state_shapes`."""
         shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
         return [shape] * (2 * len(self.layers.structs))
 
@@ -210,11 +211,11 @@ class PackedDecoder:
 
         Args:
             tokens_BN: new nodes, whose entries go to `cache.slots_BN`.
-            positions_BN: of each in its text.
-            seen: by kind of attention, which slots each sees, [B, N, S].
+            positions_BN: position ids.
+            seen: attention masks [B, N, S] by kind of attention.
             cache: keys and values.
-            layers: whose features are wanted; -1 is the state after the final norm.
-            kept_K: the nodes whose logits are wanted; None for all.
+            layers: feature layers; -1 is the state after the final norm.
+            kept_K: the nodes whose logits are returned; None for all.
         """
         state_BND = self.embed(tokens_BN).float().contiguous()
         rotary = self.rotary(state_BND.to(self.dtype), positions_BN)
@@ -230,7 +231,7 @@ class PackedDecoder:
         return self.logits(self._normed(kept_BKD.contiguous())), features_BNF.to(self.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [..., V], float32, of states [..., D] after the final norm."""
+        """Logits [..., V], float32, of states [..., D] after the final norm."""
         return linear(self.lm_head, states, self.dtype == torch.bfloat16)
 
     def _normed(self, states_BND: Tensor) -> Tensor:
@@ -241,14 +242,13 @@ class PackedBlock(nn.Module):
     """A decoder layer of a draft head, in the kernels."""
 
     def __init__(self, layer: DecoderLayer | FusionLayer) -> None:
-        """Pack a layer's weights."""
         super().__init__()
         self.dtype = layer.self_attn.q_proj.weight.dtype
         self.fuses = isinstance(layer, FusionLayer)
         self.layers = PackedLayers([layer], layer.post_attention_layernorm.eps or 0.0, self.dtype)
 
     def forward(self, *given: Any) -> Tensor:
-        """As `FusionLayer.forward` or `DecoderLayer.forward`."""
+        """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
         embeds_BTD, state_BTD, rotary, kv, layer = (*given, 0) if self.fuses else (None, *given)
         assert isinstance(kv, KVEntries)
         batch, new, _ = state_BTD.shape
@@ -268,7 +268,7 @@ class PackedBlock(nn.Module):
 
 
 def packed_head(head: DraftHead) -> DraftHead:
-    """A head that drafts in the kernels; the head itself stays as it is, and is returned where they can do nothing."""
+    """A copy of a head that drafts in the kernels; the head itself where they do not apply."""
 
     def in_kernels(head: nn.Module) -> bool:
         return any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules())
@@ -286,7 +286,7 @@ def packed_head(head: DraftHead) -> DraftHead:
 
 
 def packed_decoder(model: Any, kinds: Sequence[str]) -> PackedDecoder | None:
-    """A decoder whose logits are the model's; None for a model of another kind."""
+    """A packed decoder whose logits are the model's; None for a model of another architecture."""
     decoder = model.get_decoder()
     known = all(hasattr(decoder, part) for part in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not known or model.dtype not in CLOSE or not hasattr(decoder.norm, "variance_epsilon"):
@@ -296,14 +296,14 @@ def packed_decoder(model: Any, kinds: Sequence[str]) -> PackedDecoder | None:
 
 
 def _llama_like(layer: Any) -> bool:
-    """Whether a layer has the parts that the kernels know, and no others, all of sizes that fit."""
+    """Whether a layer has the parts that the kernels implement, and no others, in sizes that fit."""
     parts = {name for name, _ in layer.named_parameters()}
     needed = {name for name in PARTS if name.endswith("weight") and "_norm" not in name.split(".")[-2]}
     return needed <= parts <= PARTS and not any(True for _ in layer.buffers()) and _fits(layer)
 
 
 def _fits(layer: Any) -> bool:
-    """Whether a layer's sizes are multiples of what the kernels' registers hold, on any machine."""
+    """Whether a layer's widths are multiples of the kernels' vectors on every machine."""
     attention, size = layer.self_attn, layer.self_attn.head_dim
     widths = (size, attention.o_proj.out_features, layer.mlp.up_proj.out_features)
     norms = [getattr(getattr(attention, f"{part}_norm", None), "weight", None) for part in "qk"]
@@ -312,7 +312,7 @@ def _fits(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _agrees(packed: PackedDecoder, model: Any) -> bool:
-    """Whether a text, read in two parts, gets the model's own logits."""
+    """Whether a text, read in two parts, gets the model's logits."""
     length, part = 12, 7
     tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.outputs
     expected_BNV = model(tokens_BN, use_cache=False).logits.float()

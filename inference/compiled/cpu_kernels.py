@@ -1,11 +1,11 @@
-"""Our kernels for a CPU: linear layers and decoder layers of a few tokens, over weights in the shortest exact format.
+"""CPU kernels: linear layers and decoder layers for a few tokens, over weights in the shortest exact format.
 
-`cpu_kernels.cpp` is compiled once for each machine, in seconds, into a folder of the user's own. Its arithmetic is that
-of float32 (with the roundings of bfloat16, where a model is bfloat16), whatever format the weights are held in: one
-that was bfloat16, or an integer times a scale plus an offset, before it was float32, is read back from that exactly, at
-a half to a sixth of the bytes. Those bytes are what a forward of a few tokens costs.
+`cpu_kernels.cpp` is compiled once for each machine, in seconds, into the user's cache folder. It computes in float32
+(rounding to bfloat16 where a bfloat16 model does), whatever format the weights are packed in: weights that were
+bfloat16, or quantized integers, before they became float32 are unpacked exactly, from a half to a sixth of the bytes.
+Reading those bytes is the cost of a forward of a few tokens.
 
-Letters in tensor names: O outputs, I inputs, C outputs that lie side by side, N rows.
+Letters in tensor names: O outputs, I inputs, C outputs of a block, N rows.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32
 """Inputs that share a scale and an offset, as in GGUF's formats."""
 ROWS_AT_ONCE = 2**15
-"""Outputs that are packed at once, for the memory of it."""
+"""Outputs that are packed at once, to limit the memory for it."""
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 INSTRUCTIONS = {
     "AVX512": ("-march=native",),
     "AVX2": ("-march=native", "-mno-avx512f"),
     "DEFAULT": (),
 }
-"""Compiler flags by what torch finds the processor capable of, or is told to use."""
+"""Compiler flags for each of torch's CPU capabilities."""
 
 
 class Weights(ctypes.Structure):
-    """`Weights` of the source."""
+    """`Weights` in cpu_kernels.cpp."""
 
     _fields_ = (
         ("format", ctypes.c_int64),
@@ -60,13 +60,13 @@ class Weights(ctypes.Structure):
 
 
 def serve(device: torch.device) -> bool:
-    """Whether these kernels do here what compiled graphs do on accelerators."""
+    """Whether a device runs these kernels instead of compiled graphs."""
     return device.type == "cpu"
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, compiled for this machine if they are not on disk yet; None, with one warning, where that fails."""
+    """The kernels, compiled if they are not on disk yet; None, after one warning, where that fails."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         warnings.warn("decoding on this CPU is slower than it could be: there is no C++ compiler (g++)", stacklevel=2)
@@ -88,13 +88,18 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built(command: list[str]) -> Path:
-    """The path of the compiled library."""
-    made_of = [*command, processor(), _features(), SOURCE.read_text(encoding="utf-8")]
+    """Path of the compiled library."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    # Machines whose processors have one name may share a home folder: their features differ.
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"cpu_kernels-{key}.so"
     for folder in _folders():
         path = folder / name
-        if _loads(path):
+        with suppress(OSError):  # missing, or not whole
+            ctypes.CDLL(str(path))
             return path
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,22 +115,8 @@ def _built(command: list[str]) -> Path:
     raise failure
 
 
-def _loads(path: Path) -> bool:
-    """Whether a library is there, and whole."""
-    with suppress(OSError):
-        return bool(ctypes.CDLL(str(path)))
-    return False
-
-
-def _features() -> str:
-    """What the processor says that it can do: a home may be shared by machines of one name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-
-
 def _folders() -> Iterator[Path]:
-    """Where a library may lie: the user's cache, or for this process alone where that cannot be written."""
+    """The user's cache folder, and one for this process alone if that cannot be written."""
     with suppress(RuntimeError):  # no home
         yield cache_folder()
     yield Path(tempfile.mkdtemp(prefix="headstart-"))
@@ -145,12 +136,12 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def in_use() -> bool:
-    """Whether somebody has asked for the kernels, and they are there."""
+    """Whether the kernels were loaded before; does not compile them."""
     return library.cache_info().currsize > 0 and library() is not None
 
 
 def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
-    """Minus a uniform number in (0, 1) for each of `width` steps from each key on, float32 [P, width]."""
+    """Negative uniform numbers in (-1, 0) for the `width` counters from each key on, float32 [P, width]."""
     keys_P, numbers_PV = keys_P.contiguous(), torch.empty(len(keys_P), width)
     kernels().headstart_uniform(keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads())
     return numbers_PV
@@ -161,31 +152,24 @@ def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear layer's weights as the kernels read them."""
+    """Weights of a linear layer, packed for the kernels."""
 
     format: str
     inputs: int
     outputs: int
     words: Tensor
-    """int32, [blocks of C outputs, words of inputs, C]."""
+    """int32 [blocks of C outputs, words of inputs, C]."""
     scales: Tensor | None
-    """float16, [blocks, groups of inputs, scale and offset, C]."""
+    """float16 [blocks, groups of inputs, scale and offset, C]."""
     bias: Tensor | None
-    """float32, outputs rounded up to whole blocks."""
+    """float32 [width]."""
 
-    @property
-    def width(self) -> int:
-        """Outputs, rounded up to whole blocks."""
-        return self.words.shape[0] * self.words.shape[2]
-
-    @property
-    def bytes(self) -> int:
-        """Of the weights."""
-        return self.words.nbytes + (0 if self.scales is None else self.scales.nbytes)
+    width: int
+    """Outputs, rounded up to whole blocks."""
 
     @cached_property
     def struct(self) -> Weights:
-        """For the kernels; it must not outlive the tensors."""
+        """Argument for the kernels; it must not outlive the tensors."""
         return Weights(
             list(FORMATS).index(self.format),
             self.inputs,
@@ -195,17 +179,12 @@ class Packed:
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Of a tensor's data; None for None."""
+    """Address of a tensor's data; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
-    """Weights in the shortest format that holds them exactly.
-
-    Args:
-        weight_OI: float32 or bfloat16.
-        bias_O: the layer's bias.
-    """
+    """Pack float32 or bfloat16 weights in the shortest format that holds them exactly."""
     columns = kernels().headstart_columns()
     (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
     weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
@@ -214,15 +193,15 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
     words = torch.cat([_side_by_side(words, columns) for words, _ in held])
     scales = [_side_by_side(scales, columns) for _, scales in held if scales is not None]
     bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
-    return Packed(name, inputs, outputs, words, torch.cat(scales) if scales else None, bias)
+    return Packed(name, inputs, outputs, words, torch.cat(scales) if scales else None, bias, outputs + padding)
 
 
 Held = tuple[Tensor, Tensor | None] | None
-"""Words [O, words of inputs], int32, and scales with offsets [O, groups of inputs, 2]; None for what is not exact."""
+"""Words, int32 [O, words of inputs], and scales with offsets [O, groups of inputs, 2]; None if not exact."""
 
 
 def _held(parts: Sequence[Tensor], name: str) -> tuple[str, list[tuple[Tensor, Tensor | None]]] | None:
-    """All parts in a format; None where it does not hold one of them, which a few rows mostly show."""
+    """All parts in a format; None if it does not hold them exactly, which a few rows mostly show."""
     unit, hold = FORMATS[name]
     if parts[0].shape[1] % unit or hold(parts[0][:32].float()) is None:
         return None
@@ -239,8 +218,8 @@ def _affine4(weight_OI: Tensor) -> Held:
     groups = weight_OI.unflatten(1, (-1, GROUP))
     least, most = groups.aminmax(dim=2, keepdim=True)
     largest = torch.where(most > -least, most, least)
-    guesses = (((most - least) / 15, least), (largest / -8, -8 * (largest / -8).half().float()))
-    for scale, offset in guesses:
+    attempts = (((most - least) / 15, least), (largest / -8, -8 * (largest / -8).half().float()))
+    for scale, offset in attempts:
         if (numbers := _numbers(groups, scale, offset, 4)) is not None:
             halves = numbers.flatten(1).unflatten(1, (-1, 2, 4))  # four inputs in the low halves of a word's bytes
             bytes_ = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
@@ -259,7 +238,7 @@ def _affine8(weight_OI: Tensor) -> Held:
 
 
 def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
-    """Integers, uint8, that the kernels make the weights of: (2^bits + number) * scale + (offset - 2^bits * scale)."""
+    """Integers, uint8, that unpack to the weights as (2^bits + number) * scale + (offset - 2^bits * scale)."""
     base, scale, offset = 2**bits, scale.half().float(), offset.half().float()
     numbers = ((groups - offset) / scale).nan_to_num_(0.0).round_().clamp_(0, base - 1)
     exact = torch.equal((numbers + base) * scale + (offset - base * scale), groups)
@@ -281,8 +260,8 @@ FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
     "bfloat16": (2, _bfloat16),
     "float32": (1, _float32),
 }
-"""Formats by their names, the shortest first, in the order of the kernels' numbers: of how many inputs a row is a
-multiple, and what makes words of weights."""
+"""Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a multiple of the first
+value; the second packs weights."""
 
 
 def _side_by_side(values: Tensor, columns: int) -> Tensor:
@@ -291,19 +270,19 @@ def _side_by_side(values: Tensor, columns: int) -> Tensor:
 
 
 def kernels() -> ctypes.CDLL:
-    """The kernels, where they are known to be there."""
+    """The kernels, after `library` has found them."""
     found = library()
     assert found is not None
     return found
 
 
 def version() -> str:
-    """By what these kernels differ from those of another source, compiler or processor."""
+    """Hash of the kernels' source, compiler and processor."""
     return Path(kernels()._name).stem.removeprefix("cpu_kernels-")
 
 
 def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:
-    """Products of rows [..., inputs] with the weights, [..., outputs], float32; if `rounds`, of bfloat16 values."""
+    """Linear layer on rows [..., inputs]: float32 [..., outputs]; with `rounds`, rounded as in bfloat16."""
     flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
     assert flat.device.type == "cpu" and flat.shape[1] == packed.inputs
     out = flat.new_empty(len(flat), packed.width)
@@ -323,11 +302,11 @@ def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 
 def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None] = lambda module: None) -> nn.Module:
-    """A module whose linear layers run in the kernels; all else is shared with the module, which stays as it is.
+    """A copy of a module whose linear layers run in the kernels; it shares all else.
 
     Args:
-        module: on a CPU.
-        block: what takes the place of a whole block; None for its parts.
+        module: on a CPU; not changed.
+        block: replacement for a whole module; None to replace its parts.
     """
     own = block(module)
     if own is not None:
@@ -335,7 +314,7 @@ def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None
     if type(module) is nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
         return PackedLinear(module)
     twin = copy.copy(module)
-    # transformers hooks a model when its hidden states are first asked for: each of the two must get hooks of its own.
+    # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
     hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
     twin.__dict__.update(hooks)
     twin.__dict__["_modules"] = {name: packed_copy(child, block) for name, child in module.named_children()}
@@ -343,14 +322,12 @@ def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None
 
 
 class PackedLinear(nn.Module):
-    """A linear layer by the kernels; the weights that it shares with the layer are there for whoever asks for them."""
+    """A linear layer in the kernels; `weight` and `bias` are the layer's own."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Pack a layer's weights."""
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.packed = pack(layer.weight, layer.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """As the layer."""
         return linear(self.packed, rows, self.weight.dtype == torch.bfloat16).to(rows.dtype)

@@ -1,8 +1,8 @@
-"""A function as one compiled graph for all lengths of text and sizes of tree, and the function itself to fall back on.
+"""A function compiled once for all lengths of text and sizes of tree, with the function itself to fall back on.
 
-On an accelerator the graph is replayed (CUDA graphs). A size of 1 is a graph of its own, all others share one: lengths
-are symbols in it. A CPU has kernels of our own instead (`cpu_kernels`), which need not be waited for. This module
-imports torch's compiler, which takes seconds: import it where something is compiled.
+On an accelerator it runs as a CUDA graph. A size of 1 is compiled by itself, all others are symbolic dimensions of one
+variant. A CPU has kernels of our own instead (`cpu_kernels`), which are built faster. This module imports torch's
+compiler, which takes seconds: import it where something is compiled.
 """
 
 from __future__ import annotations
@@ -21,68 +21,70 @@ from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 GRAPHS = 64
-"""Graphs of one function, at most: one for each kind; torch's own limit is too small for batches that shrink."""
-# A module whose `patch` no annotation knows.
+"""Variants of one function, at most; torch's own limit is too small for batches that shrink."""
+# Imported by name: no annotation knows its `patch`.
 symbols: Any = import_module("torch.fx.experimental._config")
-
 
 Sizes = Sequence[tuple[Tensor, int]]
 """Tensors, each with a dimension whose size differs between calls."""
 
 
 class InPlace(Protocol):
-    """What is allocated for a generation and written to in place."""
+    """A cache that is allocated for a generation and written to in place."""
 
     def sizes(self) -> Sizes:
-        """Of its tensors."""
+        """Its tensors and their dynamic dimensions."""
 
 
 class CompiledFunction:
-    """A function of tensors that is compiled when it is first called with something of a kind."""
+    """A function of tensors, compiled at the first call of each variant."""
 
-    def __init__(self, function: Callable[..., Any], what: str, device: torch.device, replay: bool = False) -> None:
-        """Nothing is compiled yet.
+    def __init__(self, function: Callable[..., Any], what: str, device: torch.device, cuda_graph: bool = False) -> None:
+        """Prepare to compile.
 
         Args:
             function: what it reads beside its arguments must never change.
-            what: it is, for the user.
+            what: its name, for warnings.
             device: where it runs.
-            replay: as a CUDA graph on a GPU; the function returns a tuple of tensors. One is recorded for each address
-                of the caches: a generation whose caches lie elsewhere records again.
+            cuda_graph: whether to run it as a CUDA graph on a GPU; it returns a tuple of tensors then. One is captured
+                for each address of the caches, so a generation whose caches lie elsewhere captures again.
         """
-        self.function, self.what, self.device = function, what, device
+        self.function, self.what = function, what
 
         def traced(*arguments: Any) -> Any:
             return function(*arguments)
 
-        # torch keeps graphs, and what it learned of sizes, with a function's code; with code of its own, one model's
-        # graph never answers for another.
+        # torch keeps graphs, and what it learned of sizes, with a function's code object; with one of its own, one
+        # model's graph is never used for another.
         own = FunctionType(traced.__code__.replace(), traced.__globals__, what, None, traced.__closure__)
-        self.kinds: set[Hashable] = set()
+        self.variants: set[Hashable] = set()
         self.broken = False
-        self.replay = replay and device.type == "cuda"
-        backend = _Inductor(None, {"triton.cudagraphs": self.replay}, None)
-        options: dict[str, Any] = {"guard_filter_fn": _needed}
+        self.cuda_graph = cuda_graph and device.type == "cuda"
+        backend = _Inductor(None, {"triton.cudagraphs": self.cuda_graph}, None)
+        options: dict[str, Any] = {"guard_filter_fn": _guards_to_keep}
         self._compiled = torch.compile(own, fullgraph=True, backend=backend, options=options)
 
     def __call__(
-        self, kind: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
+        self, variant: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
     ) -> Any:
-        """The function's value.
+        """Call the function.
 
         Args:
-            kind: calls of one kind share a graph.
-            sizes: asked for a kind that is new: what may differ within it, but for what the caches know themselves.
-            caches: asked for a kind that is new: what among the arguments the function writes to in place.
+            variant: calls of one variant share a graph.
+            sizes: called for a new variant: dynamic dimensions, but for those of the caches.
+            caches: called for a new variant: the arguments to which the function writes in place.
             arguments: of the function.
         """
         if self.broken:
             return self.function(*arguments)
-        if self.replay:
+        if self.cuda_graph:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            known = kind in self.kinds
-            value = self._again(arguments) if known else self._first(kind, sizes(), caches(), arguments)
+            if variant in self.variants:
+                value = self._again(arguments)
+            else:
+                value = self._first(sizes(), caches(), arguments)
+                self.variants.add(variant)
         except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
@@ -90,38 +92,32 @@ class CompiledFunction:
                 reason = f"it needs more than {GRAPHS} graphs"
             warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=3)
             return self.function(*arguments)
-        # The next replay writes over what this one returned.
-        return tuple(tensor.clone() for tensor in value) if self.replay else value
+        # The next replay overwrites what this one returned.
+        return tuple(tensor.clone() for tensor in value) if self.cuda_graph else value
 
-    def _first(self, kind: Hashable, sizes: Sizes, caches: Sequence[InPlace], arguments: tuple[Any, ...]) -> Any:
-        """A call that may have to compile."""
+    def _first(self, sizes: Sizes, caches: Sequence[InPlace], arguments: tuple[Any, ...]) -> Any:
         written = [each for cache in caches for each in cache.sizes()]
         for tensor, dimension in (*sizes, *written):
             if tensor.shape[dimension] > 1:
                 torch._dynamo.mark_dynamic(tensor, dimension)
-        if self.replay:  # a graph that is replayed works on copies of its arguments, and writes to none but these
+        if self.cuda_graph:  # which copies its arguments, and writes in place to none but these
             for tensor in {id(tensor): tensor for tensor, _ in written}.values():
                 torch._dynamo.mark_static_address(tensor)
-        value = self._with_options(arguments)
-        self.kinds.add(kind)
-        return value
+        return self._with_options(arguments)
 
     def _again(self, arguments: tuple[Any, ...]) -> Any:
-        """A call of a known kind: to set the options takes longer than a small graph."""
-        with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # guards saw a difference that no kind tells
+        """Call a compiled variant without setting the options, which takes longer than a small graph."""
+        with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # a guard failed within the variant
             return self._compiled(*arguments)
         return self._with_options(arguments)
 
     def _with_options(self, arguments: tuple[Any, ...]) -> Any:
-        with (
-            symbols.patch(use_duck_shape=False),
-            torch._dynamo.config.patch(recompile_limit=GRAPHS),
-        ):
+        with symbols.patch(use_duck_shape=False), torch._dynamo.config.patch(recompile_limit=GRAPHS):
             return self._compiled(*arguments)
 
 
 class _Inductor(torch._TorchCompileInductorWrapper):
-    """torch's own backend, with our options only: torch compiles by itself too, where its guards see a difference."""
+    """torch's own backend, which refuses to compile without our options, as torch does where a guard fails."""
 
     __name__ = "inductor"
 
@@ -131,8 +127,8 @@ class _Inductor(torch._TorchCompileInductorWrapper):
         return super().__call__(*given, **named)
 
 
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    """What is checked at every call: what is said of the arguments. Of the models nothing changes."""
+def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:
+    """Keep guards on arguments; drop guards on module state, which is frozen."""
     return [
         not guard.is_global and "self" not in guard.name and not guard.orig_guard.source.is_unspecialized_nn_module()
         for guard in guards

@@ -304,15 +304,14 @@ def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts
         nearest = min(sizes, key=lambda size: abs(math.log(size / hint.size)))
         sizes[sizes.index(nearest)] = hint.size
 
-    def speed(tree: DynamicShape | TreeShape) -> float:
-        return default_length(tree) / costs.seconds(tree.size, tree.depth)
-
-    def can_pay(tree: DynamicShape | TreeShape) -> bool:
-        return chain_length([BEST_RATE], tree.depth) * costs.seconds(1, 0) > costs.seconds(tree.size, tree.depth)
-
     # twice as large, a level deeper
     trees = [
         TreeShape.chain(1) if size == 2 else default_dynamic_tree(min(head.max_depth, size.bit_length()), size)
         for size in sizes
     ]
-    return [*sorted(filter(can_pay, trees), key=speed, reverse=True)] or [trees[0]]
+    paying: list[TreePolicy] = [
+        tree
+        for tree in trees
+        if chain_length([BEST_RATE], tree.depth) * costs.seconds(1, 0) > costs.seconds(tree.size, tree.depth)
+    ]
+    return sorted(paying, key=lambda tree: -default_length(tree) / costs.seconds(tree.size, tree.depth)) or [trees[0]]

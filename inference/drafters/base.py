@@ -179,6 +179,10 @@ class NoDraft(Drafter):
         return DraftTree.of_shape(ROOT, roots_B[:, None])
 
 
+def _forwarded(method: str) -> Callable[..., None]:
+    return lambda self, *arguments: self._forward(method, *arguments)
+
+
 class DrafterWrapper(Drafter):
     """Forwards every call to the drafters that it wraps; a subclass overrides what it changes."""
 
@@ -190,8 +194,7 @@ class DrafterWrapper(Drafter):
         for part in self.parts:
             getattr(part, method)(*arguments)
 
-    def begin(self, context: DraftContext) -> None:
-        self._forward("begin", context)
+    begin, prefill, observe, compile, select = map(_forwarded, ("begin", "prefill", "observe", "compile", "select"))
 
     def saved_state(self) -> list[Any] | None:
         states = [part.saved_state() for part in self.parts]
@@ -201,23 +204,11 @@ class DrafterWrapper(Drafter):
     def cache_bytes(self, rows: int, tokens: int) -> int:
         return sum(part.cache_bytes(rows, tokens) for part in self.parts)
 
-    def prefill(self, chunk: PrefillChunk) -> None:
-        self._forward("prefill", chunk)
-
     def propose(self, roots_B: Tensor) -> DraftTree:
         return self.parts[0].propose(roots_B)
 
     def host_values(self, step: StepResult) -> Tensor | None:
         return self.parts[0].host_values(step)
-
-    def observe(self, step: StepResult) -> None:
-        self._forward("observe", step)
-
-    def compile(self) -> None:
-        self._forward("compile")
-
-    def select(self, rows_R: Tensor) -> None:
-        self._forward("select", rows_R)
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         assert isinstance(other, DrafterWrapper)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 from ...heads import DraftHead, TargetModules
@@ -174,17 +173,38 @@ def draft_models(drafter: Drafter) -> list[Seq2SeqTarget]:
 def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec) -> Drafter:
     if isinstance(source, Target):
         return _assistant(source, target, tree)
-    if isinstance(source, str):
-        name, _, options = source.partition(":")
-        if name not in _MAKERS:
-            raise ValueError(f"unknown drafter {source!r}; choose from {', '.join(SPECS.values())}")
-        if name in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":
-            raise ValueError(f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts")
-        return _MAKERS[name](options, target, tree)
-    if tree != "auto":
-        raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-    ours = isinstance(source, HeadDrafter | NgramDrafter | DrafterWrapper | NoDraft)
-    return source if ours else ValidatedDrafter(source, target.info.vocab_size)
+    if not isinstance(source, str):
+        if tree != "auto":
+            raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
+        ours = isinstance(source, HeadDrafter | NgramDrafter | DrafterWrapper | NoDraft)
+        return source if ours else ValidatedDrafter(source, target.info.vocab_size)
+    name, _, options = source.partition(":")
+    if name in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":
+        raise ValueError(f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts")
+    if name == "prompt-lookup":
+        nodes, length, ngram = _numbers(name, options, (12, 10, 3))
+        return PromptLookupDrafter(nodes, length, ngram)
+    if name == "retrieval":
+        folder, _, limits = options.partition(":")
+        if not folder:
+            raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
+        nodes, length, ngram = _numbers(name, limits, (12, 10, RETRIEVAL_NGRAM))
+        return PromptLookupDrafter(nodes, length, ngram, shortest=min(2, ngram), corpus=_datastore(folder, target))
+    if name == "lookahead":
+        return Lookahead(*_numbers(name, options, (5, 4, 5)))
+    if name in ("ngram", "random"):
+        number, _, folder = options.partition(":") if name == "ngram" else (options, "", "")
+        (order,) = _numbers(name, number, (3,) if name == "ngram" else ()) or [0]
+        tree = NGRAM_CHAIN if tree == "auto" else tree
+        model = NgramModel(target.info, order, _depth(tree), _datastore(folder, target) if folder else None)
+        drafter = tree_drafter(model, tree, target.modules)
+        return drafter if target.device.type == "cpu" else HostDrafter(drafter)
+    if name == "model":
+        if not options:
+            raise ValueError(f"the drafter model needs a model: {SPECS[name]}")
+        kind = Seq2SeqTarget if is_encoder_decoder(options) else Target
+        return _assistant(kind.load(options, target.dtype, target.device), target, tree)
+    raise ValueError(f"unknown drafter {source!r}; choose from {', '.join(SPECS.values())}")
 
 
 def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
@@ -202,57 +222,6 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
         )
     tree = MODEL_CHAIN if tree == "auto" else tree
     return tree_drafter(AssistantModel(model, target.info, _depth(tree)), tree, target.modules)
-
-
-def _model(name: str, target: Target, tree: TreeSpec) -> Drafter:
-    if not name:
-        raise ValueError(f"the drafter model needs a model: {SPECS['model']}")
-    kind = Seq2SeqTarget if is_encoder_decoder(name) else Target
-    return _assistant(kind.load(name, target.dtype, target.device), target, tree)
-
-
-def _ngram(options: str, target: Target, tree: TreeSpec) -> Drafter:
-    order, _, folder = options.partition(":")
-    datastore = _datastore(folder, target) if folder else None
-    return _ngram_drafter(_numbers("ngram", order, (3,))[0], datastore, target, tree)
-
-
-def _random(options: str, target: Target, tree: TreeSpec) -> Drafter:
-    _numbers("random", options, ())
-    return _ngram_drafter(0, None, target, tree)
-
-
-def _ngram_drafter(order: int, datastore: Datastore | None, target: Target, tree: TreeSpec) -> Drafter:
-    tree = NGRAM_CHAIN if tree == "auto" else tree
-    drafter = tree_drafter(NgramModel(target.info, order, _depth(tree), datastore), tree, target.modules)
-    return drafter if target.device.type == "cpu" else HostDrafter(drafter)
-
-
-def _prompt_lookup(options: str, target: Target, tree: TreeSpec) -> Drafter:
-    nodes, length, ngram = _numbers("prompt-lookup", options, (12, 10, 3))
-    return PromptLookupDrafter(nodes, length, ngram)
-
-
-def _retrieval(options: str, target: Target, tree: TreeSpec) -> Drafter:
-    folder, _, numbers = options.partition(":")
-    if not folder:
-        raise ValueError(f"the drafter retrieval needs a datastore: {SPECS['retrieval']}")
-    nodes, length, ngram = _numbers("retrieval", numbers, (12, 10, RETRIEVAL_NGRAM))
-    return PromptLookupDrafter(nodes, length, ngram, shortest=min(2, ngram), corpus=_datastore(folder, target))
-
-
-def _lookahead(options: str, target: Target, tree: TreeSpec) -> Drafter:
-    return Lookahead(*_numbers("lookahead", options, (5, 4, 5)))
-
-
-_MAKERS: dict[str, Callable[[str, Target, TreeSpec], Drafter]] = {
-    "prompt-lookup": _prompt_lookup,
-    "retrieval": _retrieval,
-    "lookahead": _lookahead,
-    "ngram": _ngram,
-    "random": _random,
-    "model": _model,
-}
 
 
 def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:

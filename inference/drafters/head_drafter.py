@@ -97,6 +97,9 @@ class Progress:
 class HeadDrafter(Drafter):
     """A head, or another draft model, whose state follows the text; a subclass grows a tree from it."""
 
+    draft: Callable[..., tuple[Tensor, ...]]
+    """Grows a tree: tokens [B, N] of its nodes and, if they are not known beforehand, their parents; compiled."""
+
     def __init__(
         self,
         head: DraftModel,
@@ -216,7 +219,7 @@ class HeadDrafter(Drafter):
 
             name = f"the draft of {type(self.head).__name__}"
             self._graphs = {
-                "draft": CompiledFunction(self.draft, name, device, replay=True),
+                "draft": CompiledFunction(self.draft, name, device, cuda_graph=True),
                 "expand": CompiledFunction(self.head.expand, name, device),
                 "observe": CompiledFunction(self.head.observe, name, device),
             }
@@ -236,10 +239,6 @@ class HeadDrafter(Drafter):
         variant = (len(given[0]) == 1, variant)
         caches = [] if state.cache is None else [state.cache]
         return self._graphs[name](variant, lambda: [*state.sizes(), *tensors], lambda: caches, state, *given)
-
-    def draft(self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Any) -> tuple[Tensor, ...]:
-        """Grow a tree: tokens [B, N] of its nodes and, if they are not known from `plan`, their parents."""
-        raise NotImplementedError
 
     def gumbel_noise(self, depth: int) -> Tensor:
         """`DraftContext.gumbel` for the next `depth` positions, over the draft vocabulary."""

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -21,19 +20,6 @@ SORTED_TOKENS = 16
 MANIFEST_FILE, TOKENS_FILE, ORDER_FILE = "datastore.json", "tokens.npy", "order.npy"
 SEPARATOR = -1
 """Token id between the texts of a datastore."""
-
-
-class Corpus(Protocol):
-    """Texts in which n-grams are searched for."""
-
-    def places(self, gram: Sequence[int], most: int) -> np.ndarray:
-        """Positions after the n-gram, up to `most` of them."""
-
-    def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that follow the n-gram, and how often each does."""
-
-    def read(self, start: int, length: int) -> list[int]:
-        """Tokens from a position on; fewer at the text's end."""
 
 
 class NgramIndex:
@@ -57,10 +43,12 @@ class NgramIndex:
         return np.array(self._places.get(tuple(gram), [])[: -most - 1 : -1], dtype=np.int64)
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that follow the n-gram, and how often each does."""
         found = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
         return np.unique(np.array(found, dtype=np.int64), return_counts=True)
 
     def read(self, start: int, length: int) -> list[int]:
+        """Tokens from a position on; fewer at the text's end."""
         return self.tokens[start : start + length]
 
 
@@ -176,3 +164,7 @@ class Datastore:
             else:
                 last = middle
         return first
+
+
+Corpus = NgramIndex | Datastore
+"""Texts in which n-grams are searched for."""

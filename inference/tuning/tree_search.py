@@ -77,7 +77,7 @@ def default_length(policy: TreePolicy) -> float:
         return expected_length(policy, default_accuracy(policy.depth, ranks))
     if isinstance(policy, DynamicShape):
         return default_length(best_static_tree(default_accuracy(policy.depth), policy.size))
-    return default_length(policy.shape if isinstance(policy, SampledShape) else TreeShape.chain(policy.length))
+    return default_length(policy.shape if isinstance(policy, SampledShape) else TreeShape.chain(policy.depth))
 
 
 @lru_cache(maxsize=256)

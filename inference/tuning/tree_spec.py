@@ -187,7 +187,7 @@ EXIT_FEATURES = 4
 class EarlyExitShape:
     """A chain that ends where the next token's probability of being accepted falls below a threshold."""
 
-    length: int
+    depth: int
     """Tokens, at most."""
     threshold: float
     """From 0, never to end early, to 1."""
@@ -199,23 +199,18 @@ class EarlyExitShape:
     @property
     def size(self) -> int:
         """Number of nodes, the root counted, at most."""
-        return self.length + 1
+        return self.depth + 1
 
     @property
     def expanded(self) -> int:
         """Nodes that a draft expands, at most."""
-        return self.length
-
-    @property
-    def depth(self) -> int:
-        """Tokens on the longest path, at most."""
-        return self.length
+        return self.depth
 
     def __post_init__(self) -> None:
-        if self.length < 1 or not 0 <= self.threshold <= 1:
+        if self.depth < 1 or not 0 <= self.threshold <= 1:
             raise ValueError(
                 "a chain with early exit needs a length of at least 1 and a threshold from 0 to 1, not "
-                f"{self.length} and {self.threshold}"
+                f"{self.depth} and {self.threshold}"
             )
         if self.weights is not None and len(self.weights) != EXIT_FEATURES:
             raise ValueError(f"an early-exit classifier has {EXIT_FEATURES} weights, not {len(self.weights)}")
@@ -284,5 +279,5 @@ def spec_of(policy: TreePolicy) -> str | list[list[int]]:
         return f"{'independent' if policy.independent else 'drawn'}:{spec_of(policy.shape)}"
     if isinstance(policy, EarlyExitShape):
         weights = "" if policy.weights is None else "@" + ",".join(map(str, policy.weights))
-        return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.sampled else ''}chain:{policy.length}"
+        return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.sampled else ''}chain:{policy.depth}"
     return [list(path) for path in policy.paths]

@@ -80,7 +80,7 @@ def test_a_graph_decides_as_the_rule_does(rule, rows):
         warnings.filterwarnings("error", message=".*without compiling")
         pairs = zip(Case(rule, rows).decide(compiled), Case(rule, rows).decide(plain), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert compiled.graph.kinds
+    assert compiled.graph.variants
 
 
 @pytest.mark.usefixtures("graphs")
@@ -89,7 +89,7 @@ def test_trees_whose_shapes_keep_changing_get_no_graph_each():
     decider.compile(CPU)
     for length in range(1, DRAWN_SHAPES + 3):
         Case("block", 1, TreeShape.chain(length)).decide(decider)
-    assert len(decider.graph.kinds) == DRAWN_SHAPES
+    assert len(decider.graph.variants) == DRAWN_SHAPES
 
 
 def test_every_number_that_was_drawn_is_used_once():

@@ -56,7 +56,7 @@ def test_a_stopper_is_trained_on_the_targets_own_answers(tiny_target):
     policy, tokens, rate = train_stopper(
         target, head, prompts, {"max_new_tokens": 40, "do_sample": False}, {"target": 0.01}
     )
-    assert policy.length == 3 and len(policy.weights) == 4 and tokens >= 1 and rate > 0
+    assert policy.depth == 3 and len(policy.weights) == 4 and tokens >= 1 and rate > 0
     lm = SpeculativeLM(target, EarlyExitChain(head, policy, target.modules))
     for ids in prompts:
         settings = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}

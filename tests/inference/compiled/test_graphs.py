@@ -99,7 +99,7 @@ def test_one_graph_too_many_is_told_once_and_runs_as_it_is(monkeypatch):
     with pytest.warns(UserWarning, match="a sum runs without compiling: it needs more than 2 graphs") as told:
         found = [graph(word, list, list, torch.ones(1), word)[0].item() for word in words]
     assert found == [1.0 + len(word) for word in words]
-    assert sum("a sum" in str(each.message) for each in told) == 1 and graph.kinds == {"a", "bb"}
+    assert sum("a sum" in str(each.message) for each in told) == 1 and graph.variants == {"a", "bb"}
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -195,7 +195,7 @@ def test_a_replayed_graph_is_told_what_is_written_in_place(tiny_target, monkeypa
     lm = compiled_lm(target, "eagle3, dynamic")
     graphs = [target.graph, lm.greedy_rule.graph, lm.drafter._graphs["draft"]]
     for graph in graphs:
-        graph.replay = True  # which moves the cache's entries in the rule's graph
+        graph.cuda_graph = True  # which moves the cache's entries in the rule's graph
     row = torch.arange(12)[None].expand(rows, -1)
     settings = SETTINGS | {"attention_mask": torch.ones_like(row)}
     assert torch.equal(lm.generate(row, **settings).sequences, target.model.generate(row, **settings))

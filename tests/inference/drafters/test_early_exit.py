@@ -39,7 +39,7 @@ def test_greedy_is_generate(tiny_target, tree, kind):
     output = lm.generate(ids, **settings)
     assert torch.equal(output.sequences, target.model.generate(ids, **settings))
     drafted = {record.drafted for row in output.stats.rows for record in row}
-    assert drafted <= set(range(tree_policy(tree).length + 1))
+    assert drafted <= set(range(tree_policy(tree).depth + 1))
     if tree.startswith("stop:1:"):
         assert drafted == {0}
 
