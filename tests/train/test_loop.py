@@ -610,7 +610,7 @@ def test_a_second_start_tokenizes_nothing_and_sigterm_to_the_group_stops_a_run_w
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped at step" in said
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.train.data.sequences.encode", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr("headstart.train.data.token_cache.encode", lambda *_: pytest.fail("tokenized again"))
         train(changed(options, data={"workers": 1}))
     assert same_outcome(folder, undisturbed)
 
@@ -622,7 +622,7 @@ def test_a_step_waits_for_the_device_once(options, changed, monkeypatch):
         original = getattr(torch.Tensor, name)
 
         def asked(self, original=original, name=name):
-            if Path(sys._getframe(1).f_code.co_filename).name in ("loop.py", "features.py", "parallel.py"):
+            if Path(sys._getframe(1).f_code.co_filename).name in ("loop.py", "online.py", "engines.py"):
                 waits.append((current[-1], name))
             return original(self)
 
