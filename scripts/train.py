@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from headstart.heads import HEADS
 from headstart.scripts.command_line import options, run
 from headstart.train.config import TrainConfig
 
 
 def head_help() -> str:
     """Every head with its options and their defaults."""
+    from headstart.heads import HEADS
+
     lines = ["head types and their options:"]
     for name, head in HEADS.items():
         defaults = dataclasses.asdict(head.config_class())
@@ -24,11 +25,13 @@ def head_help() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse and train."""
-    config = options(TrainConfig, "train", f"{__doc__}\n{head_help()}", arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    description = f"{__doc__}\n{head_help()}" if {"-h", "--help"} & set(arguments) else __doc__
+    config = options(TrainConfig, "train", description, arguments)
     if config.plan is not None:
         from headstart.train.memory_plan import show_plan
 
-        show_plan(config, sys.argv[1:] if arguments is None else arguments)
+        show_plan(config, arguments)
         return
     from headstart.train.loop import train
 

@@ -64,6 +64,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         ValueError: an unknown shape.
     """
     import torch
+    from transformers import AutoModelForCausalLM
 
     from headstart.inference.kv_cache import free_memory
     from headstart.inference.verify_step import Decider
@@ -92,7 +93,8 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         report["shapes"][name] = rows = []
         shape = gpu_rounds.SHAPES[name]()
         free = HEADROOM * free_memory(device)
-        weights = 2 * gpu_rounds.parameters_of(shape)
+        with torch.device("meta"):
+            weights = 2 * sum(weight.numel() for weight in AutoModelForCausalLM.from_config(shape).parameters())
         if weights > free:
             log.info(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
             continue

@@ -148,5 +148,5 @@ def _print(found: list[Explained], rates: list[float], draft_cost: float, best: 
         figures = (row.expected_tokens, row.tokens, row.expected_factor, row.factor, row.operations)
         table.add_row(str(row.gamma), *map(number, figures))
     console.print(table)
-    told = " ".join(f"{rate:.2f}" for rate in rates)
-    log.info(f"acceptance rate by depth {told}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")
+    by_depth = " ".join(f"{rate:.2f}" for rate in rates)
+    log.info(f"acceptance rate by depth {by_depth}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")

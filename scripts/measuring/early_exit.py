@@ -57,9 +57,9 @@ def fit(rounds: list[ChainRound]) -> tuple[float, ...]:
     Raises:
         ValueError: all drafts were accepted, or none.
     """
-    judged = [(each.features_KX[: each.accepted + 1], each.accepted) for each in rounds]
-    features_NX = torch.cat([features for features, _ in judged]).double()
-    right_N = torch.cat([torch.arange(len(features)) < accepted for features, accepted in judged]).double()
+    examples = [(each.features_KX[: each.accepted + 1], each.accepted) for each in rounds]
+    features_NX = torch.cat([features for features, _ in examples]).double()
+    right_N = torch.cat([torch.arange(len(features)) < accepted for features, accepted in examples]).double()
     if right_N.min() == right_N.max():
         raise ValueError(
             f"all {len(right_N)} drafts were {'right' if right_N[0] else 'wrong'}: no classifier can be trained"

@@ -26,6 +26,7 @@ from headstart.inference.tree import DraftTree
 from headstart.inference.verify import VerifyResult, greedy
 from headstart.inference.verify_step import Decider
 from headstart.scripts.measuring.bandwidth import now, weight_bytes
+from headstart.scripts.measuring.gpu_training import head_options
 from headstart.train.console import log
 
 LLAMA_3: dict[str, Any] = {
@@ -64,10 +65,7 @@ def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, 
     with device:
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval().requires_grad_(False)
         target = Target(model)
-        layers = target.info.num_layers
-        options = {"depth": DEPTH, "draft_vocab_size": min(32000, target.info.vocab_size), "start": "random"}
-        if layers < 7:
-            options["feature_layers"] = sorted({0, layers - 2})
+        options = head_options(target) | {"depth": DEPTH, "start": "random"}
         head = build_head("eagle3", options, target.info).to(device, torch.bfloat16)
         head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     return target, head.eval().requires_grad_(False)
@@ -147,8 +145,8 @@ def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResul
     lengths_B = 1 + passed_BD.long().cumprod(-1).sum(-1)
     places_A = torch.arange(tree.max_depth + 1, device=lengths_B.device)
     path_BA = places_A.expand(len(lengths_B), -1)  # any nodes: costs do not depend on them
-    said = greedy(tree, scores_BNV, draw)  # so that the cost of a rule is included
-    return VerifyResult(path_BA, lengths_B, said.next_tokens_B)
+    result = greedy(tree, scores_BNV, draw)  # so that the cost of a rule is included
+    return VerifyResult(path_BA, lengths_B, result.next_tokens_B)
 
 
 def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str, Any]]:
@@ -169,10 +167,3 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
         found.append({"transformers": what, "batch": batch, "context": 512, "step": step})
         log.info(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
     return found
-
-
-def parameters_of(shape: PretrainedConfig) -> int:
-    """Number of parameters of a model, which is not built."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
-    return sum(weight.numel() for weight in model.parameters())

@@ -130,11 +130,13 @@ class Share:
         rows, rest = divmod(batch_size, processes)
         forwards, left = divmod(rows, micro_batch or max(rows, 1))
         if rest or left or forwards == 0:
-            asked = f"loop.batch_size {batch_size} cannot be divided among {processes} processes"
+            problem = f"loop.batch_size {batch_size} cannot be divided among {processes} processes"
             if micro_batch is not None:
-                asked += f" in forwards of loop.micro_batch {micro_batch}"
+                problem += f" in forwards of loop.micro_batch {micro_batch}"
             unit = processes * (micro_batch or 1)
-            raise ValueError(f"{asked}; choose a multiple of {unit}, such as {max(1, round(batch_size / unit)) * unit}")
+            raise ValueError(
+                f"{problem}; choose a multiple of {unit}, such as {max(1, round(batch_size / unit)) * unit}"
+            )
         return cls(process, processes, forwards)
 
     @classmethod
@@ -159,7 +161,7 @@ class Share:
 class Order:
     """The steps of every epoch, by a seed.
 
-    The conversations are shuffled, sorted by length within windows, cut into steps, and the steps shuffled.
+    The conversations are shuffled, sorted by length within windows, divided into steps, and the steps shuffled.
     """
 
     def __init__(

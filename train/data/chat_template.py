@@ -101,10 +101,10 @@ def render(
     Raises:
         ValueError: the template refuses the messages.
     """
-    asked: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     try:
         text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **asked
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses a conversation: {error}") from error

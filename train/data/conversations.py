@@ -2,13 +2,13 @@
 
 A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, or one that
 `Dataset.save_to_disk` wrote), or a Hub data set `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as
-possible: of a JSONL file only where its lines are, of the others what `datasets` maps into memory.
+possible: a JSONL file is only searched for line breaks, the others are mapped into memory by `datasets`.
 
-Each row has one of the `FORMATS`; all rows of a source have the same one. What comes out is always `messages`:
+All rows of a source have the same one of the `FORMATS`, and are converted to `messages`:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-`content` may be null where there are `tool_calls`; parts of type text are joined. `tools` is handed to the template.
+`content` may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat template.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FORMATS = {
     "conversations": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
 }
-"""The columns of each format: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer. The first that
-a row has all columns of is its format."""
+"""Columns of each format: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer. A row has the first
+format of which it has all columns."""
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -49,11 +49,11 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles by the word after `from`."""
+"""Roles by ShareGPT's value of `from`."""
 SCANNED = 2**26
 """Bytes of a file that are searched for line feeds at once."""
 BATCH = 1000
-"""Rows that are taken out of Arrow at once."""
+"""Rows that are read from Arrow at once."""
 
 Messages = list[dict[str, str]]
 """Roles and contents of a prompt or a conversation."""
@@ -66,15 +66,15 @@ class Source:
     """A source whose rows can be read, in any order and by any process."""
 
     name: str
-    """As it was given."""
+    """Name by which the source was opened."""
     kind: Literal["lines", "texts", "columns"]
-    """Places of lines in the file `name`, JSON texts, or columns of Arrow."""
+    """Form of the rows: byte ranges of lines in the file `name`, JSON texts, or columns of Arrow."""
     identity: str
-    """Another one as soon as the data change."""
+    """Hash that changes with the data."""
     load: Callable[[], Dataset]
-    """Gives all rows, memory-mapped unless they are small; a large file is searched for its lines then."""
+    """Loads all rows, memory-mapped unless they are small; searches a JSONL file for its lines."""
     limit: int | None = None
-    """Rows that are read at most, the first ones; None for all."""
+    """Read only the first rows; None for all."""
 
     @cached_property
     def rows(self) -> Dataset:
@@ -83,7 +83,7 @@ class Source:
         return rows if self.limit is None or self.limit >= len(rows) else rows.select(range(self.limit))
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """The place of every row, for messages, and its value; the first one at once.
+        """Place of every row, for error messages, and its value; the first one without delay.
 
         Raises:
             ValueError: a row that is no JSON.
@@ -100,7 +100,7 @@ class Source:
 
 
 def open_source(name: str, limit: int | None = None) -> Source:
-    """Open a source; at most its first `limit` rows.
+    """Open a source, of which at most the first `limit` rows are read.
 
     Raises:
         ValueError: nothing there, an unknown config or split, or columns that fit no format.
@@ -113,7 +113,7 @@ def open_source(name: str, limit: int | None = None) -> Source:
 
 
 def open_file(name: str) -> Source:
-    """A file as a source.
+    """Open a file.
 
     Raises:
         ValueError: no file, or none that can be read.
@@ -196,24 +196,24 @@ def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
 
 
 def check_columns(columns: list[str], where: str) -> str:
-    """The format that fits these columns.
+    """Return the format of these columns.
 
     Raises:
         ValueError: naming the columns, and what each format lacks.
     """
-    for word, needed in FORMATS.items():
+    for name, needed in FORMATS.items():
         if set(needed) <= set(columns):
-            return word
+            return name
     lacking = "; ".join(
-        f"{word} lacks {', '.join(repr(name) for name in needed if name not in columns)}"
-        for word, needed in FORMATS.items()
+        f"{name} lacks {', '.join(repr(column) for column in needed if column not in columns)}"
+        for name, needed in FORMATS.items()
     )
     there = ", ".join(map(repr, columns)) or "no columns"
     raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
 
 
 def format_of(row: Any, where: str) -> str:
-    """The format of a row; columns without a value do not count.
+    """Return the format of a row, whose columns without a value do not count.
 
     Raises:
         ValueError: none fits.
@@ -224,11 +224,11 @@ def format_of(row: Any, where: str) -> str:
 
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """A row of any format with its messages in `messages`; its other columns stay.
+    """Convert a row of any format to `messages`; its other columns stay.
 
     Args:
         row: a value out of a source.
-        where: its place, for messages.
+        where: its place, for error messages.
         expected: the format that the row must have; None for any.
 
     Raises:
@@ -249,9 +249,12 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
 
 
 def values(name: str, kind: str, batch: dict[str, list[Any]], numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
-    """The place and the value of some rows of a source; see `Source`."""
+    """Place and value of some rows of a source."""
     if kind == "lines":
-        yield from _lines(name, batch)
+        with Path(name).open("rb") as file:
+            for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
+                file.seek(start)
+                yield _line(name, line, file.read(stop - start))
         return
     for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where, row = f"{name}, row {number}", dict(zip(batch, cells, strict=True))
@@ -259,14 +262,14 @@ def values(name: str, kind: str, batch: dict[str, list[Any]], numbers: Iterable[
 
 
 def without_nulls(value: Any) -> Any:
-    """A value out of Arrow without the keys that are null there because other rows have them; `content` stays."""
+    """Drop keys that Arrow fills with null because other rows have them; `content` stays."""
     if isinstance(value, dict):
         return {name: without_nulls(own) for name, own in value.items() if own is not None or name == "content"}
     return [without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def _json(name: str) -> Source:
-    """A JSONL file, or one JSON array."""
+    """Open a JSONL file, or a file with one JSON array."""
     path = Path(name)
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
@@ -278,7 +281,7 @@ def _json(name: str) -> Source:
 
 
 def _elements(path: Path) -> Dataset:
-    """The elements of one JSON array, each as a text: their keys may differ."""
+    """Elements of a JSON array, each as a text, since their keys may differ."""
     try:
         elements = json.loads(path.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -287,7 +290,7 @@ def _elements(path: Path) -> Dataset:
 
 
 def _places(path: Path) -> Dataset:
-    """Where the lines that are not empty start and stop, in bytes, and their numbers, counted from 1."""
+    """Byte ranges of the lines that are not empty, and their numbers, counted from 1."""
     if path.stat().st_size == 0:
         return Dataset.from_dict({"start": [], "stop": [], "line": []})
     text = np.memmap(path, dtype=np.uint8, mode="r")
@@ -299,13 +302,6 @@ def _places(path: Path) -> Dataset:
     for i in doubtful.tolist():
         kept[i] = bool(text[starts[i] : stops[i]].tobytes().strip())
     return Dataset.from_dict({"start": starts[kept], "stop": stops[kept], "line": np.flatnonzero(kept) + 1})
-
-
-def _lines(name: str, batch: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
-    with Path(name).open("rb") as file:
-        for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
-            file.seek(start)
-            yield _line(name, line, file.read(stop - start))
 
 
 def _line(name: str, number: int, text: bytes) -> tuple[str, Any]:
@@ -329,7 +325,7 @@ def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
 
 
 def _data_set(name: str, limit: int | None) -> Source:
-    """A folder, or a Hub data set, of which no more is downloaded than `limit` rows if there is a limit."""
+    """Open a folder, or a Hub data set, of which at most `limit` rows are downloaded."""
     place, revision, config, split = parsed_name(name)
     if (Path(place) / "state.json").is_file() or (Path(place) / "dataset_dict.json").is_file():
         rows = load_from_disk(place)
@@ -351,7 +347,7 @@ def _data_set(name: str, limit: int | None) -> Source:
 
 
 def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
-    """Name, revision, config and split of `NAME[@REVISION][:[CONFIG:]SPLIT]`; a split may be a slice, train[:100]."""
+    """Parse `NAME[@REVISION][:[CONFIG:]SPLIT]` into name, revision, config, split, which may be a slice: train[:100]."""
     if Path(name).exists():
         return name, None, None, None
     place, _, rest = name.partition(":")
@@ -385,7 +381,7 @@ def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """A prompt and its completion, each a text or messages."""
+    """Join a prompt and its completion, each a text or messages."""
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         part = row[name]
@@ -396,7 +392,7 @@ def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, number: int, where: str) -> dict[str, Any]:
-    """A message with its content as one text, or null beside tool calls."""
+    """Check a message; its content becomes one text, or null beside tool calls."""
     if not isinstance(message, dict):
         raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
     content = message.get("content")
@@ -423,7 +419,7 @@ def _joined(parts: list[Any], number: int, where: str) -> str:
 
 
 def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object, as chat templates expect them; OpenAI sends JSON in a text."""
+    """Parse the arguments of a tool call, which OpenAI sends as JSON text; chat templates expect an object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
@@ -439,7 +435,7 @@ def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
 
 
 def _tools(tools: Any, where: str) -> list[Any]:
-    """The tools of a conversation, of which some data sets hold the JSON text."""
+    """Parse the tools of a conversation, which some data sets hold as JSON text."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

@@ -87,8 +87,8 @@ class _Output:
             self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
-            asked = {name: now[name] for name in before}  # options that are newer than the file are not compared
-            check_options(f"{self.path} was started with", before, asked, RESUME_ADVICE, ("output",))
+            compared = {name: now[name] for name in before}  # options that are newer than the file are not compared
+            check_options(f"{self.path} was started with", before, compared, RESUME_ADVICE, ("output",))
         if not self.path.exists() and self.progress.size == 0:
             self.path.touch()
         if not self.path.exists() or self.path.stat().st_size < self.progress.size:
@@ -244,7 +244,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     marker = "USER-WORDS-BEGIN-HERE"
     text = render(tokenizer, [{"role": "user", "content": marker}])
     if marker not in text:
-        raise ValueError("the chat template changes the user's words, so it cannot be cut before them; give --prompts")
+        raise ValueError("the chat template changes the user's words, so no prompt can start there; give --prompts")
     return text[: text.index(marker)]
 
 
@@ -253,12 +253,12 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
     config, batch = output.config, output.progress.batches
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
     if output.prompts is None:
-        asked = _generate_prompts(lm, tokenizer, output, generator)
+        prompts = _generate_prompts(lm, tokenizer, output, generator)
     else:
-        asked = output.prompts[batch * output.at_once : (batch + 1) * output.at_once]
-    if not asked:
+        prompts = output.prompts[batch * output.at_once : (batch + 1) * output.at_once]
+    if not prompts:
         return []
-    texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in asked]
+    texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in prompts]
     sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
     answers = _continue(
         lm,
@@ -271,7 +271,7 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
         **sampling,
     )
     rows = []
-    for messages, (answer, finished) in zip(asked, answers, strict=True):
+    for messages, (answer, finished) in zip(prompts, answers, strict=True):
         text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
         if not text or distinct_share(answer) < config.min_distinct:
             continue

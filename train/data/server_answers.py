@@ -133,15 +133,15 @@ class _Work:
 
 
 def _resume(path: Path, config: SelfMadeConfig) -> set[int]:
-    """Start the file, or cut off a half-written line; the numbers of the prompts that are answered."""
-    asked = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
+    """Start the file, or cut off a half-written line; return the numbers of the prompts that are answered."""
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
     state = path.with_name(path.name + ".state.json")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(state, json.dumps({"options": asked}))
+        write_whole(state, json.dumps({"options": options}))
         return set()
     if not state.exists():
         raise ValueError(f"{path} exists and was not written by this command; choose another output")
     before = json.loads(state.read_text(encoding="utf-8"))["options"]
-    check_options(f"{path} was started with", before, asked, RESUME_ADVICE)
+    check_options(f"{path} was started with", before, options, RESUME_ADVICE)
     return {json.loads(line)["number"] for line in whole_lines(path)}
