@@ -347,7 +347,7 @@ def _data_set(name: str, limit: int | None) -> Source:
 
 
 def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
-    """Parse `NAME[@REVISION][:[CONFIG:]SPLIT]` into name, revision, config, split, which may be a slice: train[:100]."""
+    """Parse `NAME[@REVISION][:[CONFIG:]SPLIT]` into its parts; the split may be a slice, train[:100]."""
     if Path(name).exists():
         return name, None, None, None
     place, _, rest = name.partition(":")
