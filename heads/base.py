@@ -136,11 +136,6 @@ class TargetFeatures:
         """Number of each token's sequence in a packed row; None where every row is one sequence."""
         return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
 
-    def tokens_after(self, offset: int) -> Tensor:
-        """Token `offset` positions later, [B, T]; past the end, where no draft is judged, the last one."""
-        position_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
-        return self.tokens_BT[:, (position_T + offset).clamp(max=len(position_T) - 1)]
-
 
 class HeadOutput(NamedTuple):
     """The loss of one batch and the counts from which every reported mean is made.

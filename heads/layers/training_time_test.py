@@ -67,7 +67,6 @@ class TrainingTimeTest:
         self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
         self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
         """Keys and values by step, for each layer."""
-        self._block_masks: dict[tuple[int, torch.device], BlockMask] = {}
 
     @cached_property
     def spans(self) -> Spans:
@@ -82,19 +81,17 @@ class TrainingTimeTest:
                 found.append((slice(row, row + 1), slice(start, stop)))
         return found
 
-    def block_mask(self, time: int, device: torch.device) -> BlockMask:
-        """The causal block mask of flex_attention, in which a sequence attends to no other."""
-        if self.sequences_BT is None:
-            return _causal_blocks(time, device)
-        if (time, device) not in self._block_masks:
-            numbers_BT = self.sequences_BT
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """Block mask of flex_attention for packed rows: causal, each token within its sequence."""
+        numbers_BT = self.sequences_BT
+        assert numbers_BT is not None
 
-            def own_sequence(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key])
+        def own_sequence(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key])
 
-            mask = create_block_mask(own_sequence, len(numbers_BT), None, time, time, device=device)
-            self._block_masks[time, device] = mask
-        return self._block_masks[time, device]
+        batch, time = numbers_BT.shape
+        return create_block_mask(own_sequence, batch, None, time, time, device=numbers_BT.device)
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -126,8 +123,11 @@ class TrainingTimeTest:
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
         found: list[Tensor] = []
+        column_T = torch.arange(features.tokens_BT.shape[1], device=features.tokens_BT.device)
         for step in range(steps):
-            next_tokens_BT, positions_BT = features.tokens_after(1 + step), features.position_ids_BT + step
+            # Past the end, where no draft is judged, the last token stands for the next ones.
+            next_tokens_BT = features.tokens_BT[:, (column_T + 1 + step).clamp(max=len(column_T) - 1)]
+            positions_BT = features.position_ids_BT + step
             if step > 0:
                 next_tokens_BT, positions_BT = self.at_drafts(next_tokens_BT), self.at_drafts(positions_BT)
                 state_BTD = found[-1] if fed_back is None else fed_back(found[-1])
@@ -202,7 +202,8 @@ def by_flex(
     test: TrainingTimeTest,
 ) -> Tensor:
     """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
-    mask = test.block_mask(query_BHTE.shape[2], query_BHTE.device)
+    whole_rows = test.sequences_BT is None
+    mask = _causal_blocks(query_BHTE.shape[2], query_BHTE.device) if whole_rows else test.block_mask
     out_BHTE, more = attention(
         query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
