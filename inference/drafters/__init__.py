@@ -1,1 +1,1 @@
-"""What proposes draft trees: heads, a second model, lookup, n-grams, and the choice among them."""
+"""Drafters propose draft trees: heads, a second model, lookup, n-grams, and adaptive choice among them."""

@@ -1,4 +1,4 @@
-"""The drafter interface: what drafts, what it is given of the prompts, and what it learns of each step.
+"""The drafter interface: drafters, what they read of the prompts, and what they learn from each step.
 
 A subclass of `Drafter` needs `max_nodes` and `propose`; one that remembers the text also `begin`, `prefill` and
 `observe`. One that is not ours runs inside a `ValidatedDrafter`, so that nothing it does can change the output.
@@ -85,7 +85,7 @@ class StepResult:
 
     @classmethod
     def of(cls, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, verdict: VerifyResult) -> StepResult:
-        """What follows from a verdict."""
+        """Gather what a verdict emits."""
         path_BA, emitted_BA = verdict.path_BA, verdict.emitted_BA
         if emitted_BA is None:
             ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, path_BA)
@@ -99,7 +99,7 @@ class StepResult:
 
 
 class Drafter:
-    """A source of draft trees. Rows of a batch are decoded together; `select` and `replace` change who they are."""
+    """A source of draft trees for a batch of rows, which `select` and `replace` change."""
 
     feature_layers: tuple[int, ...] = ()
     """The target's layers whose features it reads."""
@@ -172,9 +172,6 @@ class NoDraft(Drafter):
 
     max_nodes = 1
 
-    def __repr__(self) -> str:
-        return "NoDraft()"
-
     def propose(self, roots_B: Tensor) -> DraftTree:
         return DraftTree.of_shape(ROOT, roots_B[:, None])
 
@@ -195,6 +192,10 @@ class DrafterWrapper(Drafter):
             getattr(part, method)(*arguments)
 
     begin, prefill, observe, compile, select = map(_forwarded, ("begin", "prefill", "observe", "compile", "select"))
+
+    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
+        for part, its in zip(self.parts, state, strict=True):
+            part.resume(context, kept, its, whole)
 
     def saved_state(self) -> list[Any] | None:
         states = [part.saved_state() for part in self.parts]
@@ -227,7 +228,7 @@ class DrafterWrapper(Drafter):
 
 
 class RootTracker(DrafterWrapper):
-    """A wrapper that knows each row's newest token, the root of the next tree, on the host."""
+    """A wrapper of one drafter that knows each row's newest token, the root of the next tree, on the host."""
 
     roots: list[int]
 
@@ -235,12 +236,7 @@ class RootTracker(DrafterWrapper):
         self.roots = [0] * context.batch_size
         super().begin(context)
 
-    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
-        self.begin(context)
-        self.prefill(kept)
-
-    def saved_state(self) -> None:
-        return None
+    resume, saved_state = Drafter.resume, Drafter.saved_state
 
     def prefill(self, chunk: PrefillChunk) -> None:
         self.roots = chunk.last_tokens(self.roots)
@@ -258,7 +254,7 @@ class RootTracker(DrafterWrapper):
         assert isinstance(other, RootTracker)
         for row, root in zip(rows_R.tolist(), other.roots, strict=True):
             self.roots[row] = root
-        super().replace(rows_R, other)
+        self._forward("replace", rows_R, other.parts[0])
 
 
 class ValidatedDrafter(RootTracker):
@@ -319,9 +315,7 @@ class ValidatedDrafter(RootTracker):
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         assert isinstance(other, ValidatedDrafter)
         self.failed = self.failed or other.failed
-        for row, root in zip(rows_R.tolist(), other.roots, strict=True):
-            self.roots[row] = root
-        self._forward("replace", rows_R, other.parts[0])
+        super().replace(rows_R, other)
 
     def _check_host_values(self, values_BK: Tensor | None) -> None:
         if values_BK is not None and (values_BK.shape[:-1] != (len(self.roots),) or values_BK.dtype != torch.int64):

@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...heads.layers.draft_cache import counting
 from ..tree import DraftTree
-from .base import DraftContext, Drafter, DrafterWrapper, PrefillChunk, StepResult
+from .base import Drafter, DrafterWrapper, StepResult
 from .prompt_lookup import PromptLookupDrafter, Trie
 
 OWNERS = ("head", "source", "both")
@@ -54,10 +53,6 @@ class HeadAndLookup(DrafterWrapper):
 
     def __repr__(self) -> str:
         return f"HeadAndLookup({self.parts[0]!r} + {self.parts[1]!r})"
-
-    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
-        for part, its in zip(self.parts, state, strict=True):
-            part.resume(context, kept, its, whole)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         head, lookup = self.parts

@@ -22,7 +22,6 @@ from ..compiled.cpu_kernels import version
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.head_drafter import StaticTree
 from ..logits import RandomSampler
-from ..loop import PREFILL_TOKENS
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..target import Target
 from .machine import measured_once, positive, seconds_in_turns
@@ -36,6 +35,8 @@ DEPTH = 4
 """Depth of the chain by which drafts are timed, at most."""
 REPEATS, LIMIT = 5, 0.8
 """Calls of each, at most, and seconds after which there are no more."""
+CHUNK_TOKENS = 2048
+"""Tokens of a text that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,12 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
         target: the model whose forwards are timed; all models of the same dimensions cost the same.
         head: the head whose drafts are timed; None for drafters without a head.
     """
-    name = f"seconds of a round: {_dimensions(target)}; {_dimensions_of(head)}"
+    if head is None:
+        drafts = "no head"
+    else:
+        weights = sum(weight.numel() for weight in head.parameters())
+        drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
+    name = f"seconds of a round: {_dimensions(target)}; {drafts}"
     return measured_once(target.device, name, lambda: asdict(_measured(target, head)), RoundCosts.read)
 
 
@@ -113,13 +119,6 @@ def _dimensions(target: Target) -> str:
         f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, "
         + ("eager" if not target.compiled else "compiled" if target.graph is not None else f"kernels {version()}")
     )
-
-
-def _dimensions_of(head: DraftHead | None) -> str:
-    if head is None:
-        return "no head"
-    weights = sum(weight.numel() for weight in head.parameters())
-    return f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
 
 
 @torch.inference_mode()
@@ -168,7 +167,7 @@ def forward_seconds(
 def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callable[[int], None]:
     """A function that runs a forward over chains of a number of nodes, behind texts that are read now."""
     length, cache = text_BT.shape[1], target.new_cache(len(text_BT))
-    for chunk_BT in text_BT.split(PREFILL_TOKENS, dim=1):
+    for chunk_BT in text_BT.split(CHUNK_TOKENS, dim=1):
         target.read_chunk(chunk_BT, length, cache, layers, [])
 
     @torch.inference_mode()
