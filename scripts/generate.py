@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from headstart.scripts.command_line import SpeculativeOptions, options
 from headstart.train.config import TYPE_CHECKING
@@ -18,7 +18,10 @@ from headstart.train.console import console, log
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headstart.inference import GenerateOutput
     from headstart.train.engine import Shared
+
+Answer = TypeVar("Answer", "Tensor", "GenerateOutput")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,6 @@ def stream_answer(config: GenerateConfig, shared: Shared | None = None) -> dict[
     import torch
     from transformers import TextStreamer
 
-    from headstart.inference import Stats
     from headstart.scripts.measuring.comparison import first_difference
     from headstart.train.data.chat_template import prompt_ids
 
@@ -82,12 +84,13 @@ def stream_answer(config: GenerateConfig, shared: Shared | None = None) -> dict[
     torch.manual_seed(config.seed)  # both sides sample with the global generator
     rates: dict[str, float] = {}
 
-    def timed(side: str, title: str, generate: Callable[[], Tensor]) -> Tensor:
+    def timed(side: str, title: str, generate: Callable[[], Answer]) -> Answer:
         console.rule(title)
         start = time.perf_counter()
-        sequences = generate()
+        answer = generate()
+        sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
         rates[side] = (sequences.shape[1] - input_ids.shape[1]) / (time.perf_counter() - start)
-        return sequences
+        return answer
 
     compared = config.compare and config.max_new_tokens > 0
     if compared:
@@ -96,15 +99,9 @@ def stream_answer(config: GenerateConfig, shared: Shared | None = None) -> dict[
         lm.warmup()
         stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings))
         log.info(f"{rates['generate']:.1f} tokens/s")
-    stats = Stats()
-
-    def speculate() -> Tensor:
-        output = lm.generate(input_ids, **settings)
-        nonlocal stats
-        stats = output.stats
-        return output.sequences
-
-    ours = timed("headstart", "headstart" if config.head or config.drafter else "headstart, plain", speculate)
+    title = "headstart" if config.head or config.drafter else "headstart, plain"
+    output = timed("headstart", title, lambda: lm.generate(input_ids, **settings))
+    stats = output.stats
     line = f"{rates['headstart']:.1f} tokens/s"
     if compared:
         line += f" ({rates['headstart'] / rates['generate']:.2f} times)"
@@ -114,7 +111,7 @@ def stream_answer(config: GenerateConfig, shared: Shared | None = None) -> dict[
         line += f", acceptance rate by depth {accepted}" if accepted else ""
     log.info(line)
     if compared and config.temperature == 0:
-        difference = first_difference(target, stock, ours, input_ids.shape[1])
+        difference = first_difference(target, stock, output.sequences, input_ids.shape[1])
         log.info(
             "both generated the same text"
             if difference is None
