@@ -42,7 +42,7 @@ class TargetOptions(CommandOptions):
 
 @dataclass(frozen=True)
 class DecodingOptions(TargetOptions):
-    """How the model answers prompts."""
+    """Target, head and sampling of answers."""
 
     head: str | None = None
     """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain decoding."""
@@ -64,12 +64,12 @@ class DecodingOptions(TargetOptions):
 
 @dataclass(frozen=True)
 class SpeculativeOptions(DecodingOptions):
-    """How drafts are made and verified."""
+    """Drafting and verification."""
 
     tree: str = "auto"
     """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
-    or a JSON file of paths; the prefix `drawn:` samples the children instead of taking the top k; several separated by
-    |, of which each round takes the one that has been fastest."""
+    or a JSON file of paths; the prefix `drawn:` samples the children without replacement instead of taking the top k,
+    `independent:` with replacement; several separated by |, of which each round takes the one that has been fastest."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical, which is LOSSY."""

@@ -89,7 +89,7 @@ def verify_head(config: VerifyConfig) -> None:
         examples.append(Example(tokens=answer_1T[0].tolist(), loss_mask=mask, conversation=number))
 
     def accuracy_of(head: DraftHead) -> list[float]:
-        """How often the best draft at each depth is the target's token, given the true tokens before it."""
+        """Accuracy of the best draft at each depth, given the true tokens before it."""
         return [ranks[0] for ranks in teacher_forced(target, head, examples)[1]]
 
     accuracy = accuracy_of(head)
