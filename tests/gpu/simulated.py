@@ -142,9 +142,10 @@ def _note(kind: str) -> None:
 def _project_file(filename: str) -> Path | None:
     """The path in the repository, or None for tests and other projects."""
     path = Path(filename)
-    if not path.is_relative_to(PROJECT) or "site-packages" in path.parts or "tests" in path.parts:
+    if not path.is_relative_to(PROJECT):
         return None
-    return path.relative_to(PROJECT)
+    path = path.relative_to(PROJECT)
+    return None if "site-packages" in path.parts or path.parts[0] == "tests" else path
 
 
 def _raw(value: Any) -> Any:
