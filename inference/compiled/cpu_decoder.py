@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ...heads import DraftHead
@@ -38,6 +39,8 @@ PARTS = {
     *(f"mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")),
 }
 """Parameters that a decoder layer may have."""
+LlamaLayer = Any
+"""A decoder layer of any class that has these parts, or a head's."""
 INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -66,7 +69,7 @@ class Call(ctypes.Structure):
 class PackedLayers:
     """Decoder layers of one shape, and the call that runs them."""
 
-    def __init__(self, layers: Sequence[Any], eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[LlamaLayer], eps: float, dtype: torch.dtype) -> None:
         """Pack the weights.
 
         Args:
@@ -183,7 +186,7 @@ class PackedLayers:
 class PackedDecoder:
     """Forward of a causal LM over nodes of a tree."""
 
-    def __init__(self, model: Any, kinds: Sequence[str]) -> None:
+    def __init__(self, model: PreTrainedModel, kinds: Sequence[str]) -> None:
         """Pack a model's weights; `kinds` names the attention mask of each layer."""
         decoder = model.get_decoder()
         self.embed, self.rotary, self.dtype = decoder.embed_tokens, decoder.rotary_emb, model.dtype
@@ -285,7 +288,7 @@ def packed_head(head: DraftHead) -> DraftHead:
     return packed if in_kernels(packed) else head
 
 
-def packed_decoder(model: Any, kinds: Sequence[str]) -> PackedDecoder | None:
+def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecoder | None:
     """A packed decoder whose logits are the model's; None for a model of another architecture."""
     decoder = model.get_decoder()
     known = all(hasattr(decoder, part) for part in ("embed_tokens", "rotary_emb", "layers", "norm"))
@@ -295,14 +298,14 @@ def packed_decoder(model: Any, kinds: Sequence[str]) -> PackedDecoder | None:
     return packed if packed is not None and _agrees(packed, model) else None
 
 
-def _llama_like(layer: Any) -> bool:
+def _llama_like(layer: LlamaLayer) -> bool:
     """Whether a layer has the parts that the kernels implement, and no others, in sizes that fit."""
     parts = {name for name, _ in layer.named_parameters()}
     needed = {name for name in PARTS if name.endswith("weight") and "_norm" not in name.split(".")[-2]}
     return needed <= parts <= PARTS and not any(True for _ in layer.buffers()) and _fits(layer)
 
 
-def _fits(layer: Any) -> bool:
+def _fits(layer: LlamaLayer) -> bool:
     """Whether a layer's widths are multiples of the kernels' vectors on every machine."""
     attention, size = layer.self_attn, layer.self_attn.head_dim
     widths = (size, attention.o_proj.out_features, layer.mlp.up_proj.out_features)
@@ -311,7 +314,7 @@ def _fits(layer: Any) -> bool:
 
 
 @torch.inference_mode()
-def _agrees(packed: PackedDecoder, model: Any) -> bool:
+def _agrees(packed: PackedDecoder, model: PreTrainedModel) -> bool:
     """Whether a text, read in two parts, gets the model's logits."""
     length, part = 12, 7
     tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.outputs

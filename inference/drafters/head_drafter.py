@@ -43,11 +43,12 @@ PENDING_TOKENS = 8192
 """Tokens of each row whose features are kept, at most, for a head that has not read them yet."""
 
 
-class DraftModel(Protocol):
-    """Next-token logits, depth by depth: the part of `heads.DraftHead` that drafting needs.
+ModelState = Any
+"""State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and `replace`."""
 
-    A state is what `begin` returns and the others take; it has `select` and `replace`, as `heads.DraftState` has.
-    """
+
+class DraftModel(Protocol):
+    """Next-token logits, depth by depth: the part of `heads.DraftHead` that drafting needs."""
 
     feature_layers: tuple[int, ...]
     reads_from_start: bool
@@ -59,13 +60,13 @@ class DraftModel(Protocol):
     def draft_vocab_size(self) -> int:
         """Number of tokens that can be drafted."""
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> Any:
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> ModelState:
         """An empty state."""
 
-    def observe(self, state: Any, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> Any:
+    def observe(self, state: ModelState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> ModelState:
         """The state after committed tokens."""
 
-    def expand(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, Any]:
+    def expand(self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, ModelState]:
         """Logits of the children of a frontier, and the state with that frontier."""
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class DraftModel(Protocol):
 class Progress:
     """A head's state, and the part of the text that it has not read yet; several trees of one head share it."""
 
-    state: Any = None
+    state: ModelState = None
     empty: bool = True
     """Whether the head has read nothing yet."""
     lazy: bool = False
@@ -167,7 +168,7 @@ class HeadDrafter(Drafter):
         if not self.shared.lazy or self.shared.pending > PENDING_TOKENS:
             self.catch_up()
 
-    def catch_up(self) -> Any:
+    def catch_up(self) -> ModelState:
         """The head's state after it has read all that is pending."""
         chunks, steps = self.shared.chunks, self.shared.steps
         if chunks or steps:
@@ -224,7 +225,7 @@ class HeadDrafter(Drafter):
                 "observe": CompiledFunction(self.head.observe, name, device),
             }
 
-    def _run(self, name: str, variant: Hashable, state: Any, *given: Any) -> Any:
+    def _run(self, name: str, variant: Hashable, state: ModelState, *given: Any) -> Any:
         """Call `draft`, or the head's `expand` or `observe`, compiled or not.
 
         Args:
@@ -350,7 +351,12 @@ class StaticTree(HeadDrafter):
         return DraftTree.of_shape(shape, tokens_BN, self.kind, probs_BNV)
 
     def draft(
-        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: Plan, probs: list[Tensor] | None = None
+        self,
+        state: ModelState,
+        roots_B: Tensor,
+        gumbel_BKD: Tensor | None,
+        plan: Plan,
+        probs: list[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Grow the tree level by level; with `probs`, children are sampled, and their distributions are added to it."""
         batch, above_root_11 = len(roots_B), plan.above_root_11
@@ -407,7 +413,7 @@ class DynamicTree(HeadDrafter):
         return DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=depth, padding=False)
 
     def draft(
-        self, state: Any, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int, tuple[Tensor, ...]]
+        self, state: ModelState, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int, tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Keep the best `size` of all candidates; a parent is worth at least as much as its child and stands before."""
         size, depth, root = plan
@@ -419,7 +425,7 @@ class DynamicTree(HeadDrafter):
 
     def candidates(
         self,
-        state: Any,
+        state: ModelState,
         roots_B: Tensor,
         depth: int,
         gumbel_BKD: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""Drafts without a trained head: whatever the source, the text is the target's; and each guesses what it says."""
+"""Drafts without a trained head: whatever the source, the text is the target's; and each drafts what its spec says."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, 
 @pytest.mark.parametrize("tree", ["chain:1", "chain:3", "branch:2x1x1", "dynamic:4:3:1", "drawn:chain:3"])
 @pytest.mark.parametrize("slots", [None, 2])
 def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
-    """Its cache holds what was written, and its guesses see their paths."""
+    """Its cache holds what was written, and its drafts attend to their paths."""
     rows = prompts(5)
     padded = pad_sequence(rows, batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
@@ -207,7 +207,7 @@ def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
 
 
 @pytest.mark.parametrize("new_tokens", [5, 8, 10, 12, 60])
-def test_lookahead_learns_what_the_target_says_of_its_own_guesses(target, new_tokens):
+def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tokens):
     """Every remembered n-gram is a trajectory: the target said each token after what stood before it in the tree."""
     drafter = Lookahead(3, 3, 2)
     trees = []
@@ -232,7 +232,7 @@ def test_lookahead_learns_what_the_target_says_of_its_own_guesses(target, new_to
         assert len(set(said)) > 1
 
 
-def test_a_hybrid_joins_what_begins_alike_and_counts_whose_guesses_were_right(target, tiny_target):
+def test_a_head_and_a_lookup_share_prefixes_and_count_whose_drafts_were_accepted(target, tiny_target):
     drafter = source("hybrid", target, tiny_target)
     lm = SpeculativeLM(target, drafter)
     stats = lm.generate(torch.tensor([[5, 6, 5, 6, 5]]), max_new_tokens=50, do_sample=False).stats

@@ -1,4 +1,4 @@
-"""A head's tree and looked-up branches in one: the union of their paths, whoever guessed them."""
+"""A head's tree and looked-up branches in one: the union of their paths, whoever drafted them."""
 
 from __future__ import annotations
 

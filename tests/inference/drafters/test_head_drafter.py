@@ -1,14 +1,444 @@
-"""What a tree is grown from: children that are drawn."""
+"""Trees of a head: against a slow reference, with heads whose drafts depend on the whole path, and inside the loop."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.inference.drafters.head_drafter import sample_children
+from headstart.heads import DraftHead, DraftState, TargetModules
+from headstart.heads.checkpoints.save_load import build_head
+from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
+from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
+from headstart.inference.drafters.by_name import tree_drafter
+from headstart.inference.drafters.head_drafter import DynamicTree, HeadDrafter, StaticTree, sample_children
 from headstart.inference.logits import RandomSampler
+from headstart.inference.target import TargetOutput
+from headstart.inference.verify import point_mass
+
+ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
+
+
+@dataclass(frozen=True)
+class DraftTreeState(DraftState):
+    nodes: int = 0
+    frontier: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+
+class PathHead(DraftHead):
+    """Guesses by a table: random logits for every path, the root included; it speaks every third token from 1 on.
+
+    `blind` makes them depend on the depth alone and come once for all nodes, as a Medusa head's do.
+    """
+
+    def __init__(self, vocab, max_depth=4, seed=0, scale=2.0, blind=False, dtype=torch.float64):
+        nn.Module.__init__(self)
+        self.vocab, self.max_depth, self.seed, self.scale = vocab, max_depth, seed, scale
+        self.blind, self.dtype = blind, dtype
+        self.feature_layers = ()
+
+    draft_vocab_size = property(lambda self: self.vocab)
+
+    def logits(self, path):
+        key = len(path) if self.blind else sum((token + 1) * 97**i for i, token in enumerate(path))
+        random = torch.Generator().manual_seed(1000 * self.seed + key)
+        return (self.scale * torch.randn(self.vocab, generator=random, dtype=torch.float64)).to(self.dtype)
+
+    def target_tokens(self, draft_tokens):
+        return 3 * draft_tokens + 1
+
+    def begin(self, ends, batch_size, capacity, max_depth, nodes):
+        self.allowed = nodes
+        return DraftTreeState(ends, 0, max_depth)
+
+    def observe(self, state, features_BAF, next_tokens_BA, lengths_B):
+        return replace(state, depth=0, nodes=0, frontier=())
+
+    def expand(self, state, tokens_BW, parents_BW):
+        assert state.depth < state.max_depth and tokens_BW.shape == parents_BW.shape
+        if state.depth == 0:
+            assert (parents_BW == -1).all() and tokens_BW.shape[1] == 1
+            frontier = tuple(((token,),) for (token,) in tokens_BW.tolist())
+        else:
+            frontier = tuple(
+                tuple((*above[parent], token) for token, parent in zip(tokens, parents))
+                for above, tokens, parents in zip(state.frontier, tokens_BW.tolist(), parents_BW.tolist())
+            )
+        nodes = state.nodes + tokens_BW.shape[1]
+        assert nodes <= self.allowed, "more nodes are expanded than were announced"
+        rows = [[self.logits(path) for path in (paths[:1] if self.blind else paths)] for paths in frontier]
+        logits_BWV = torch.stack([torch.stack(row) for row in rows])
+        return logits_BWV, replace(state, depth=state.depth + 1, nodes=nodes, frontier=frontier)
+
+    def initialize(self, ends, token_counts_V):
+        raise NotImplementedError
+
+    def forward(self, features, ranks=1):
+        raise NotImplementedError
+
+    def server_config(self):
+        raise NotImplementedError
+
+
+def propose(head, policy, roots=(2, 5)):
+    """The tree below each root."""
+    drafter = tree_drafter(head, policy, ENDS)
+    batch = len(roots)
+    roots_B, ones_B = torch.tensor(roots), torch.ones(batch, dtype=torch.int64)
+    empty = torch.empty(batch, 1, 0)
+    drafter.begin(DraftContext(batch, 99, None, None))
+    drafter.prefill(PrefillChunk(roots_B[:, None], roots_B[:, None], empty, ones_B))
+    tree = drafter.propose(roots_B)
+    assert drafter.max_nodes == tree.tokens_BN.shape[1]
+    return tree
+
+
+def paths_of(tree, row):
+    """Every node of a row as the tokens from the root to it; and what every tree must be."""
+    size = int(tree.sizes_B[row])
+    tokens, parents = tree.tokens_BN[row, :size].tolist(), tree.parents_BN[row, :size].tolist()
+    assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents) if node)
+    paths = [(tokens[0],)]
+    for token, parent in zip(tokens[1:], parents[1:]):
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == size, "siblings must differ"
+    assert max(map(len, paths)) - 1 <= tree.max_depth
+    assert tree.depths_BN[row, :size].tolist() == [len(path) - 1 for path in paths]
+    return paths
+
+
+def grown_slowly(head, root, shape):
+    """EAGLE-2, sections 4.1 and 4.2, in plain Python: every candidate with its value, and the tree of the best."""
+    width = min(shape.width, head.vocab)
+
+    def children(path, value):
+        """The best children of a node."""
+        log_probs = head.logits(path).log_softmax(-1).tolist()
+        best = sorted(range(head.vocab), key=lambda token: -log_probs[token])[:width]
+        return {(*path, 3 * token + 1): value + log_probs[token] for token in best}
+
+    layer = children((root,), 0.0)
+    candidates = dict(layer)
+    for _ in range(shape.depth - 1):
+        expanded = sorted(layer, key=lambda path: -layer[path])[:width]
+        layer = {path: value for own in expanded for path, value in children(own, layer[own]).items()}
+        candidates |= layer
+    best = sorted(candidates, key=lambda path: -candidates[path])[: shape.size - 1]
+    return candidates, {(root,), *best}
+
+
+# Dynamic trees.
+
+
+def random_dynamic_shape(seed):
+    random = torch.Generator().manual_seed(seed)
+    size, depth, width = (
+        int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 30), (1, 5), (1, 6))
+    )
+    return DynamicShape(size, depth, width)
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_dynamic_tree_holds_the_best_of_all_candidates(seed, blind):
+    shape, head = random_dynamic_shape(seed), PathHead(3 + seed % 6, seed=seed, blind=blind)
+    tree = propose(head, shape)
+    for row, root in enumerate((2, 5)):
+        candidates, expected = grown_slowly(head, root, shape)
+        found = paths_of(tree, row)
+        assert set(found) == expected
+        assert len(found) == min(shape.size, len(candidates) + 1)
+        assert found == sorted(found, key=len), "layer by layer"
+    assert tree.kind == "top_k" and tree.draft_probs_BNV is None
+
+
+def test_rows_have_trees_of_their_own():
+    head, shape = PathHead(6), DynamicShape(12, 4, 3)
+    together = propose(head, shape, (2, 5, 7))
+    assert len({tuple(parents) for parents in together.parents_BN.tolist()}) == 3
+    for row, root in enumerate((2, 5, 7)):
+        alone = propose(head, shape, (root,))
+        assert torch.equal(together.tokens_BN[row], alone.tokens_BN[0])
+        assert torch.equal(together.parents_BN[row], alone.parents_BN[0])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 100])
+def test_a_tree_of_all_candidates_is_as_large_as_they_are(depth, width):
+    """Including a width beyond the draft vocabulary."""
+    head = PathHead(5)
+    tree = propose(head, DynamicShape(1000, depth, width))
+    own = min(width, 5)
+    assert tree.sizes_B.tolist() == [1 + own + (depth - 1) * own**2] * 2
+    for row, root in enumerate((2, 5)):
+        assert set(paths_of(tree, row)) == grown_slowly(head, root, DynamicShape(1000, depth, width))[1]
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_child_that_is_certain_never_pushes_out_its_parent(seed, dtype, blind):
+    """Of a head that is certain, best children are worth exactly what their parents are, all the way down."""
+    head = PathHead(6, max_depth=5, seed=seed, scale=3000.0, blind=blind, dtype=dtype)
+    assert head.logits((2,)).float().log_softmax(-1).max() == 0
+    for size in (6, 7, 9, 14):
+        tree = propose(head, DynamicShape(size, 5, 3))
+        for row in range(2):
+            paths = set(paths_of(tree, row))
+            assert len(paths) == size and all(path[:-1] in paths for path in paths if len(path) > 1)
+            best = (tree.tokens_BN[row, 0].item(),)
+            for _ in range(5):  # what is certain is there, whole
+                best = (*best, 3 * int(head.logits(best).argmax()) + 1)
+                assert best in paths
+
+
+def test_a_head_that_knows_nothing_still_gives_a_tree():
+    """All siblings tie; which of them are taken does not matter."""
+    head = PathHead(4, scale=0.0)
+    tree = propose(head, DynamicShape(9, 3, 2))
+    for row in range(2):
+        paths = paths_of(tree, row)
+        assert len(paths) == 9 and [len(path) for path in paths] == [1] + [2] * 2 + [3] * 4 + [4] * 2
+
+
+@pytest.mark.parametrize("policy", [DynamicShape(60, 5, 2), TreeShape.chain(5)])
+def test_trees_deeper_than_the_head_are_refused(policy):
+    with pytest.raises(ValueError, match="the tree is 5 deep, but the head drafts at most 4 tokens"):
+        tree_drafter(PathHead(6), policy, ENDS)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [((1, 3, 2), "not 1, 3 and 2"), ((4, 0, 2), "not 4, 0 and 2"), ((4, 3, 0), "not 4, 3 and 0")],
+)
+def test_limits_that_leave_no_tree_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=f"a dynamic tree needs at least 2 nodes, depth 1 and width 1, {message}"):
+        DynamicShape(*numbers)
+
+
+def test_a_policy_decides_the_drafter():
+    head = PathHead(6)
+    assert type(tree_drafter(head, TreeShape.chain(2), ENDS)) is StaticTree
+    assert type(tree_drafter(head, DynamicShape(5, 2, 2), ENDS)) is DynamicTree
+
+
+# Static trees.
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_static_trees_nodes_are_the_ranks_that_name_them(tools, seed, blind):
+    shape, head = tools.random_shape(seed), PathHead(5, seed=seed, blind=blind)
+    tree = propose(head, shape)
+    for row, root in enumerate((2, 5)):
+        expected = [(root,)]
+        for ranks in shape.paths:
+            path = (root,)
+            for rank in ranks:
+                path = (*path, 3 * int(head.logits(path).argsort(descending=True)[rank]) + 1)
+            expected.append(path)
+        assert paths_of(tree, row) == expected
+
+
+# In the loop: greedy identity.
+
+VOCAB = 7
+SELECT = HeadDrafter.select
+
+
+def model_head(name, target, seed, **options):
+    """A head with random weights, in the target's own format; dimensions are small, and so is the vocabulary."""
+    torch.manual_seed(seed)
+    given = {
+        "eagle": {"depth": 4},
+        "eagle3": {"depth": 4, "feature_layers": [0, -1]},
+        "hydra++": {"num_heads": 4},
+        "medusa": {"num_heads": 4},
+    }[name]
+    head = build_head(name, {**given, **options}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def prompted(head, monkeypatch, texts, missing=6, strength=9):
+    """A head that runs as ever but is told the true tokens, so that deep paths are accepted; not every `missing`th."""
+    drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
+    observe, expand, committed, rows = head.observe, head.expand, [0] * len(texts), [*texts]
+
+    def counted(state, features_BAF, next_tokens_BA, lengths_B):
+        committed[:] = [before + length for before, length in zip(committed, lengths_B.tolist())]
+        return observe(state, features_BAF, next_tokens_BA, lengths_B)
+
+    def biased(state, tokens_BW, parents_BW):
+        logits_BWV, after = expand(state, tokens_BW, parents_BW)
+        logits_BWV = logits_BWV.clone()
+        for row, (text, length) in enumerate(zip(rows, committed, strict=True)):
+            place = length + 1 + state.depth
+            if place < len(text) and place % missing and text[place] in drafted:
+                logits_BWV[row, :, drafted.index(text[place])] += strength
+        return logits_BWV, after
+
+    def selected(drafter, rows_R):
+        chosen = rows_R.tolist()
+        rows[:], committed[:] = [rows[row] for row in chosen], [committed[row] for row in chosen]
+        SELECT(drafter, rows_R)
+
+    monkeypatch.setattr(HeadDrafter, "select", selected)
+    monkeypatch.setattr(head, "observe", counted)
+    monkeypatch.setattr(head, "expand", biased)
+    return head
+
+
+def alone(target, row, **settings):
+    """What the target writes for one row, unpadded."""
+    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+
+
+@pytest.mark.parametrize("tree", ["dynamic:14:4:4", "dynamic:30:3:7", "dynamic:5:4:1", "dynamic:8:2:3"])
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_greedy_is_generate_through_dynamic_trees(tiny_target, monkeypatch, name, tree):
+    accepted = []
+    for seed in range(3):
+        target = tiny_target(vocab_size=VOCAB, seed=seed, layers=3)
+        options = {"draft_vocab_size": 5} if seed == 1 else {}
+        random = torch.Generator().manual_seed(seed)
+        rows = [torch.randint(VOCAB, (length,), generator=random) for length in (3 + 5 * seed, 9)]
+        longest = max(map(len, rows))
+        padded, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            padded[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
+        settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        expected = [alone(target, row, **settings) for row in rows]
+        texts = [[*row.tolist(), *written.tolist()] for row, written in zip(rows, expected)]
+        head = prompted(model_head(name, target, seed, **options), monkeypatch, texts)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+        written = lm.generate(padded, attention_mask=mask, **settings)
+        for found, wanted in zip(written.sequences, expected):
+            assert torch.equal(found[longest:], wanted)
+        accepted += [record.accepted for row in written.stats.rows for record in row]
+    assert max(accepted) == tree_policy(tree).depth
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name):
+    """Nor do they run out of room: what a row commits past its last token must not cost another its place."""
+    target = tiny_target(vocab_size=VOCAB, seed=1, layers=3)
+    rows = torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
+    settings = {"do_sample": False, "pad_token_id": 0}
+    # only every other row is told: the rest needs a round for almost each token
+    whole = [[*row.tolist(), *alone(target, row, max_new_tokens=33, **settings).tolist()] for row in rows]
+    texts = [text if i % 2 else [] for i, text in enumerate(whole)]
+    lengths = set()
+    for eos in range(3):
+        settings |= {"max_new_tokens": 25, "eos_token_id": eos}
+        expected = [alone(target, row, **settings) for row in rows]
+        head = prompted(model_head(name, target, 1), monkeypatch, texts)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree="dynamic:20:4:4", fallback=False)
+        written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings).sequences[:, 6:]
+        for found, wanted in zip(written, expected):
+            lengths.add(len(wanted))
+            assert torch.equal(found[: len(wanted)], wanted) and not found[len(wanted) :].any()
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+@pytest.mark.parametrize("tree", ["dynamic:2:4:3", "dynamic:4:4:1"])
+def test_a_tree_may_have_fewer_nodes_than_it_may_be_deep(tiny_target, name, tree):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=model_head(name, target, 0), tree=tree, fallback=False)
+    rows = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings)
+    for found, row in zip(written.sequences, rows):
+        assert torch.equal(found[6:], alone(target, row, **settings))
+
+
+# In the loop: exactness.
+
+
+def joint_of(probs_of, vocab, length):
+    """The distribution of `length` tokens, from that of the next one after each prefix."""
+    joint = {}
+    for text in itertools.product(range(vocab), repeat=length):
+        mass = 1.0
+        for i, token in enumerate(text):
+            mass *= float(probs_of(text[:i])[token])
+        joint[text] = mass
+    return joint
+
+
+@pytest.mark.parametrize("shape", [DynamicShape(5, 3, 2), DynamicShape(6, 2, 3), DynamicShape(4, 3, 1)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, seed, shape):
+    """Every outcome of the draws at every node, with its probability."""
+    vocab, length = 3, shape.depth + 1
+    head = PathHead(vocab, seed=seed)
+    head.target_tokens = lambda draft_tokens: draft_tokens
+    tree = propose(head, shape, (0,))
+    (paths,) = [paths_of(tree, 0)]
+    random = torch.Generator().manual_seed(seed)
+    table = {
+        prefix: (2 * torch.randn(vocab, generator=random, dtype=torch.float64)).softmax(-1)
+        for i in range(length)
+        for prefix in itertools.product(range(vocab), repeat=i)
+    }
+    count = vocab ** len(paths)
+    scores = torch.stack([table[path[1:]].log() for path in paths]).expand(count, -1, -1)
+    many = replace(
+        tree,
+        tokens_BN=tree.tokens_BN.expand(count, -1),
+        parents_BN=tree.parents_BN.expand(count, -1),
+        sizes_B=tree.sizes_B.expand(count),
+    )
+    draws = tools.AllDraws()
+    verdict = point_mass(many, scores, draws)
+    finished = StepResult.of(many, TargetOutput(scores, torch.zeros(count, len(paths), 0)), scores, verdict)
+    emitted = {}
+    for tokens, own, weight in zip(finished.emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()):
+        emitted[tuple(tokens[:own])] = emitted.get(tuple(tokens[:own]), 0.0) + weight
+    assert sum(emitted.values()) == pytest.approx(1) and max(map(len, emitted)) > 1
+    # what a round emits, continued by the target itself
+    for text, mass in joint_of(table.__getitem__, vocab, length).items():
+        found = 0.0
+        for i in range(1, length + 1):
+            rest = 1.0
+            for j in range(i, length):
+                rest *= float(table[text[:j]][text[j]])
+            found += emitted.get(text[:i], 0.0) * rest
+        assert found == pytest.approx(mass, abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "tree"), [("eagle3", "dynamic:3:2:2"), ("medusa", "dynamic:4:2:2")])
+def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(tiny_target, tools, name, tree):
+    """The whole engine, prefill and rounds, by enumeration of every draw."""
+    vocab = 3
+    target = tiny_target(vocab_size=vocab, layers=2)
+    drafter = tree_drafter(model_head(name, target, 0), tree_policy(tree), target.modules)
+    input_ids = torch.tensor([[1, 2]])
+    processors = LogitsProcessorList([TopKLogitsWarper(2)])
+
+    def run(draw):
+        rows, _ = tools.write(target, drafter, point_mass, list(input_ids), processors, draw, 3)
+        return tuple(rows[0])
+
+    def probs_of(text):
+        prefix = torch.cat([input_ids, torch.tensor([text], dtype=torch.int64)], dim=1)
+        with torch.no_grad():
+            return processors(None, target.model(prefix).logits[:, -1])[0].softmax(-1)
+
+    found = tools.every_branch(run)
+    for text, mass in joint_of(probs_of, vocab, 3).items():
+        assert found.get(text, 0.0) == pytest.approx(mass, abs=1e-9)
+
+
+# Sampled children.
 
 
 @pytest.mark.parametrize("left", [0.75, 0.0])

@@ -1,4 +1,4 @@
-"""Drafters that somebody else wrote: whatever they do, the text is the target's."""
+"""Drafters of the user's own: whatever they do, the text is the target's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plainly(target, tokens):
     return target.model.generate(torch.tensor([[1, 2, 3]]), **settings)
 
 
-def test_a_drafter_of_somebody_elses_may_not_draw(target):
+def test_a_drafter_of_ones_own_may_not_sample(target):
     class Odd(Useless):
         kind = "sampled_chain"
 
