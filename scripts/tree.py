@@ -103,13 +103,9 @@ def calibrate(config: TreeConfig) -> TreePolicy:
 
 
 def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
-    """Predict the speed of all trees, try the best of each kind, and save the faster one.
+    """Predict the speed of the head's trees, try the best of each kind, and save the fastest one.
 
-    Args:
-        lm: answers the prompts; how it drafts does not matter.
-        head: whose tree is searched.
-        prompts: token ids, each [1, time].
-        config: of the command.
+    `lm` answers the prompts, token ids [1, time]; how it drafts does not matter.
     """
     from headstart.heads.checkpoints.save_load import save_tree
     from headstart.inference import DynamicShape, TreeShape, spec_of

@@ -107,7 +107,7 @@ def explain(
         depth: of the longest chain.
         prompts: token ids, each [1, time].
         settings: arguments of `generate`.
-        draft_operations: operations of one draft over those of a plain step.
+        draft_operations: see `operations_of`.
     """
     lengths = range(1, min(depth, LONGEST) + 1)
     engines = {0: SpeculativeLM(target)} | {gamma: SpeculativeLM(target, chain_of(gamma)) for gamma in lengths}

@@ -106,14 +106,7 @@ def simulated(
 def train_stopper(
     target: Target, head: DraftHead, prompts: list[Tensor], settings: dict[str, Any], step: dict[str, float]
 ) -> tuple[EarlyExitShape, float, float]:
-    """Decode with whole chains, fit, choose the threshold.
-
-    Args:
-        target: the model.
-        head: drafts the chains.
-        prompts: token ids, each [1, time].
-        settings: arguments of `generate`.
-        step: seconds of a plain step's parts.
+    """Decode with whole chains, fit, choose the threshold, given the seconds of a plain step's parts.
 
     Returns:
         The policy, with its expected tokens a round and tokens per second.

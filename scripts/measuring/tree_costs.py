@@ -54,17 +54,9 @@ def expected_lengths(
 def dynamic_lengths(
     target: Target, head: DraftHead, width: int, examples: Sequence[Example], sizes: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Tokens a round of dynamic trees, the bonus token counted: the same as greedy decoding would give.
+    """Tokens a round of dynamic trees along the target's own answers, by size (the root counted) and depth.
 
-    Args:
-        target: the model.
-        head: drafts along the answers.
-        width: of the trees.
-        examples: the target's own greedy answers.
-        sizes: of the trees, the root counted.
-
-    Returns:
-        Tokens a round by size and depth, for every depth of the head.
+    The bonus token is counted: greedy decoding would give the same figures.
     """
     depths = range(1, head.max_depth + 1)
     drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.modules)
@@ -162,14 +154,9 @@ def timed_trees(head: DraftHead) -> list[DynamicShape]:
 def measured_costs(
     target: Target, head: DraftHead, timed: dict[TreePolicy | None, Stats], text_1T: Tensor, sizes: Sequence[int]
 ) -> Costs:
-    """Derive the costs of rounds from those of a few trees.
+    """Derive the costs of rounds from `timed`: statistics with the `timed_trees` and, at None, of plain decoding.
 
-    Args:
-        target: whose forwards are timed.
-        head: that drafted.
-        timed: statistics of rounds with the `timed_trees` and, at None, of plain ones.
-        text_1T: text after which forwards are timed.
-        sizes: of the trees.
+    Forwards over trees of `sizes` nodes are timed after `text_1T`.
     """
     trees = timed_trees(head)
     shallow, deep, wide = (timed[tree].round_parts for tree in trees)
@@ -192,15 +179,8 @@ def forward_costs(
 ) -> dict[int, float]:
     """Seconds of the target's forward in a round, by number of nodes.
 
-    Forwards are timed alone. On a CPU they are scaled by the ratio of a plain step in rounds to one timed alone; on a
-    GPU, where the parts of a round are launches, they are not.
-
-    Args:
-        target: the model.
-        text_1T: text after which forwards are timed.
-        sizes: numbers of nodes.
-        layers: feature layers of the head.
-        step: seconds of a plain step's parts in rounds.
+    Forwards are timed alone, after `text_1T`. On a CPU they are scaled by the ratio of a plain step in rounds, whose
+    parts are `step`, to one timed alone; on a GPU, where the parts of a round are launches, they are not.
     """
     alone = forward_seconds(target, text_1T, (1, *sizes), layers)
     scale = step["target"] / alone[1] if target.device.type == "cpu" else 1.0
