@@ -98,7 +98,7 @@ def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
         single = []
         for place, token in enumerate(path_T):
             output = target.forward_tree(NoDraft().propose(token[None]), start + place, alone, ())
-            alone.commit(torch.ones(1, dtype=torch.int64))
+            alone.advance(torch.ones(1, dtype=torch.int64))
             single.append(output.logits_BNV[0, 0])
         others = torch.randint(target.info.vocab_size, (NODES - PATH,), generator=generator)
         parents = [-1, *range(PATH - 1), *(place % PATH for place in range(NODES - PATH))]
@@ -106,7 +106,7 @@ def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
             torch.cat([path_T, others])[None], torch.tensor([parents]), torch.tensor([NODES]), max_depth=PATH
         )
         logits_NV = target.forward_tree(tree, start, grown, ()).logits_BNV[0]
-        grown.commit(torch.full((1,), PATH))  # the path's nodes lie first
+        grown.advance(torch.full((1,), PATH))  # the path's nodes lie first
         for one_V, other_V in zip(single, logits_NV[:PATH], strict=True):
             first, second = one_V.topk(2).indices
             one, other = one_V.float(), other_V.float()

@@ -1,11 +1,11 @@
 """What decodes: the frozen target, its cache, trees, verification and the loop."""
 
-from .conversation import Chat, Conversation
 from .custom_generate import custom_generate, generate_from
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
+from .metrics import Meter, Stats
 from .models.loading import load_tokenizer, tokenizer_origin
-from .speculative_lm import GenerateOutput, SpeculativeLM
-from .stats import Stats
+from .sequences import Conversation
+from .speculative_lm import Chat, GenerateOutput, SpeculativeLM
 from .target import Target
 from .tree import DraftTree
 from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
@@ -24,6 +24,7 @@ __all__ = [
     "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
+    "Meter",
     "Passage",
     "PrefillChunk",
     "Round",

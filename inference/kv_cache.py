@@ -1,11 +1,11 @@
 """A preallocated KV cache with a length per row, for trees of tokens.
 
 Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
-in node order, and every query sees the whole capacity through its mask, so shapes change only when the capacity grows
-by a bucket. `keep` then moves the accepted nodes' entries together and the rest is forgotten by being overwritten.
+in node order, and every query attends to the whole capacity through its mask, so shapes change only when the capacity
+grows by a bucket. `accept` then moves the accepted nodes' entries together; the rest is overwritten later.
 
-Keys and values of all layers that look alike lie in one tensor, a block, so that to move, select or replace entries
-takes as many operations as there are blocks: one or two for most models. Blocks of generations that ended are pooled.
+Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection and replacement
+take one operation per block: one or two for most models. Blocks of generations that ended are pooled.
 
 Letters in tensor names: L layers, B batch, G heads of keys and values, S slots, E head size, A accepted, R rows, N
 nodes.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 import torch
@@ -31,7 +30,7 @@ POOLED = 2
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes, those that torch holds without using them too; infinite for a device that does not tell."""
+    """Free bytes, those that torch holds unused included; infinite for a device that does not tell."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
@@ -40,27 +39,26 @@ def free_memory(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class StateShape:
-    """Keys, or values, of a layer: what is the same in every generation."""
+    """Shape of a layer's keys, or values, as far as it is the same in every generation."""
 
     heads: int
     size: int
-    """Of a head."""
+    """Width of a head."""
     dtype: torch.dtype
     device: torch.device
 
 
 @dataclass
 class Pool:
-    """Blocks of caches that are no longer used, the newest last.
+    """Blocks of unused caches, the newest last.
 
-    The next generation of the same size finds them where they were: the addresses that a CUDA graph was recorded with
-    outlive a call.
+    The next generation of the same size reuses them, so that the addresses that a CUDA graph was recorded with stay.
     """
 
     blocks: list[list[Tensor]] = field(default_factory=list)
 
     def take(self, shapes: Sequence[tuple[StateShape, int]], rows: int, slots: int) -> list[Tensor]:
-        """Blocks [L, B, G, S, E] for so many layers of each shape, with anything in them."""
+        """Uninitialized blocks [L, B, G, S, E] for the given number of layers of each shape."""
         sizes = [(layers, rows, shape.heads, slots, shape.size) for shape, layers in shapes]
         for number, blocks in enumerate(self.blocks):
             usable = all(block.is_inference() == torch.is_inference_mode_enabled() for block in blocks)
@@ -72,7 +70,7 @@ class Pool:
         ]
 
     def give(self, blocks: list[Tensor]) -> None:
-        """Keep the blocks of a cache that ended; the oldest leave."""
+        """Keep the blocks of a cache that is no longer used; the oldest are freed."""
         self.blocks = [*self.blocks, blocks][-POOLED:]
 
 
@@ -97,14 +95,8 @@ def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
         raise ValueError(
             f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
-            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (slots)"
+            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (max_batch_size)"
         )
-
-
-def _scattered(path_BA: Tensor, lengths_B: Tensor) -> bool:
-    """Whether the first `lengths_B` nodes of any path are others than those that were written first."""
-    new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
-    return bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
 
 
 class TreeCache(Cache):
@@ -125,41 +117,41 @@ class TreeCache(Cache):
             shapes: of the keys of each layer, then of the values of each.
             batch_size: rows.
             device: of the tokens.
-            tokens: of each row that there is to be room for; it grows where this was too little.
-            rows: that it may come to have; `batch_size` at least.
-            pool: where blocks come from.
+            tokens: expected length of each row; it grows beyond.
+            rows: largest number of rows that is expected.
+            pool: source of the blocks.
         """
         layers = len(shapes) // 2
         super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.pool = Pool() if pool is None else pool
         self._places: dict[StateShape, list[int]] = {}
-        """By shape, which of all keys and values lie in its block, in order."""
+        """By shape, the keys and values, by number, that lie in its block."""
         for number, shape in enumerate(shapes):
             self._places.setdefault(shape, []).append(number)
         self._rows, self._room = max(rows, batch_size), (tokens // BUCKET + 1) * BUCKET if tokens else 0
         self.capacity = 0
-        """Slots that forwards look at."""
-        self.used = 0
+        """Slots that forwards attend to."""
+        self.bucketed_length = 0
         """Slots, in whole steps, that hold all rows and the next forward's tokens."""
         self.blocks: list[Tensor] = []
         self.keys: list[Tensor] = []
-        """Of each layer, [B, G, S, E]: views of the blocks."""
+        """Keys of each layer, [B, G, S, E]: views of the blocks."""
         self.values: list[Tensor] = []
         self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
-        """Where the next forward's entries go."""
+        """Slots of the next forward's entries."""
         self._slots: dict[torch.device, Tensor] = {}
-        """The same on other devices, where layers lie."""
-        self.read = 0
+        """`slots_BN` on the other devices that layers lie on."""
+        self.prefilled = 0
         """Tokens of every row that came with the prompts, padding too."""
-        self.shown: int | None = None
-        """Slots that the next forward is shown; None for the whole capacity."""
+        self.attended: int | None = None
+        """Slots that the next forward attends to; None for the whole capacity."""
         self.start = 0
-        """Place of the next forward's first token, for models that know no position ids; others are given them."""
+        """Position of the next forward's first token, for models without position ids; others are given them."""
         self.crossed: Cache | None = None
         """Of an encoder-decoder: what its decoder has read of the encoder."""
 
-    def reserve(self, tokens: int) -> None:
+    def ensure_capacity(self, tokens: int) -> None:
         """Make room for so many tokens of each row, which are known to come."""
         self._resize(self._rows, (tokens // BUCKET + 1) * BUCKET)
 
@@ -169,35 +161,41 @@ class TreeCache(Cache):
             self.pool.give(self.blocks)
         self.blocks, self.keys, self.values = [], [], []
 
-    def place(self, new_tokens: int, longest: int, guesses: int = 0) -> None:
-        """Make room for `new_tokens` a row and direct the next forward's entries there.
+    def reserve(self, new_tokens: int, longest: int, drafted: int = 0) -> None:
+        """Reserve slots for the next forward, which writes `new_tokens` in every row.
 
         Args:
             new_tokens: tokens of every row in the next forward.
             longest: length of the longest row; the host knows it, so the device need not be asked.
-            guesses: tokens of every row that forwards before wrote behind the committed ones, and that stay.
+            drafted: tokens of every row that earlier forwards wrote behind the committed ones, and that stay.
         """
-        self.used = -(-(longest + guesses + new_tokens) // STEP) * STEP
-        self._grow((self.used // BUCKET + 1) * BUCKET)  # never all of it: that would be a graph of its own
-        new_N = counting(guesses + new_tokens, self.lengths_B.device)
-        self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[guesses:] if guesses else new_N), {}
-        self.shown = None
+        self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
+        capacity = (self.bucketed_length // BUCKET + 1) * BUCKET  # never equal to the length: equal sizes would
+        if not self.blocks or capacity > self.capacity:  # specialise a compiled function
+            self._grow(capacity)
+        new_N = counting(drafted + new_tokens, self.lengths_B.device)
+        self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
+        self.attended = None
 
-    def keep(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
+    def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote.
 
         Args:
-            path_BA: of each row.
-            lengths_B: its nodes that count.
+            path_BA: nodes of each row's path, padded.
+            lengths_B: valid nodes of each path.
             in_order: whether all paths are known to be the first nodes in their order, which lie where they should.
         """
-        # Every other path does, too. A CPU can be asked; another device would be waited for.
-        if not in_order and (path_BA.device.type != "cpu" or _scattered(path_BA, lengths_B)):
-            self.move(path_BA)
-        self.commit(lengths_B)
+        if not in_order:
+            scattered = True
+            if path_BA.device.type == "cpu":  # another device would be waited for
+                new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
+                scattered = bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
+            if scattered:
+                self.compact(path_BA)
+        self.lengths_B = self.lengths_B + lengths_B
 
-    def move(self, path_BA: Tensor) -> None:
-        """Bring the nodes of `path_BA` together behind the committed tokens; see `keep`."""
+    def compact(self, path_BA: Tensor) -> None:
+        """Move the entries of `path_BA` together behind the committed tokens."""
         accepted = path_BA.shape[1]
         if accepted == 1:
             return
@@ -212,11 +210,11 @@ class TreeCache(Cache):
                 rows_B1 = counting(batch, source.device, column=True)
                 slots_LBSGE[:, rows_B1, target] = slots_LBSGE[:, rows_B1, source]
 
-    def commit(self, lengths_B: Tensor) -> None:
-        """Commit the first `lengths_B` tokens of the last forward where they lie: a chain needs no moving."""
+    def advance(self, lengths_B: Tensor) -> None:
+        """Commit the first `lengths_B` tokens of the last forward where they lie."""
         self.lengths_B = self.lengths_B + lengths_B
 
-    def rewind(self, lengths_B: Tensor) -> None:
+    def truncate(self, lengths_B: Tensor) -> None:
         """Forget what lies behind each row's first `lengths_B` tokens."""
         self.lengths_B = lengths_B
 
@@ -233,31 +231,18 @@ class TreeCache(Cache):
 
     def replace(self, rows_R: Tensor, other: TreeCache) -> None:
         """Put the rows of another cache in the places of these."""
-        self._grow(other.capacity)
+        if other.capacity > self.capacity:
+            self._grow(other.capacity)
         for block, theirs in zip(self.blocks, other.blocks, strict=True):
             block[:, rows_R.to(block.device), :, : other.capacity] = theirs[:, : len(rows_R), :, : other.capacity]
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """All tensors, with the dimensions whose size differs between rounds: rows and slots."""
+        """All tensors, with the dimensions whose size varies between rounds: rows and slots."""
         return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new entries and return all that is shown; called by the model's attention, layer by layer."""
-        slots_BN = self.slots_BN
-        if keys.device != slots_BN.device:  # of a model that is spread over several
-            if keys.device not in self._slots:
-                self._slots[keys.device] = slots_BN.to(keys.device)
-            slots_BN = self._slots[keys.device]
-        rows_B1 = counting(len(keys), keys.device, column=True)
-        for kept, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)  # `scatter_` would copy all of it on a CPU
-        return self.keys[layer][:, :, : self.shown], self.values[layer][:, :, : self.shown]
-
     def _grow(self, capacity: int) -> None:
-        """Look at so many slots at least; what was not looked at before is made 0, for it may be no number."""
-        if self.blocks and capacity <= self.capacity:
-            return
+        """Attend to `capacity` slots; the new ones are zeroed, for uninitialized memory may hold NaN."""
         self._resize(self._rows, capacity)
         for block in self.blocks:
             block[:, :, :, self.capacity : capacity] = 0
@@ -265,7 +250,7 @@ class TreeCache(Cache):
         self._view()
 
     def _resize(self, rows: int, slots: int) -> None:
-        """Room for as many rows and slots at least."""
+        """Allocate at least so many rows and slots."""
         if self.blocks and rows <= self._rows and slots <= self._room:
             return
         self._rows, self._room = max(rows, self._rows), max(slots, self._room)
@@ -276,7 +261,7 @@ class TreeCache(Cache):
         self._view()
 
     def _view(self) -> None:
-        """Show the model each layer's part of the blocks."""
+        """Update `keys` and `values`, each layer's part of the blocks."""
         states: dict[int, Tensor] = {}
         for block, numbers in zip(self.blocks, self._places.values(), strict=False):
             shown = block[:, : len(self.lengths_B), :, : self.capacity]
@@ -286,7 +271,7 @@ class TreeCache(Cache):
 
 
 class _TreeLayer(CacheLayerMixin):
-    """What transformers sees of one layer; everything is kept by the `TreeCache`."""
+    """One layer's interface for transformers; the `TreeCache` holds the entries."""
 
     is_sliding = False
 
@@ -295,8 +280,19 @@ class _TreeLayer(CacheLayerMixin):
         self.cache = cache
         self.index = index
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.index, key_states, value_states)
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Store the layer's new entries and return all that is attended to; the model's attention calls this."""
+        cache, device = self.cache, key_states.device
+        slots_BN = cache.slots_BN
+        if device != slots_BN.device:  # of a model that is spread over several
+            if device not in cache._slots:
+                cache._slots[device] = slots_BN.to(device)
+            slots_BN = cache._slots[device]
+        keys, values = cache.keys[self.index], cache.values[self.index]
+        rows_B1 = counting(len(key_states), device, column=True)
+        for kept, new in ((keys, key_states), (values, value_states)):
+            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)  # `scatter_` would copy all of it on a CPU
+        return keys[:, :, : cache.attended], values[:, :, : cache.attended]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("a TreeCache allocates all layers at once")

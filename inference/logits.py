@@ -159,8 +159,8 @@ class PositionNoise:
         self._ahead_P = np.arange(places, dtype=np.uint64)
         self._vocab_size, self._device = vocab_size, device
 
-    def move(self, places: Sequence[tuple[int, int]]) -> None:
-        """Go to where the rows of the batch are: each one's number in the call, and that of its next place."""
+    def move_to(self, places: Sequence[tuple[int, int]]) -> None:
+        """Move to the rows of the batch: the number of each in the call, and its next position."""
         rows_B, next_B = np.array(places, dtype=np.uint64).T
         counter_BP = self._seeds_R[rows_B.astype(np.int64), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
         self._keys_BP = torch.from_numpy(mixed(counter_BP).astype(np.int64)).to(self._device)
@@ -179,8 +179,8 @@ class PositionNoise:
         numbers_BKV = self.next(tree.max_depth + 1)
         if tree.in_order:
             return numbers_BKV
-        rows_B1 = counting(len(tree.depths_BN), tree.depths_BN.device, column=True)
-        return numbers_BKV[rows_B1, tree.depths_BN]
+        rows_B1 = counting(len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True)
+        return numbers_BKV[rows_B1, tree.structure.depths_BN]
 
 
 def _signed(number: np.uint64) -> int:
@@ -240,14 +240,12 @@ class PrecomputedSampler(RandomSampler):
         return taken_BU.reshape(shape)
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """Rules draw no siblings; a race would draw numbers of its own."""
+        """Decoding draw no siblings; a race would draw numbers of its own."""
         raise NotImplementedError
 
 
 class Texts(Protocol):
-    """The rows that are being decoded; see `Sequences`."""
-
-    active: list[int]
+    """The sequences of a call; `Sequences` is one."""
 
     def text(self, row: int) -> Tensor:
         """Prompt and written tokens of a row, [T]."""
@@ -284,14 +282,16 @@ class TreeLogitsProcessor:
         """By the logits' device: the processors that look at nothing else, and for each row all of its own with how
         much padding each wants to see."""
 
-    def __call__(self, logits_BNV: Tensor, tree: DraftTree, texts: Texts) -> Tensor:
-        """Scores of every node, in at least float32; `texts` end with the tree's roots."""
+    def __call__(self, logits_BNV: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
+        """Scores of every node, in at least float32; the texts of `rows` end with the tree's roots."""
+        if not self._processors:
+            return logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         if not self._reads_text:
             return self._flat(logits_BNV)
         # sync: processors that read text are asked depth by depth, and may read it on the host themselves
         tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
         scores_BNV, by_row = at_least_fp32(logits_BNV).clone(), self._for(logits_BNV.device)[1]
-        for place, row in enumerate(texts.active):
+        for place, row in enumerate(rows):
             nodes, text_T = slice(sizes[place]), texts.text(row).to(logits_BNV.device)
             self._score_row(scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], text_T, by_row[row])
         return scores_BNV

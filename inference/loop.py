@@ -1,189 +1,344 @@
-"""The loop of speculative decoding, from the prompts to the last token.
+"""The speculative decoding loop: prefill, speculation steps, continuous batching.
 
-tree    = a drafter's guesses of what follows the newest token
-output  = one forward of the target over all nodes of the tree
-verdict = the path that the acceptance rule lets stand, and one token more from the target
+    tree   = drafter.propose(roots)                # what may follow each row's newest token, the root
+    output = target.forward_tree(tree, cache)      # one forward over all nodes
+    scores = process(output.logits, tree)          # logits processors, each node with its own prefix
+    step   = verify_and_commit(tree, scores)       # accepted path and one token more; the KV cache keeps the path
+    drafter.observe(step)
+
+Letters in tensor names: B batch, T time, N nodes, A accepted, R rows that the target reads, K chosen positions,
+V vocabulary, D hidden size, F width of the chosen layers' features.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .conversation import Conversation, shared_length
-from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk
+from ..heads.layers.draft_cache import counting
+from .compiled import cpu_kernels
+from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
 from .kv_cache import TreeCache
-from .logits import PositionNoise, PositionSampler, RandomSampler, Sampler, TreeLogitsProcessor
-from .sequences import Sequences
-from .stats import Stats
+from .logits import (
+    PositionNoise,
+    PositionSampler,
+    PrecomputedSampler,
+    RandomSampler,
+    Sampler,
+    TreeLogitsProcessor,
+)
+from .metrics import Stats
+from .sequences import Conversation, Sequences, shared_length
 from .target import Target, TargetOutput
 from .tree import DraftTree
-from .verify_step import Decider
+from .tuning.tree_spec import TreeShape
+from .verify import Verifier, emitted_tokens, point_mass
+
+if TYPE_CHECKING:
+    from .compiled.graphs import CompiledFunction
 
 SHARED_TOKENS = 32
-"""With which all prompts of a batch must begin to be read once: a forward more must not cost more than it saves."""
+"""Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which must pay."""
 PREFILL_TOKENS = 2048
-"""Tokens of each prompt that are read at once: what a long prompt needs beyond its cache does not grow with it."""
+"""Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
+UNUSED = RandomSampler()
+"""Sampler for rules that draw no random numbers."""
+SAMPLED_SHAPES = 2
+"""Shapes of sampled trees whose acceptance rule is compiled; where shapes keep changing, the rule runs eagerly."""
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What stays the same from the first token to the last."""
+class Decoding:
+    """Everything that stays the same from a call's first token to its last."""
 
     target: Target
-    decide: Decider
-    """The acceptance rule, and what follows from it."""
-    score: TreeLogitsProcessor
-    """Logits to scores, with all processors."""
-    draw: Sampler
-    """Of drafts and verdicts."""
+    verification: Verification
+    process_logits: TreeLogitsProcessor
+    sampler: Sampler
+    """Source of randomness for drafts and for the acceptance rule."""
     sampling: bool
     """False for greedy decoding."""
     noise: PositionNoise | None = None
-    """By which the token at each place of each row is drawn, whatever was drafted; None where the rule draws round by
-    round."""
+    """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
+    in each step."""
 
-    def draw_at(self, tree: DraftTree) -> Sampler:
-        """What the rule draws by: a node at depth d of a row with n new tokens decides the token at place n + d."""
-        return self.draw if self.noise is None else PositionSampler(self.noise.of(tree))
+    def sampler_for(self, tree: DraftTree, sequences: Sequences, rows: Sequence[int]) -> Sampler:
+        """The rule's sampler: a node at depth d of a row with n new tokens decides the token at position n + d."""
+        if self.noise is None:
+            return self.sampler
+        self.noise.move_to([(row, len(sequences.rows[row])) for row in rows])
+        return PositionSampler(self.noise.of(tree))
 
     def gumbel(self, count: int) -> Tensor:
-        """See `DraftContext.gumbel`."""
+        """`DraftContext.gumbel`: noise of the next `count` positions, [B, count, V]."""
         assert self.noise is not None
-        return self.noise.next(count + 1)[:, :count].log().mul_(-self.score.temperature)  # one more: for the rule
-
-    def at_places_of(self, out: Sequences) -> None:
-        """The places that the next round decides are the next ones of the active rows."""
-        if self.noise is not None:
-            self.noise.move([(row, len(out.rows[row])) for row in out.active])
+        # One position more is computed, for the rule asks for it.
+        return self.noise.next(count + 1)[:, :count].log().mul_(-self.process_logits.temperature)
 
 
 @torch.inference_mode()
-def speculate(rules: Rules, drafter: Drafter, out: Sequences, past: Conversation | None = None) -> Stats:
-    """Write on until every row has ended; what was written is in `out`, as are the prompts and when to stop.
+def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None) -> Stats:
+    """Generate until every sequence has ended; the tokens are in `sequences` afterwards.
 
     Args:
-        rules: that hold throughout.
-        drafter: what guesses.
-        out: the texts.
-        past: of one row: what was read of its text before, and where what is read now is kept.
+        decoding: target, acceptance rule, logits processors, sampler.
+        drafter: source of draft trees.
+        sequences: prompts and stopping rules.
+        past: KV cache and drafter state of the text's beginning, updated in place; one row only.
     """
-    stats = Stats(rows=[[] for _ in out.rows])
-    if rules.decide.by_place and type(rules.draw) is RandomSampler:
-        target = rules.target
-        noise = PositionNoise(rules.draw, len(out.rows), drafter.max_nodes + 1, target.info.vocab_size, target.device)
-        rules = replace(rules, noise=noise)
-    with stats.clock("prefill"):
-        cache, roots_B = _begin(rules, drafter, out, past)
-        roots_B = _turn_over(rules, drafter, out, cache, roots_B)
-    while out.active:
+    stats = Stats(rows=[[] for _ in sequences.rows])
+    sampler, target = decoding.sampler, decoding.target
+    if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
+        positions, vocab_size = drafter.max_nodes + 1, target.info.vocab_size
+        noise = PositionNoise(sampler, len(sequences.rows), positions, vocab_size, target.device)
+        decoding = replace(decoding, noise=noise)
+    with timed(stats, "prefill"):
+        cache, roots_B = prefill(decoding, drafter, sequences, sequences.active, past)
+        roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+    while sequences.active:
         began = time.perf_counter()
-        rules.at_places_of(out)
-        with stats.clock("draft"):
-            tree = drafter.propose(roots_B)
-        with stats.clock("target"):
-            output = rules.target.forward_tree(tree, out.longest, cache, drafter.feature_layers)
-        with stats.clock("processors"):
-            scores_BNV = rules.score(output.logits_BNV, tree, out)
-        finished = rules.decide(tree, output, scores_BNV, rules.draw_at(tree), cache, stats)
-        with stats.clock("host"):
-            finished = out.add(finished, scores_BNV, stats, drafter.host_values(finished))
-        with stats.clock("draft"):
-            drafter.observe(finished)
+        step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats)
         stats.round_seconds.append(time.perf_counter() - began)
-        with stats.clock("prefill"):
-            roots_B = _turn_over(rules, drafter, out, cache, finished.verdict.next_tokens_B)
-        stats.max_depth = max(stats.max_depth, tree.max_depth)
-    if past is not None:
-        past.keep(out.text(0).tolist(), cache, drafter)
-    else:
+        stats.max_depth = max(stats.max_depth, step.tree.max_depth)
+        roots_B = step.next_tokens_B
+        if sequences.leaving:
+            with timed(stats, "prefill"):
+                roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+    if past is None:
         cache.release()
+    else:
+        past.keep(sequences.text(0).tolist(), cache, drafter.saved_state())
     return stats
 
 
-def _turn_over(rules: Rules, drafter: Drafter, out: Sequences, cache: TreeCache, roots_B: Tensor) -> Tensor:
-    """Rows that have ended leave the batch: waiting ones take their places, or it shrinks; return all rows' roots."""
-    while (places := out.ended_places()) and out.waiting:
-        held = out.active
-        out.active = [out.waiting.popleft() for _ in range(min(len(places), len(out.waiting)))]
+def speculation_step(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor, stats: Stats
+) -> StepResult:
+    """One draft, one target forward, one verification, for all active rows."""
+    with timed(stats, "draft"):
+        if decoding.noise is not None:
+            decoding.noise.move_to([(row, len(sequences.rows[row])) for row in sequences.active])
+        tree = drafter.propose(roots_B)
+    with timed(stats, "target"):
+        longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
+        output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
+    with timed(stats, "processors"):
+        scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences, sequences.active)
+    sampler = decoding.sampler if decoding.noise is None else PositionSampler(decoding.noise.of(tree))
+    step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+    with timed(stats, "host"):
+        values_BK = drafter.host_values(step) if drafter.needs_host_values else None
+        step = sequences.add(step, scores_BNV, stats, values_BK)
+    with timed(stats, "draft"):
+        drafter.observe(step)
+    return step
+
+
+class Verification:
+    """Verification step: run the acceptance rule and commit the accepted KV entries.
+
+    A rule is some dozens of small operations, which take far longer to launch than to run: on an accelerator it is
+    compiled to one CUDA graph, together with the compaction of the KV cache. Its random numbers are drawn beforehand,
+    so that the graph can be replayed.
+    """
+
+    def __init__(self, rule: Verifier, samples: bool = True) -> None:
+        """Hold a rule; `samples` is False for one that asks for no random numbers."""
+        self.rule, self.samples = rule, samples
+        self.one_draw_per_node = rule is point_mass
+        self.graph: CompiledFunction | None = None
+        self._shapes: set[TreeShape | None] = set()
+
+    def compile(self, device: torch.device) -> None:
+        """Compile the rule, unless on a CPU, where launching its operations costs next to nothing."""
+        if not cpu_kernels.serve(device):
+            from .compiled.graphs import CompiledFunction  # imports torch's compiler
+
+            self.graph = self.graph or CompiledFunction(self._verify, "the acceptance rule", device, cuda_graph=True)
+
+    def verify_and_commit(
+        self,
+        tree: DraftTree,
+        output: TargetOutput,
+        scores_BNV: Tensor,
+        sampler: Sampler,
+        cache: TreeCache,
+        stats: Stats,
+    ) -> StepResult:
+        """The accepted path of each row, and the token after it; both parts are timed."""
+        with timed(stats, "verify"):
+            numbers = self._random_numbers(tree, scores_BNV, sampler) if self.samples else None
+            graph = None if self.graph is None or numbers is sampler else self._graph_for(tree)
+            # On a CPU compaction takes as long in a compiled function, which takes long to make.
+            compacted = graph is not None and graph.cuda_graph
+            arguments = (tree, output, scores_BNV, numbers, cache if compacted else None)
+            if graph is None:
+                verified = self._verify(*arguments)
+            else:
+                known = tree.structure  # computed here, so that no part of it is traced
+
+                def sizes() -> list[tuple[Tensor, int]]:
+                    by_row = [tree.sizes_B, *([cache.lengths_B] if compacted else [])]
+                    by_node = [tree.tokens_BN, tree.parents_BN, known.above_BN, known.depths_BN, known.ancestors_BNN]
+                    by_node += [output.features_BNF, scores_BNV, *([cache.slots_BN] if compacted else [])]
+                    by_node += [each for each in (tree.draft_probs_BNV, numbers) if isinstance(each, Tensor)]
+                    rows = [(tensor, 0) for tensor in (*by_row, *by_node)]
+                    return [*rows, *((tensor, 1) for tensor in by_node), (known.ancestors_BNN, 2)]
+
+                verified = graph(_variant(tree), sizes, lambda: [cache] if compacted else [], *arguments)
+            path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = verified
+        with timed(stats, "cache"):
+            if compacted:
+                cache.advance(lengths_B)
+            else:
+                cache.accept(path_BA, lengths_B, tree.in_order)
+        return StepResult(tree, output, path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA)
+
+    def _verify(
+        self,
+        tree: DraftTree,
+        output: TargetOutput,
+        scores_BNV: Tensor,
+        numbers: Tensor | Sampler | None,
+        cache: TreeCache | None,
+    ) -> tuple[Tensor, ...]:
+        """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
+        if isinstance(numbers, Tensor):  # three dimensions: of each node for every token
+            numbers = PositionSampler(numbers) if numbers.ndim == 3 else PrecomputedSampler(numbers)
+        result = self.rule(tree, scores_BNV, numbers or UNUSED)
+        path_BA, emitted_BA, features_BAF = result.path_BA, result.emitted_BA, output.features_BNF
+        if cache is not None and not tree.in_order:
+            cache.compact(path_BA)
+        if emitted_BA is None:
+            emitted_BA = emitted_tokens(tree, result)
+        if tree.in_order:
+            finite_BA = scores_BNV.amax(-1).isfinite()
+        else:
+            rows_B1 = counting(len(path_BA), path_BA.device, column=True)
+            finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
+            features_BAF = features_BAF[rows_B1, path_BA]
+        return path_BA, result.lengths_B, result.next_tokens_B, emitted_BA, features_BAF, finite_BA
+
+    def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Tensor | Sampler:
+        """Random numbers for a rule; a sampler of another class (a test's) draws for itself."""
+        if type(sampler) is PositionSampler:
+            return sampler.exponential_BNV
+        if type(sampler) is not RandomSampler:
+            return sampler
+        # Each row needs at most one number per node and depth, and one for the bonus token.
+        rows, nodes = tree.tokens_BN.shape
+        return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
+
+    def _graph_for(self, tree: DraftTree) -> CompiledFunction | None:
+        """Rules for sampled trees walk the tree on the host, so that each shape is a graph of its own."""
+        if tree.draft_probs_BNV is not None and tree.shape not in self._shapes:
+            if len(self._shapes) == SAMPLED_SHAPES:
+                return None
+            self._shapes.add(tree.shape)
+        return self.graph
+
+
+def _variant(tree: DraftTree) -> Hashable:
+    """Key of the trees that share a compiled function."""
+    rows, nodes = tree.tokens_BN.shape
+    sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
+    return rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape
+
+
+def replace_ended(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
+) -> Tensor:
+    """Continuous batching: waiting rows take the places of those that have ended, or the batch shrinks.
+
+    Returns the roots of all rows that are active now.
+    """
+    while sequences.leaving and sequences.waiting:
+        places = [place for place, row in enumerate(sequences.active) if row in sequences.leaving]
+        rows = [sequences.waiting.popleft() for _ in range(min(len(places), len(sequences.waiting)))]
+        sequences.leaving -= {sequences.active[place] for place in places[: len(rows)]}
         fresh = drafter.fresh()
-        fresh_cache, fresh_roots = _begin(rules, fresh, out)
-        into_R = torch.tensor(places[: len(out.active)], device=roots_B.device)
+        fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
+        into_R = torch.tensor(places[: len(rows)], device=roots_B.device)
         cache.replace(into_R, fresh_cache)
         fresh_cache.release()
         drafter.replace(into_R, fresh)
         roots_B = roots_B.index_copy(0, into_R, fresh_roots)
-        for place, row in zip(places, out.active, strict=False):
-            held[place] = row
-        out.active = held
-    rows = out.drop_ended()
-    if not rows:
+        for place, row in zip(places, rows, strict=False):
+            sequences.active[place] = row
+    if not sequences.leaving:
         return roots_B
-    rows_R = torch.tensor(rows, device=roots_B.device)
-    cache.select(rows_R)
-    drafter.select(rows_R)
-    return roots_B[rows_R]
-
-
-def _begin(
-    rules: Rules, drafter: Drafter, out: Sequences, past: Conversation | None = None
-) -> tuple[TreeCache, Tensor]:
-    """Read the active rows' prompts, chunk by chunk; return the cache, and the token that the target chooses next."""
-    target, prompts = rules.target, [out.prompts[row] for row in out.active]
-    lengths = [len(prompt) for prompt in prompts]
-    capacity = max(map(len, out.prompts)) + out.new_tokens + drafter.max_nodes
-    probs = rules.score.draft_probs if rules.sampling else None
-    gumbel = None if rules.noise is None else rules.gumbel
-    start = DraftContext(len(prompts), capacity, rules.draw, probs, gumbel)
-    cache, kept = (None, 0) if past is None else past.resume(start, drafter, prompts[0])
+    kept = [place for place, row in enumerate(sequences.active) if row not in sequences.leaving]
+    sequences.active, sequences.leaving = [sequences.active[place] for place in kept], set()
     if not kept:
-        drafter.begin(start)
+        return roots_B
+    kept_R = torch.tensor(kept, device=roots_B.device)
+    cache.select(kept_R)
+    drafter.select(kept_R)
+    return roots_B[kept_R]
+
+
+def prefill(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, rows: list[int], past: Conversation | None = None
+) -> tuple[TreeCache, Tensor]:
+    """Read the prompts of `rows`, chunk by chunk; return the KV cache, and the token [B] that follows each prompt."""
+    target, prompts = decoding.target, [sequences.prompts[row] for row in rows]
+    lengths = [len(prompt) for prompt in prompts]
+    capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
+    draft_probs = decoding.process_logits.draft_probs if decoding.sampling else None
+    gumbel = None if decoding.noise is None else decoding.gumbel
+    context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
+    cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
+    if not kept:
+        drafter.begin(context)
     tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
     cache = cache or target.new_cache(len(stages[0].rows), capacity, len(prompts))
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    last: dict[int, tuple[Tensor, Tensor]] = {}
     for number, stage in enumerate(stages):
         if number:
             cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
-        found |= _read(stage, tokens_BT, lengths, target, cache, drafter)
+        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter)
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
-    cache.rewind(lengths_B)
-    last_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
-    tree = NoDraft().propose(last_B1[:, 0])
-    logits_B1V, features_B1F = (torch.stack([found[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
-    scores_B1V = rules.score(logits_B1V, tree, out)
-    rules.at_places_of(out)
-    roots_B = rules.decide.verify(tree, scores_B1V, rules.draw_at(tree)).next_tokens_B
-    out.first(roots_B, scores_B1V, logits_B1V)
-    drafter.prefill(PrefillChunk(last_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
+    cache.truncate(lengths_B)
+    last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
+    tree = NoDraft().propose(last_tokens_B1[:, 0])
+    logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
+    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences, rows)
+    sampler = decoding.sampler_for(tree, sequences, rows)
+    roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
+    sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
+    drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
     return cache, roots_B
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the prompts that is read together."""
+    """Part of the prompts, from position `begin` to `end`, that the target reads together."""
 
     begin: int
     end: int
     rows: list[int]
-    """The rows that the target reads: the cache has as many."""
+    """Rows of the batch that the target reads; the KV cache has as many."""
     of_row: list[int]
-    """For each row of the batch which of these, by its place in `rows`, has its prompt."""
+    """For each row of the batch, the index in `rows` of the one that has the same tokens."""
 
 
 def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> list[Stage]:
-    """How prompts are read: what all of them begin with once, and each of those that are alike once.
+    """Stages that read a common prefix once, and equal prompts once.
 
     Args:
-        tokens_BT: right-padded.
+        tokens_BT: right-padded prompts.
         lengths: of the prompts.
-        kept: tokens that were read before.
+        kept: tokens that are in the KV cache already.
         shares: whether rows may share what is read.
     """
     every, longest = list(range(len(lengths))), max(lengths)
@@ -193,47 +348,59 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
     texts = [tuple(row[:length]) for row, length in zip(tokens_BT.tolist(), lengths, strict=True)]
     different = list(dict.fromkeys(texts))
     rows, of_row = [texts.index(text) for text in different], [different.index(text) for text in texts]
-    # What follows each token that is read together must be the same, too: a head reads it.
+    # The token after each shared one must be the same, too: a head reads both together.
     shared = shared_length(different) - 1
     if len(different) == 1 or shared < SHARED_TOKENS:
         return [Stage(0, longest, rows, of_row)]
     return [Stage(0, shared, [0], [0] * len(lengths)), Stage(shared, longest, rows, of_row)]
 
 
-def _read(
+def _read_stage(
     stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: Drafter
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read a part of the prompts; for each row of the stage that ends in it, by its place, last logits and features."""
+    """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
     layers = drafter.feature_layers
     lengths_B = torch.tensor(lengths, device=target.device)
     together = stage.rows == stage.of_row
     of_row_B = torch.tensor(stage.of_row, device=target.device)
     read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    last: dict[int, tuple[Tensor, Tensor]] = {}
     for start in range(stage.begin, stage.end, PREFILL_TOKENS):
         stop = min(start + PREFILL_TOKENS, stage.end)
-        ends = {place: lengths[row] - 1 - start for place, row in enumerate(stage.rows)}
-        ends = {place: end for place, end in ends.items() if 0 <= end < stop - start}
-        # Where rows end at different places, logits of all rows at all of these would be the square of what is wanted.
-        # Without a head nobody asks for states: transformers would hook the user's model to give them.
-        apart = len(set(ends.values())) > 1 and (layers or target.packed is not None) and target.computes_logits
-        kept = [] if apart else sorted(set(ends.values()))
+        prompt_ends = {index: lengths[row] - 1 - start for index, row in enumerate(stage.rows)}
+        prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
+        # Where prompts end at different positions, logits of all rows at all of these would grow with their square.
+        # Without a head no hidden states are requested: transformers would hook the user's model to give them.
+        apart = len(set(prompt_ends.values())) > 1 and (layers or target.packed is not None) and target.computes_logits
+        kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
         output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
         if apart:
             width = target.info.hidden_size
             of_last, of_layers = wanted.index(-1) * width, len(layers) * width
             states_BTD = output.features_BNF[..., of_last : of_last + width]
-            logits = target.logits(torch.stack([states_BTD[place, end] for place, end in ends.items()])).unbind()
+            chosen_KD = torch.stack([states_BTD[index, end] for index, end in prompt_ends.items()])
+            logits = target.logits(chosen_KD).unbind()
             output = TargetOutput(output.logits_BNV, output.features_BNF[..., :of_layers])
         else:
-            logits = tuple(output.logits_BNV[place, kept.index(end)] for place, end in ends.items())
-        for (place, end), logits_V in zip(ends.items(), logits, strict=True):
-            found[place] = logits_V, output.features_BNF[place, end]
+            logits = tuple(output.logits_BNV[index, kept.index(end)] for index, end in prompt_ends.items())
+        for (index, end), logits_V in zip(prompt_ends.items(), logits, strict=True):
+            last[index] = logits_V, output.features_BNF[index, end]
         next_BT = tokens_BT[:, start + 1 : stop + 1]
         known = next_BT.shape[1]
-        if known:  # what follows a prompt's last token is not known yet
+        if known:  # the token after a prompt's last one is not known yet
             features_BTF = output.features_BNF[:, :known] if together else output.features_BNF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
             drafter.prefill(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
-    return found
+    return last
+
+
+@contextmanager
+def timed(stats: Stats, part: str) -> Iterator[None]:
+    """Add the time spent inside to `stats.seconds[part]`.
+
+    On a GPU this is the time to launch the work, except for the part that waits for its result.
+    """
+    start = time.perf_counter()
+    yield
+    stats.seconds[part] = stats.seconds.get(part, 0.0) + time.perf_counter() - start

@@ -1,55 +1,166 @@
-"""What a serving team reads: the same figures as a dictionary, for a callback, and as Prometheus text.
+"""Acceptance statistics by one definition, used in training, decoding and benchmarks; counters for Prometheus.
 
-meter = Meter()
-lm.listeners.append(meter.add)      # called with the statistics of every generation
-print(meter.text())
+acceptance length tau    tokens emitted per round, the bonus token counted; the prefill and its token left out,
+                         the last round counting what is returned
+acceptance rate, depth d how often the accepted path reaches depth d + 1, given that it reached d
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .stats import Stats
+PARTS = ("draft", "target", "processors", "verify", "cache", "host")
+"""Parts of a round: the draft and `observe`, the target's forward with its mask, the logits processors, the acceptance
+rule, the compaction of the KV cache (a part of the rule in a CUDA graph), and synchronization and bookkeeping on the
+host."""
+
 
 TOKENS_KEPT = 10_000
 """Latest tokens whose latencies a meter remembers."""
 
 
-def metrics(stats: Stats) -> dict[str, float]:
-    """The figures of one or more generations, in tokens and seconds; NaN where nothing happened."""
-    records = [record for row in stats.rows for record in row]
-    drafted, accepted = sum(record.drafted for record in records), sum(record.accepted for record in records)
-    guessing = [record for record in records if record.drafted > 0]
-    busy = sum(seconds for part, seconds in stats.seconds.items() if part != "prefill")
-    latencies = stats.token_seconds
-    return {
-        "acceptance_rate": _share(accepted, drafted),
-        "acceptance_length": stats.acceptance_length,
-        "draft_length": _share(drafted, len(guessing)),
-        "inter_token_seconds_median": float(np.median(latencies)) if latencies else float("nan"),
-        "inter_token_seconds_p99": float(np.quantile(latencies, 0.99)) if latencies else float("nan"),
-        "tokens_per_second": _share(stats.tokens, busy),
-        "draft_share": _share(stats.seconds.get("draft", 0.0), busy),
-        "plain_rounds": stats.plain_rounds,
-    }
+@dataclass(frozen=True)
+class RoundRecord:
+    """One row's part in one round."""
+
+    accepted: int
+    """Drafted tokens that the verifier accepted."""
+    returned: int
+    """Tokens that were returned to the user: accepted + 1, or fewer in a row's last round."""
+    drafted: int = 0
+    """Depth of the round's trees, its draft length on a chain; 0 for a plain round."""
+    number: int = field(default=0, compare=False)
+    """Which round it was, as an index into `Stats.round_seconds`."""
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else float("nan")
+@dataclass
+class Stats:
+    """Statistics of one or more generations: `rows[i]` holds the rounds of one prompt."""
+
+    rows: list[list[RoundRecord]] = field(default_factory=list)
+    max_depth: int = 0
+    """Depth of the draft trees."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock time by part of the work: prefill, and of rounds `PARTS`."""
+    round_seconds: list[float] = field(default_factory=list)
+    """Duration of every round, over all rows of its batch."""
+
+    @property
+    def rounds(self) -> int:
+        """Speculation rounds, summed over rows."""
+        return sum(map(len, self.rows))
+
+    @property
+    def plain_rounds(self) -> int:
+        """Rounds without drafts, summed over rows."""
+        return sum(record.drafted == 0 for row in self.rows for record in row)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that rounds returned; the prefill's token is not one of them."""
+        return sum(record.returned for row in self.rows for record in row)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round; NaN without a round."""
+        return self.tokens / self.rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance_length_interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the acceptance length.
+
+        A ratio estimate over clusters: rows (prompts) if there are several, since rounds of one text resemble each
+        other; else rounds. NaN with fewer than two clusters.
+        """
+        clusters = [(sum(record.returned for record in row), len(row)) for row in self.rows if row]
+        if len(clusters) == 1:
+            clusters = [(record.returned, 1) for row in self.rows for record in row]
+        count, mean = len(clusters), self.acceptance_length
+        if count < 2:
+            return float("nan"), float("nan")
+        squares = sum((tokens - mean * rounds) ** 2 for tokens, rounds in clusters)
+        half = 1.96 * (squares * count / (count - 1)) ** 0.5 / self.rounds
+        return mean - half, mean + half
+
+    @property
+    def acceptance_rate_by_depth(self) -> list[float]:
+        """For each depth from the root on; NaN where no path came that far.
+
+        A row's last round may return fewer tokens than were accepted: it counts for the depths that were returned,
+        and says nothing of the next.
+        """
+        reached, went_on = [0] * self.max_depth, [0] * self.max_depth
+        for record in (record for row in self.rows for record in row):
+            successes = min(record.accepted, record.returned)
+            cut = record.returned <= record.accepted
+            for depth in range(self.max_depth):
+                reached[depth] += depth < successes or (depth == successes and not cut)
+                went_on[depth] += depth < successes
+        return [hits / tries if tries else float("nan") for hits, tries in zip(went_on, reached, strict=True)]
+
+    @property
+    def round_parts(self) -> dict[str, float]:
+        """Seconds of a mean round, by part."""
+        return {part: self.seconds.get(part, 0.0) / self.rounds for part in PARTS} if self.rounds else {}
+
+    @property
+    def token_seconds(self) -> list[float]:
+        """Seconds per returned token: its round's time over the tokens that the round returned in its row."""
+        records = [record for row in self.rows for record in row if self.round_seconds]
+        return [
+            self.round_seconds[record.number] / record.returned for record in records for _ in range(record.returned)
+        ]
+
+    def summary(self) -> str:
+        """Two lines for people: acceptance, and where the time went."""
+        if not self.rounds:
+            return "no rounds"
+        low, high = self.acceptance_length_interval
+        spread = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+        rates = ", ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in self.acceptance_rate_by_depth)
+        parts = ", ".join(f"{part} {1000 * seconds:.1f}" for part, seconds in self.round_parts.items())
+        seconds = sum(self.round_seconds)
+        prefill, rate = self.seconds.get("prefill", 0.0), self.tokens / seconds if seconds else math.nan
+        return (
+            f"{self.tokens} tokens in {self.rounds} rounds, {self.plain_rounds} of them without drafts; acceptance "
+            f"length {self.acceptance_length:.2f}{spread}; acceptance rate by depth {rates or '-'}\n"
+            f"{rate:.1f} tokens/s after {prefill:.2f} s of prefill; a round, in ms: {parts}"
+        )
+
+    @classmethod
+    def merged(cls, parts: Iterable[Stats]) -> Stats:
+        """The statistics of several generations together."""
+        whole = cls()
+        for part in parts:
+            before = len(whole.round_seconds)
+            whole.rows += [[replace(record, number=before + record.number) for record in row] for row in part.rows]
+            whole.round_seconds += part.round_seconds
+            whole.max_depth = max(whole.max_depth, part.max_depth)
+            for name, seconds in part.seconds.items():
+                whole.seconds[name] = whole.seconds.get(name, 0.0) + seconds
+        return whole
 
 
 class Meter:
-    """Counts over the life of a process."""
+    """Counters over the life of a process, for Prometheus.
+
+    meter = Meter()
+    lm.callbacks.append(meter.add)      # called with the statistics of every generation
+    print(meter.text())
+    """
 
     def __init__(self) -> None:
-        """Nothing happened yet."""
+        """All counters are 0."""
         self.counts: Counter[str] = Counter()
         self.latencies: deque[float] = deque(maxlen=TOKENS_KEPT)
 
     def add(self, stats: Stats) -> None:
-        """Take in a generation."""
+        """Count a generation."""
         for row in stats.rows:
             for record in row:
                 self.counts["rounds_total"] += 1
@@ -64,7 +175,7 @@ class Meter:
         self.latencies.extend(stats.token_seconds)
 
     def text(self) -> str:
-        """Prometheus' text format, version 0.0.4; latencies are of the latest tokens."""
+        """Prometheus' text format, version 0.0.4; latencies are those of the latest tokens."""
         lines = []
         for name in sorted({key.partition("{")[0] for key in self.counts}):
             lines.append(f"# TYPE headstart_{name} counter")

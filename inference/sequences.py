@@ -1,9 +1,9 @@
-"""The host's side of a generation: what each row has written, when it ends, and who is told."""
+"""Per-sequence state on the host: emitted tokens, stopping, streaming, and the text that several calls continue."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .drafters.base import StepResult
-from .stats import RoundRecord, Stats
+from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
+from .kv_cache import TreeCache
+from .metrics import RoundRecord, Stats
 
 
 class Streamer(Protocol):
-    """What transformers' streamers offer."""
+    """Interface of transformers' streamers."""
 
     def put(self, value: Tensor) -> None:
         """Take new tokens."""
 
     def end(self) -> None:
-        """There are no more."""
+        """Note that there are no more."""
 
 
 class Sequences:
-    """The texts of a batch. Rows that have ended leave `active`; all per-row lists keep every row of the call."""
+    """The sequences of a call. Per-row lists keep every row of the call; `active` are those that are decoded now."""
 
     def __init__(
         self,
@@ -38,41 +39,37 @@ class Sequences:
         streamer: Streamer | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
-        slots: int | None = None,
-        listeners: Sequence[Callable[[Sequences], None]] = (),
+        max_batch_size: int | None = None,
+        callbacks: Sequence[Callable[[Sequences], None]] = (),
     ) -> None:
-        """Begin.
+        """Begin with the prompts.
 
         Args:
-            prompts: the unpadded tokens of each row.
-            new_tokens: at most as many are written in each row.
-            eos: a row ends with any of these.
-            criteria: and where one of these stopping criteria says so, asked after each token of a row by itself.
+            prompts: unpadded tokens [T] of each row.
+            new_tokens: largest number of new tokens in each row.
+            eos: tokens that end a row.
+            criteria: stopping criteria, called after each token with one row's unpadded tokens [1, T].
             streamer: gets the tokens as they are accepted; one row only.
-            keep_scores: whether the processed scores of every written token are kept.
-            keep_logits: whether its raw logits are.
-            slots: rows that are decoded at once, the others waiting until one ends; None for all.
-            listeners: called after prompts were read, and after every round.
+            keep_scores: whether the processed scores of every new token are kept.
+            keep_logits: whether its raw logits are kept.
+            max_batch_size: rows that are decoded at once, the others waiting; None for all.
+            callbacks: called after prefill, and after every round.
         """
-        self.prompts, self.listeners = prompts, listeners
+        self.prompts, self.callbacks = prompts, callbacks
         self.new_tokens, self.eos, self.criteria, self.streamer = new_tokens, eos, criteria, streamer
         self.rows: list[list[int]] = [[] for _ in prompts]
-        self.active = list(range(len(prompts)))[:slots]
-        """The rows of the batch that is being decoded, by their number in the call."""
+        """New tokens of each row."""
+        self.active = list(range(len(prompts)))[:max_batch_size]
+        """Rows of the batch that is being decoded, by their number in the call."""
         self.waiting = deque(range(len(self.active), len(prompts)))
-        """The rows that have not begun."""
+        """Rows that have not begun."""
+        self.ended: set[int] = set()
+        """Rows of the call that have ended."""
+        self.leaving: set[int] = set()
+        """Rows that have ended and are still in the batch."""
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
-        self._committed = [len(prompt) for prompt in prompts]
-        self.ended: set[int] = set()
-        """Of all rows of the call."""
-        self._leaving: set[int] = set()
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest row in the cache."""
-        return max(self._committed[row] for row in self.active)
 
     @property
     def tokens(self) -> int:
@@ -80,108 +77,86 @@ class Sequences:
         return sum(map(len, self.rows))
 
     def text(self, row: int) -> Tensor:
-        """A row's tokens, prompt and written, as [T]."""
+        """A row's prompt and new tokens, [T]."""
         prompt = self.prompts[row]
         return torch.cat([prompt, torch.tensor(self.rows[row], dtype=prompt.dtype, device=prompt.device)])
 
-    def first(self, roots_B: Tensor, scores_B1V: Tensor, logits_B1V: Tensor) -> None:
-        """Take the tokens that follow the prompts."""
-        finite_B = scores_B1V[:, 0].amax(-1).isfinite()
-        tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
-        for place, (row, token, fine) in enumerate(zip(self.active, tokens, finite, strict=True)):
-            if not fine:
-                self._refuse(row, 0, logits_B1V[place, 0])
-            self._append(row, [token])
-            self._keep(row, scores_B1V[place], logits_B1V[place])
-        self._tell()
-
-    def add(self, finished: StepResult, scores_BNV: Tensor, stats: Stats, asked_BK: Tensor | None = None) -> StepResult:
-        """Take what a round emitted.
-
-        Args:
-            finished: as the rule left it.
-            scores_BNV: of all nodes.
-            stats: get a record for each row.
-            asked_BK: what the drafter wants to know.
-
-        Returns:
-            the round with what the host knows of it now.
-
-        Raises:
-            ValueError: the target's logits are no numbers, or the processors left no token.
-        """
-        verdict, emitted_BA = finished.verdict, finished.emitted_BA
-        columns = [verdict.lengths_B[:, None], finished.finite_BA, emitted_BA]
-        columns += [] if asked_BK is None else [asked_BK]
-        # sync: the only one of a round; the host must know what to return and when to stop
-        rows = torch.cat(columns, dim=1).tolist()
-        most = emitted_BA.shape[1]
-        emitted = [row[1 + most : 1 + most + row[0]] for row in rows]
-        for place, (row, (length, *told)) in enumerate(zip(self.active, rows, strict=True)):
-            self._committed[row] += length
-            fine = sum(accumulate(told[:most], min))  # up to the first that is no number
-            count = self._append(row, emitted[place][:fine])
-            if fine < length and row not in self.ended:  # behind a row's end nobody asks
-                node = verdict.path_BA[place, fine]
-                self._refuse(row, len(self.rows[row]), finished.output.logits_BNV[place, node])
-            if self.scores is not None or self.logits is not None:
-                path_A = verdict.path_BA[place, :count]
-                self._keep(row, scores_BNV[place, path_A], finished.output.logits_BNV[place, path_A])
-            record = RoundRecord(length - 1, count, finished.tree.max_depth, number=len(stats.round_seconds))
-            stats.rows[row].append(record)
-        self._tell()
-        return replace(finished, tokens=emitted, host_values=[row[1 + 2 * most :] for row in rows])
-
-    def ended_places(self) -> list[int]:
-        """The places in the batch of rows that have ended."""
-        return [place for place, row in enumerate(self.active) if row in self._leaving]
-
-    def drop_ended(self) -> list[int] | None:
-        """Take the rows that have ended out of `active`; the places of the others in the batch, None for all."""
-        if not self._leaving:
-            return None
-        places = [place for place, row in enumerate(self.active) if row not in self._leaving]
-        self.active = [self.active[place] for place in places]
-        self._leaving = set()
-        return places
-
     def padded(self, padding: int) -> Tensor:
-        """What was written, [B, longest], padded on the right."""
+        """New tokens of all rows, [B, T], padded on the right."""
         rows = [torch.tensor(row, dtype=torch.int64) for row in self.rows]
         return pad_sequence(rows, batch_first=True, padding_value=padding)
 
+    def add_first(self, rows: Sequence[int], roots_B: Tensor, scores_B1V: Tensor, logits_B1V: Tensor) -> None:
+        """Append the tokens that follow the prompts of `rows`."""
+        finite_B = scores_B1V[:, 0].amax(-1).isfinite()
+        tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
+        for place, (row, token, valid) in enumerate(zip(rows, tokens, finite, strict=True)):
+            if not valid:
+                self._refuse(row, logits_B1V[place, 0])
+            self._append(row, [token])
+            self._keep(row, scores_B1V[place], logits_B1V[place])
+        for callback in self.callbacks:
+            callback(self)
+
+    def add(self, step: StepResult, scores_BNV: Tensor, stats: Stats, values_BK: Tensor | None = None) -> StepResult:
+        """Append what a step emitted.
+
+        Args:
+            step: as verification left it.
+            scores_BNV: of all nodes.
+            stats: get a record for each row.
+            values_BK: integers that the drafter needs on the host.
+
+        Returns:
+            the step with its tokens and the drafter's values on the host.
+
+        Raises:
+            ValueError: the target's logits are NaN, or the processors left no token.
+        """
+        columns = [step.lengths_B[:, None], step.finite_BA, step.emitted_BA]
+        # sync: the only one of a round; the host must know what to return and when to stop
+        found = torch.cat([*columns, *([] if values_BK is None else [values_BK])], dim=1).tolist()
+        most, emitted = step.emitted_BA.shape[1], []
+        for place, (row, (length, *values)) in enumerate(zip(self.active, found, strict=True)):
+            emitted.append(values[most : most + length])
+            valid = sum(accumulate(values[:most], min))  # up to the first that is no number
+            count = self._append(row, emitted[-1][:valid])
+            if valid < length and row not in self.ended:  # tokens behind a row's end may be invalid
+                self._refuse(row, step.output.logits_BNV[place, step.path_BA[place, valid]])
+            if self.scores is not None or self.logits is not None:
+                path_A = step.path_BA[place, :count]
+                self._keep(row, scores_BNV[place, path_A], step.output.logits_BNV[place, path_A])
+            record = RoundRecord(length - 1, count, step.tree.max_depth, number=len(stats.round_seconds))
+            stats.rows[row].append(record)
+        for callback in self.callbacks:
+            callback(self)
+        return replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
+
     def _append(self, row: int, tokens: list[int]) -> int:
-        """Cut where the row ends; return how many tokens were taken."""
-        written = self.rows[row]
+        """Append tokens up to where the row ends; return how many."""
         count = 0
         for token in tokens:
-            written.append(token)
+            self.rows[row].append(token)
             count += 1
-            if token in self.eos or len(written) == self.new_tokens or self._stopped(row):
+            ended = token in self.eos or len(self.rows[row]) == self.new_tokens
+            if not ended and self.criteria:
+                text_1T = self.text(row)[None]
+                ended = any(bool(criterion(text_1T, None)) for criterion in self.criteria)
+            if ended:
                 self.ended.add(row)
-                self._leaving.add(row)
+                self.leaving.add(row)
                 break
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens[:count]))
         return count
-
-    def _tell(self) -> None:
-        for listener in self.listeners:
-            listener(self)
-
-    def _stopped(self, row: int) -> bool:
-        """Whether a criterion ends the row after its newest token."""
-        if not self.criteria:
-            return False
-        text_1T = self.text(row)[None]
-        return any(bool(criterion(text_1T, None)) for criterion in self.criteria)
 
     def _keep(self, row: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
         for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):
             if kept is not None:
                 kept[row].append(tensor.clone())
 
-    def _refuse(self, row: int, place: int, logits_V: Tensor) -> None:
+    def _refuse(self, row: int, logits_V: Tensor) -> None:
+        place = len(self.rows[row])
         if logits_V.isnan().any():
             raise ValueError(
                 f"the target's logits for new token {place} of row {row} are no numbers (NaN): the model's weights "
@@ -190,3 +165,69 @@ class Sequences:
         raise ValueError(
             f"the logits processors forbid every token at new token {place} of row {row}; leave at least one allowed"
         )
+
+
+def shared_length(texts: Sequence[Sequence[int]]) -> int:
+    """Length of the longest common prefix."""
+    columns = enumerate(zip(*texts, strict=False))
+    return next((length for length, tokens in columns if len(set(tokens)) > 1), min(map(len, texts)))
+
+
+class Conversation:
+    """KV cache and drafter state of one text, for calls that continue it; each call updates it in place.
+
+    past = Conversation()
+    first = lm.generate(prompt, past_key_values=past)
+    second = lm.generate(first_and_more, past_key_values=past)      # the tokens of a fresh call, faster
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        """The text: the last call's prompt and its new tokens."""
+        self._cache: TreeCache | None = None
+        self._draft_state: Any = None
+        self._owner: Hashable = None
+
+    def __repr__(self) -> str:
+        return f"Conversation({len(self.tokens)} tokens)"
+
+    def get_seq_length(self) -> int:
+        """Tokens of the text in the KV cache: all but the newest one."""
+        return max(len(self.tokens) - 1, 0) if self._cache is not None else 0
+
+    def forget(self) -> None:
+        """Drop the text and its state."""
+        self.tokens, self._cache, self._draft_state = [], None, None
+
+    def belong(self, to: Hashable) -> None:
+        """Forget what another decoder has read, or the same one with other weights."""
+        if self._owner != to:
+            self.forget()
+        self._owner = to
+
+    def resume(self, context: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
+        """Crop the state to the text's common prefix with a prompt; begins the drafter if anything is kept.
+
+        Returns:
+            the target's KV cache and how many tokens it holds; None and 0 if the prompt must be read from its start.
+        """
+        prompt: list[int] = prompt_T.tolist()  # sync: once a call
+        # The token after each kept one must be known: a head has read the two together.
+        kept = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
+        if self._cache is None or kept < 1 or (drafter.feature_layers and self._draft_state is None):
+            self.forget()
+            return None, 0
+        device = self._cache.lengths_B.device
+        tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
+        kept_B = torch.tensor([kept], device=device)
+        empty_1TF = torch.empty(1, kept, 0, device=device)
+        chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
+        drafter.resume(context, chunk, self._draft_state, kept == len(self.tokens) - 1)
+        self._cache.ensure_capacity(context.capacity)
+        self._cache.truncate(kept_B)
+        self._cache.prefilled = kept
+        return self._cache, kept
+
+    def keep(self, tokens: list[int], cache: TreeCache, draft_state: Any) -> None:
+        """Store the state at the end of a call."""
+        self.tokens, self._cache, self._draft_state = tokens, cache, draft_state

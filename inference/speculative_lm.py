@@ -34,24 +34,22 @@ from transformers.utils.generic import ModelOutput
 from ..heads import DraftHead
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import packed_head
-from .conversation import Chat, Conversation
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
 from .drafters.by_name import draft_models, load_fitting_head, make_drafter
 from .drafters.head_drafter import HeadDrafter
 from .kv_cache import check_room
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
-from .loop import Rules, speculate
+from .loop import Decoding, Verification, speculate
+from .metrics import Stats
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, refuse_loading_options
-from .sequences import Sequences, Streamer
-from .stats import Stats
+from .sequences import Conversation, Sequences, Streamer
 from .target import Target
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
 from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy
-from .verify_step import Decider
 
 SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
     "logits_processor",
@@ -103,15 +101,16 @@ class SpeculativeLM:
         """
         self.target = target
         self.drafter: Drafter = drafter or NoDraft()
-        self.sampling_rule = Decider(choose_rule(verifier, self.drafter.kind, lossy))
-        self.greedy_rule = Decider(greedy, draws=False)
+        self.sampling_rule = Verification(choose_rule(verifier, self.drafter.kind, lossy))
+        self.greedy_rule = Verification(greedy, samples=False)
         self.verifier, self.lossy = verifier, lossy
         self.origin: dict[str, Any] = {}
         """What the head was trained against, as its checkpoint remembers it."""
-        self.listeners: list[Callable[[Stats], None]] = []
+        self.callbacks: list[Callable[[Stats], None]] = []
         """Called with the statistics of every generation."""
-        self.round_listeners: list[Callable[[Sequences], None]] = []
+        self.round_callbacks: list[Callable[[Sequences], None]] = []
         """Called after every round with what was written so far; what one of them raises ends the generation."""
+        self.listeners, self.round_listeners = self.callbacks, self.round_callbacks  # earlier names
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
         """Another drafter of the same head or source, with a tree."""
         self._others: dict[str, SpeculativeLM] = {}
@@ -219,7 +218,8 @@ class SpeculativeLM:
     def warmup(self) -> SpeculativeLM:
         """Do now what the first answer would wait for: build and pack, measure what rounds cost, write a few tokens."""
         self.costs  # noqa: B018 - measured now
-        listeners, self.listeners = self.listeners, []
+        callbacks = self.callbacks[:]
+        self.callbacks.clear()
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
         mask_1T, generator = torch.ones_like(prompt_1T), torch.Generator(self.target.device)
         settings: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0}
@@ -227,7 +227,7 @@ class SpeculativeLM:
             for sampling in (False, True):
                 self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
         finally:
-            self.listeners = listeners
+            self.callbacks[:] = callbacks
             for each in self.drafter.nested():  # this text says nothing of others
                 if isinstance(each, AdaptiveDrafter):
                     each.speeds.clear()
@@ -241,7 +241,7 @@ class SpeculativeLM:
         generator: torch.Generator | None = None,
         streamer: Streamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        slots: int | None = None,
+        max_batch_size: int | None = None,
         tree: TreeSpec | None = None,
         verifier: str | None = None,
         past_key_values: Conversation | None = None,
@@ -253,12 +253,12 @@ class SpeculativeLM:
             input_ids: prompts, [batch, time]; padded left or right.
             attention_mask: 1 where a token is no padding; None to let transformers infer it from the padding token.
             generation_config: as for `model.generate`.
-            generator: of the random draws; None for torch's global one. For a seed, the number that decides a token
-                belongs to its row of the call and its place in the text: with picked trees, and without drafts, the
-                text is the same whatever was drafted, with any `slots`. The rules for drawn trees draw round by round.
+            generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, the
+                random number that decides a token belongs to its row and position: for a seed the text is the same
+                whatever was drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
             tokenizer: needed for `stop_strings`.
-            slots: rows that are decoded at the same time; the next one begins where one has ended (continuous
+            max_batch_size: rows that are decoded at the same time; the next one begins where one has ended (continuous
                 batching). None for all at once.
             tree: for this call, of the same head or source; see `from_pretrained`. None for the one that was chosen
                 there.
@@ -283,7 +283,7 @@ class SpeculativeLM:
                 generator,
                 streamer,
                 tokenizer,
-                slots,
+                max_batch_size,
                 past_key_values=past_key_values,
                 **settings,
             )
@@ -293,8 +293,9 @@ class SpeculativeLM:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
             )
-        if slots is not None and slots < 1:
-            raise ValueError(f"slots must be at least 1, not {slots}")
+        max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         if past_key_values is not None:
             self._check_past(past_key_values, len(input_ids))
         unknown = sorted(set(settings) - SETTINGS)
@@ -316,7 +317,9 @@ class SpeculativeLM:
                 attention_mask=attention_mask,
                 generation_config=generation_config,
                 streamer=streamer,
-                custom_generate=self.decoding_method(RandomSampler(generator), streamer, slots, past_key_values),
+                custom_generate=self.decoding_method(
+                    RandomSampler(generator), streamer, max_batch_size, past_key_values
+                ),
                 **with_stop_strings(settings, generation_config, tokenizer),
             )
             for model in draft_models(self.drafter):
@@ -379,7 +382,7 @@ class SpeculativeLM:
             word = verifier or (self.verifier if same else "auto")
             other = copy.copy(self)
             other.drafter, other.verifier = drafter, word
-            other.sampling_rule = Decider(choose_rule(word, drafter.kind, self.lossy))
+            other.sampling_rule = Verification(choose_rule(word, drafter.kind, self.lossy))
             self._others[key] = other.compile() if self.target.compiled else other
         return self._others[key]
 
@@ -407,7 +410,7 @@ class SpeculativeLM:
         self,
         draw: Sampler,
         streamer: Streamer | None = None,
-        slots: int | None = None,
+        max_batch_size: int | None = None,
         past: Conversation | None = None,
     ) -> Callable[..., GenerateOutput]:
         """What `model.generate` takes as `custom_generate`, for this target's model."""
@@ -437,7 +440,15 @@ class SpeculativeLM:
                 raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
             with self.target.lock:
                 return self._decode(
-                    input_ids, mask, logits_processor, stopping_criteria, generation_config, draw, streamer, slots, past
+                    input_ids,
+                    mask,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    draw,
+                    streamer,
+                    max_batch_size,
+                    past,
                 )
 
         return decode
@@ -451,7 +462,7 @@ class SpeculativeLM:
         config: GenerationConfig,
         draw: Sampler,
         streamer: Streamer | None,
-        slots: int | None,
+        max_batch_size: int | None,
         past: Conversation | None,
     ) -> GenerateOutput:
         """Check what `model.generate` prepared, run the loop, and put the rows together again."""
@@ -477,15 +488,17 @@ class SpeculativeLM:
                 f"positions of {self.target.name!r}"
             )
         self.target.refresh()
-        together = min(len(prompts), slots or len(prompts))
+        together = min(len(prompts), max_batch_size or len(prompts))
         room = longest + new_tokens + self.drafter.max_nodes
         check_room(self._needed(together, room), together, room, self.target.device, self.target.pool)
         full = config.return_dict_in_generate
         keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
-        listeners = self.round_listeners
-        out = Sequences(prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, slots, listeners)
+        callbacks = self.round_callbacks
+        out = Sequences(
+            prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, max_batch_size, callbacks
+        )
         rule = self.sampling_rule if config.do_sample else self.greedy_rule
-        rules = Rules(self.target, rule, score, draw, bool(config.do_sample))
+        rules = Decoding(self.target, rule, score, draw, bool(config.do_sample))
         if past is not None:
             past.belong((self, self.target.version))
         try:
@@ -494,8 +507,8 @@ class SpeculativeLM:
             if past is not None:  # half of something may have been read
                 past.forget()
             raise
-        for listener in self.listeners:
-            listener(stats)
+        for callback in self.callbacks:
+            callback(stats)
         if streamer is not None:
             streamer.end()
         padding = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
@@ -517,6 +530,63 @@ class SpeculativeLM:
             "the drafts'": self.drafter.cache_bytes(rows, tokens),
             "logits": scores * each,
         }
+
+
+class Chat:
+    """A conversation by the tokenizer's chat template; each answer reads only the new part of the text.
+
+    chat = lm.chat(tokenizer, max_new_tokens=256)
+    print(chat.say("What is speculative decoding?"))
+    """
+
+    def __init__(
+        self, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any
+    ) -> None:
+        """Begin a conversation.
+
+        Args:
+            lm: the model that answers.
+            tokenizer: with a chat template.
+            system: the system message.
+            settings: for every answer, as for `SpeculativeLM.generate`.
+
+        Raises:
+            ValueError: a tokenizer without a chat template.
+        """
+        if not tokenizer.chat_template:
+            raise ValueError(f"{type(tokenizer).__name__} has no chat template; give generate the whole text instead")
+        self.lm, self.tokenizer, self.settings = lm, tokenizer, settings
+        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.past = Conversation()
+
+    def say(self, text: str, **settings: Any) -> str:
+        """The answer to a message; `settings` are for this one. A call that fails leaves the messages as they were."""
+        return "".join(self.stream(text, **settings))
+
+    def stream(self, text: str, **settings: Any) -> Iterator[str]:
+        """The answer in pieces, as soon as each is there; an answer that is not read to its end is not recorded."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt: Any = self.tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        written: list[int] = []
+        told = ""
+        rounds = self.lm.stream(
+            prompt["input_ids"].to(self.lm.target.device), past_key_values=self.past, **{**self.settings, **settings}
+        )
+        for tokens in rounds:
+            written += tokens
+            answer = self._decoded(written)
+            if len(answer) > len(told) and not answer.endswith("\ufffd"):  # the bytes of a character may come apart
+                yield answer[len(told) :]
+                told = answer
+        answer = self._decoded(written)
+        if len(answer) > len(told):
+            yield answer[len(told) :]
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class _NobodyListens(Exception):

@@ -8,7 +8,7 @@ Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..heads import TargetModules
 from ..heads.base import dtype_name
 from ..heads.layers.draft_cache import FEW, counting
-from . import tree_attention as attention
+from . import tree_attention
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
 from .kv_cache import Pool, StateShape, TreeCache
@@ -32,6 +32,7 @@ from .models.info import active_adapters, fingerprint, logit_scale_and_cap, norm
 from .models.loading import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
 from .models.supported import attention_kinds
 from .tree import DraftTree, framed
+from .tree_attention import attending
 
 if TYPE_CHECKING:
     from .compiled.graphs import CompiledFunction
@@ -73,7 +74,7 @@ class Target:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
-        self.own_attention = attention.usable(model, self.config)
+        self.own_attention = tree_attention.usable(model, self.config)
         self.graph: CompiledFunction | None = None
         """The compiled forward over a tree, on an accelerator; see `compile`."""
         self.packed: PackedDecoder | None = None
@@ -254,9 +255,9 @@ class Target:
         """Whether `logits` is what the model computes, tried on one token."""
         if self.packed is not None:
             return True
-        output = self._one_token(use_cache=False, output_hidden_states=self._indices((-1,)))
+        output = self._one_token(use_cache=False, output_hidden_states=True)
         expected_11V = output.logits.float()
-        found_11V = self.logits(output.hidden_states[self._index(-1)]).float().to(expected_11V.device)
+        found_11V = self.logits(output.hidden_states[self.info.num_layers]).float().to(expected_11V.device)
         close = torch.finfo(self.dtype).eps ** 0.5 * expected_11V.abs().max()
         return bool((found_11V - expected_11V).abs().max() <= close)
 
@@ -275,67 +276,59 @@ class Target:
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
-        """Read the next tokens of right-padded prompts into the cache, which commits all of them, padding too.
+        """Prefill: read the next tokens of right-padded prompts and commit all of them, padding too.
 
         Args:
-            tokens_BT: as many of every row.
-            longest: length of the longest prompt, for which room is made at once.
+            tokens_BT: the chunk, of every row.
+            longest: length of the longest prompt, for which the cache makes room at once.
             cache: every row as long as the others.
             layers: whose features are wanted.
-            kept: the places in the chunk whose logits are wanted.
+            kept: positions in the chunk whose logits are wanted.
 
         Returns:
-            logits of the places `kept` (none at all for an empty list), and features of all tokens.
+            logits of the positions `kept` (none at all for an empty list), and features of all tokens.
         """
         size = tokens_BT.shape[1]
-        cache.place(size, max(longest - size, 0))
-        if self.packed is not None:
-            return self._read_as_chains(tokens_BT, cache, layers, kept)
+        cache.reserve(size, max(longest - size, 0))
+        if self.packed is not None:  # our kernels read a prompt in chains of nodes
+            logits, features = [], []
+            for start, piece_BN in zip(range(0, size, PIECE), tokens_BT.split(PIECE, dim=1), strict=True):
+                nodes = piece_BN.shape[1]
+                here = torch.tensor([place - start for place in kept if start <= place < start + nodes]).long()
+                output = self.forward_chain(piece_BN, cache.prefilled, cache, layers, here)
+                cache.advance(torch.full_like(cache.lengths_B, nodes))
+                cache.prefilled += nodes
+                logits.append(output.logits_BNV)
+                features.append(output.features_BNF)
+            return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
         if self.own_attention and self.attention_kinds == ("full_attention",):
-            cache.shown, masks = cache.read + size, None
+            cache.attended, masks = cache.prefilled + size, None
         else:
             slots_S = torch.arange(cache.capacity, device=self.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
-            masks = self._masks(self._seen(cache.slots_BN, slots_S.expand(len(tokens_BT), -1), visible_BTS))
-        output = self._ask(self._run, tokens_BT, cache.slots_BN, masks, cache, layers, self._wanted(kept, size))
+            seen = dict.fromkeys(self.attention_kinds, visible_BTS)
+            if "sliding_attention" in seen:
+                slots_BS = slots_S.expand(len(tokens_BT), -1)
+                seen["sliding_attention"] = self._in_window(cache.slots_BN, slots_BS, visible_BTS)
+            masks = self._masks(seen)
+        # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
+        last = size - kept[0] if kept else 1
+        wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=self.device)
+        with attending(self.config) if self.own_attention else nullcontext():
+            logits_BKV, features_BNF = self._run(tokens_BT, cache.slots_BN, masks, cache, layers, wanted)
         if self.spread:  # the last ones, from the first that is wanted on
-            logits_BKV = output.logits_BNV[:, [place - kept[0] for place in kept]]
-            output = TargetOutput(logits_BKV, output.features_BNF)
-        cache.commit(torch.full_like(cache.lengths_B, size))
-        cache.read += size
-        return output
-
-    def _wanted(self, kept: list[int], size: int) -> Tensor | int:
-        """How transformers is told the places whose logits are wanted.
-
-        By the number of the last ones if the LM head may lie on another device than the inputs: a tensor stays there.
-        """
-        if self.spread:
-            return size - kept[0] if kept else 1
-        return torch.tensor(kept, dtype=torch.int64, device=self.device)
-
-    def _read_as_chains(
-        self, tokens_BT: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
-    ) -> TargetOutput:
-        """`read_chunk` by forwards over chains of no more than `PIECE` nodes."""
-        logits, features, start = [], [], 0
-        for piece_BN in tokens_BT.split(PIECE, dim=1):
-            nodes = piece_BN.shape[1]
-            places = [place - start for place in kept if start <= place < start + nodes]
-            output = self.forward_chain(piece_BN, cache.read, cache, layers, torch.tensor(places, dtype=torch.int64))
-            cache.commit(torch.full_like(cache.lengths_B, nodes))
-            cache.read += nodes
-            logits.append(output.logits_BNV)
-            features.append(output.features_BNF)
-            start += nodes
-        return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
+            logits_BKV = logits_BKV[:, [place - kept[0] for place in kept]]
+        cache.advance(torch.full_like(cache.lengths_B, size))
+        cache.prefilled += size
+        return TargetOutput(logits_BKV, features_BNF)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """One forward over all nodes; each sees the cache's committed tokens and its own path.
+        """One forward over all nodes; each attends to the cache's committed tokens and its own path.
 
-        The nodes' entries are in the cache afterwards, but not committed: `cache.keep` does that.
+        The nodes' entries are in the cache afterwards, but not committed: `cache.accept` does that.
         """
-        return self.forward_nodes(tree.tokens_BN, tree.framed_BNX, tree.depths_BN, longest, cache, layers)
+        known = tree.structure
+        return self.forward_nodes(tree.tokens_BN, known.framed_BNX, known.depths_BN, longest, cache, layers)
 
     def forward_chain(
         self,
@@ -361,65 +354,67 @@ class Target:
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        """One forward over the last N of M nodes; the others were written by forwards before, none is committed.
+        """One forward over the last N of M nodes; the others were written by earlier forwards, none is committed.
 
         Args:
             tokens_BN: of the new nodes.
-            framed_BNX: which nodes each of them sees, itself too, `framed`; all see the committed tokens.
-            depths_BM: places in the text behind the committed tokens, from 0.
+            framed_BNX: the nodes that each of them attends to, itself too, `framed`.
+            depths_BM: positions in the text behind the committed tokens, from 0.
             longest: length of the longest row.
-            cache: where entries go.
+            cache: KV cache that entries are written to.
             layers: whose features are wanted.
             kept_K: the new nodes whose logits are wanted; None for all.
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
-        cache.place(new, longest, nodes - new)
-        positions_BN, seen = self.sight(framed_BNX, depths_BM, cache, longest)
+        cache.reserve(new, longest, nodes - new)
+        positions_BN, seen = self.visible_slots(framed_BNX, depths_BM, cache, longest)
         if self.packed is not None:
             return TargetOutput(*self.packed(tokens_BN, positions_BN, seen, cache, layers, kept_K))
         masks = self._masks(seen)
         if kept_K is None:
             kept_K = counting(new, self.device)
-        if self.spread:
-            output = self._ask(self._run, tokens_BN, positions_BN, masks, cache, layers, 0)
-            return TargetOutput(output.logits_BNV[:, kept_K], output.features_BNF)
-        given = (tokens_BN, positions_BN, masks, cache, layers, kept_K)
-        if self.graph is None or not len(kept_K):
-            return self._ask(self._run, *given)
+        given = (tokens_BN, positions_BN, masks, cache, layers)
+        with attending(self.config) if self.own_attention else nullcontext():
+            if self.spread:
+                logits_BNV, features_BNF = self._run(*given, 0)
+                return TargetOutput(logits_BNV[:, kept_K], features_BNF)
+            if self.graph is None or not len(kept_K):
+                return TargetOutput(*self._run(*given, kept_K))
 
-        def sizes() -> list[tuple[Tensor, int]]:
-            nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
-            every = masks.values() if isinstance(masks, dict) else [masks]
-            of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
-            return [*nodes_of, *of_masks, (kept_K, 0)]
+            def sizes() -> list[tuple[Tensor, int]]:
+                nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+                every = masks.values() if isinstance(masks, dict) else [masks]
+                of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
+                return [*nodes_of, *of_masks, (kept_K, 0)]
 
-        kind = (len(cache.lengths_B) == 1, new == 1, layers)
-        return self._ask(self.graph, kind, sizes, lambda: [cache], *given)
+            variant = (len(cache.lengths_B) == 1, new == 1, layers)
+            return TargetOutput(*self.graph(variant, sizes, lambda: [cache], *given, kept_K))
 
-    def sight(
+    def visible_slots(
         self, framed_BNX: Tensor, depths_BM: Tensor, cache: TreeCache, longest: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The positions of the last N of M nodes, and by kind of attention which slots they see, [B, N, S]."""
+        """Position ids [B, N] of the last N of M nodes; by kind of attention the slots they attend to, [B, N, S]."""
         new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
         lengths_B1 = cache.lengths_B[:, None]
-        # A captured graph is for one shape; elsewhere our attention looks no further than the mask reaches.
+        # A CUDA graph is for one shape; elsewhere our attention reads no further than the mask reaches.
         short = (self.own_attention or self.packed is not None) and self.device.type == "cpu"
-        slots = cache.used if short else cache.capacity
+        slots = cache.bucketed_length if short else cache.capacity
         if nodes == 1:
             visible_BNS = (counting(slots, self.device) <= lengths_B1)[:, None]
         else:  # a column of `framed_BNX` for each slot
             column_BS = (counting(slots, self.device, 1) - lengths_B1).clamp(0, nodes + 1)
             visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
         positions_BN = lengths_B1 + (depths_BM if new == nodes else depths_BM[:, nodes - new :])
-        slot_positions_BS = None
-        if "sliding_attention" in self.attention_kinds:  # which alone looks at them
+        if longest + nodes > self.max_positions:  # such a node is never returned, but must not break an embedding table
+            positions_BN = positions_BN.clamp(max=self.max_positions - 1)
+        seen = dict.fromkeys(self.attention_kinds, visible_BNS)
+        if "sliding_attention" in seen:
             slots_S = counting(slots, self.device)
             behind_BS = slots_S - lengths_B1
             node_positions_BS = lengths_B1 + depths_BM.gather(1, behind_BS.clamp(0, nodes - 1))
             slot_positions_BS = torch.where((behind_BS >= 0) & (behind_BS < nodes), node_positions_BS, slots_S)
-        in_range = longest + nodes <= self.max_positions
-        positions_BN = positions_BN if in_range else self._in_range(positions_BN)
-        return positions_BN, self._seen(positions_BN, slot_positions_BS, visible_BNS)
+            seen["sliding_attention"] = self._in_window(positions_BN, slot_positions_BS, visible_BNS)
+        return positions_BN, seen
 
     @torch.no_grad()
     def read(
@@ -442,92 +437,68 @@ class Target:
         Returns:
             features_BTF of `layers`, and last_BTD, the states after the final norm.
         """
+        indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
         output = self.model(
             input_ids=tokens_BT,
             position_ids=positions_BT,  # transformers makes the mask of packed rows from them
             use_cache=False,
             logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
-            output_hidden_states=self._indices((*layers, -1)),
+            output_hidden_states=sorted({*indices, self.info.num_layers}),
         )
         last_BTD = output.hidden_states[self.info.num_layers].to(self.device)
-        return self._features(output.hidden_states, layers, tokens_BT), last_BTD
-
-    def _ask(self, run: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> TargetOutput:
-        """What `_run` or its graph says; the model's layers call our attention where they can."""
-        with attention.attending(self.config) if self.own_attention else nullcontext():
-            return TargetOutput(*run(*arguments))
+        states = [output.hidden_states[index].to(self.device) for index in indices]
+        return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
 
     def _run(
         self,
         tokens_BN: Tensor,
         positions_BN: Tensor,
-        masks: Any,
+        masks: Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask] | None,
         cache: TreeCache,
         layers: tuple[int, ...],
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logits and features; a graph if compiled."""
+        """Logits and features; this is what is compiled."""
+        # Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1.
+        indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
         output = (self.packed_model or self.model)(
             input_ids=tokens_BN,
             attention_mask=masks,
-            position_ids=self._in_range(positions_BN),
+            position_ids=positions_BN.clamp(max=self.max_positions - 1),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            output_hidden_states=self._indices(layers) or False,
+            output_hidden_states=sorted(set(indices)) or False,
         )
-        return output.logits, self._features(output.hidden_states, layers, tokens_BN)
+        states = [output.hidden_states[index].to(self.device) for index in indices]
+        nothing = torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
+        return output.logits, torch.cat(states, dim=-1) if states else nothing
 
-    def _in_range(self, positions_BN: Tensor) -> Tensor:
-        """Nodes past the last position can never be returned; they only must not break an embedding table."""
-        return positions_BN.clamp(max=self.max_positions - 1)
-
-    def _seen(self, positions_BN: Tensor, slot_positions_BS: Tensor | None, visible_BNS: Tensor) -> dict[str, Tensor]:
-        """What is visible, by kind of attention: a sliding window hides what lies behind it."""
-        seen = {}
-        for kind in self.attention_kinds:
-            seen[kind] = visible_BNS
-            if kind == "sliding_attention":
-                assert slot_positions_BS is not None
-                window = self.config.sliding_window
-                seen[kind] = visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - window)
-        return seen
+    def _in_window(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+        """Visible slots [B, N, S] that lie within the sliding window of each node."""
+        return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - self.config.sliding_window)
 
     def _masks(self, seen: dict[str, Tensor]) -> Any:
         """The 4-D mask, or one for each kind of attention where a model alternates between them."""
-        masks = {
-            kind: self._block_mask(seen_BNS) if self.flex else self._additive_mask(seen_BNS)
-            for kind, seen_BNS in seen.items()
-        }
+        masks: dict[str, Tensor | BlockMask] = {}
+        for kind, seen_BNS in seen.items():
+            if self.flex:
+                masks[kind] = self._block_mask(seen_BNS)
+                continue
+            mask_B1NS = torch.where(seen_BNS[:, None], *_seen_or_not(self.dtype, seen_BNS.device))
+            heads = self.info.num_attention_heads // self.info.num_key_value_heads
+            once = self.own_attention and heads * seen_BNS.shape[1] <= FEW  # for all layers: see `masked_attention`
+            masks[kind] = mask_B1NS.repeat(1, 1, heads, 1) if once else mask_B1NS
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
 
-    def _additive_mask(self, seen_BNS: Tensor) -> Tensor:
-        """What sdpa and eager take."""
-        mask_B1NS = torch.where(seen_BNS[:, None], *_seen_or_not(self.dtype, seen_BNS.device))
-        heads = self.info.num_attention_heads // self.info.num_key_value_heads
-        few = heads * mask_B1NS.shape[2] <= FEW  # repeated once for all layers, see `masked_attention`
-        return mask_B1NS.repeat(1, 1, heads, 1) if self.own_attention and few else mask_B1NS
-
     def _block_mask(self, seen_BNS: Tensor) -> BlockMask:
-        """What flex attention takes."""
+        """The mask as flex attention takes it."""
 
         def seen(row: Tensor, _: Tensor, node: Tensor, slot: Tensor) -> Tensor:
             return seen_BNS[row, node, slot]
 
         batch, nodes, slots = seen_BNS.shape
         return create_block_mask(seen, batch, None, nodes, slots, device=self.device)
-
-    def _indices(self, layers: tuple[int, ...]) -> list[int]:
-        """Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1."""
-        return sorted({self._index(layer) for layer in layers})
-
-    def _index(self, layer: int) -> int:
-        return self.info.num_layers if layer == -1 else layer + 1
-
-    def _features(self, hidden_states: Any, layers: tuple[int, ...], tokens_BN: Tensor) -> Tensor:
-        if not layers:
-            return torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
-        return torch.cat([hidden_states[self._index(layer)].to(self.device) for layer in layers], dim=-1)
 
 
 @lru_cache(maxsize=8)

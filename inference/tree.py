@@ -1,6 +1,6 @@
-"""Draft trees: the tokens that a forward checks at once, and the policies by which they are grown.
+"""Draft trees: the drafted tokens of one step, and what follows from their parents: ancestors, depths, paths.
 
-Letters in tensor names: B batch, N nodes.
+Letters in tensor names: B batch, N nodes, M nodes that are attended to, A nodes of a path.
 """
 
 from __future__ import annotations
@@ -15,10 +15,31 @@ from torch.nn import functional as F
 from ..heads.layers.draft_cache import counting
 from .tuning.tree_spec import TreeKind, TreeShape
 
+FLOAT_DEPTH = 60
+"""Depth up to which (I + P)^k is exact in float32, see `DraftTree.structure`: at k = 64 its entries reach 2e18."""
+
+
+@dataclass(frozen=True)
+class TreeStructure:
+    """Everything that follows from the parents of a tree's nodes, whatever their tokens are."""
+
+    ancestors_BNN: Tensor
+    """True at [b, n, m] where m lies on the path from the root to n, both included."""
+    depths_BN: Tensor
+    """Distance from the root."""
+    above_BN: Tensor
+    """Parent of each node, the root being its own."""
+    framed_BNX: Tensor
+    """`framed` ancestors."""
+    paths_NA: Tensor | None = None
+    """Path to each node from the root, padded with the last node; only where the host knows the shape."""
+    lengths_N: Tensor | None = None
+    """Nodes of each of these paths."""
+
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The guesses of one round: node 0 is the root, the newest token, which is not yet in the cache."""
+    """The drafts of one step: node 0 is the root, the newest token, which is not yet in the KV cache."""
 
     tokens_BN: Tensor
     parents_BN: Tensor
@@ -29,14 +50,27 @@ class DraftTree:
     """Number of tokens on the longest path that any row may hold, the root not counted."""
     kind: TreeKind = "top_k"
     draft_probs_BNV: Tensor | None = None
-    """At node n: what the children of n were sampled from; None for top-k drafts."""
+    """At node n: the distribution that the children of n were sampled from; None for top-k drafts."""
     shape: TreeShape | None = None
-    """The structure, where the host knows it: the same in all rows. Drawn trees have one."""
+    """The structure, where the host knows it: the same in all rows. Sampled trees have one."""
     padding: bool = True
     """Whether any row may have fewer nodes than there are in `tokens_BN`."""
+    in_order: bool = False
+    """Whether every path is known to be the first nodes in their order, as on a chain."""
+
+    @classmethod
+    def of_shape(
+        cls, shape: TreeShape, tokens_BN: Tensor, kind: TreeKind = "top_k", draft_probs_BNV: Tensor | None = None
+    ) -> DraftTree:
+        """A tree of a static shape, whose structure is computed once for all trees of that shape."""
+        batch, device = len(tokens_BN), tokens_BN.device
+        parents_BN, sizes_B, _ = _static(shape, batch, device, torch.is_inference_mode_enabled())
+        return cls(
+            tokens_BN, parents_BN, sizes_B, shape.depth, kind, draft_probs_BNV, shape, False, in_order=shape.is_chain
+        )
 
     def to(self, device: torch.device) -> DraftTree:
-        """The same on another device, uploaded at once; a second time for what the nodes were drawn from."""
+        """A copy on another device, uploaded in one transfer; in two with draft probabilities."""
         if self.tokens_BN.device == device:
             return self
         nodes = self.tokens_BN.shape[1]
@@ -47,132 +81,78 @@ class DraftTree:
             self, tokens_BN=tokens_BN, parents_BN=parents_BN, sizes_B=sizes_B1[:, 0], draft_probs_BNV=probs_BNV
         )
 
-    @classmethod
-    def of_shape(
-        cls, shape: TreeShape, tokens_BN: Tensor, kind: TreeKind = "top_k", draft_probs_BNV: Tensor | None = None
-    ) -> DraftTree:
-        """A tree whose structure is known; nothing is computed for what every tree of that shape has."""
-        same = structure(shape, len(tokens_BN), tokens_BN.device)
-        return cls(tokens_BN, same.parents_BN, same.sizes_B, shape.depth, kind, draft_probs_BNV, shape, False)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether any path is known to be the first nodes in their order."""
-        return self.shape is not None and self.shape.is_chain
-
-    @property
-    def structure(self) -> Structure | None:
-        """What is known of it beforehand."""
-        return None if self.shape is None else structure(self.shape, len(self.tokens_BN), self.tokens_BN.device)
-
     @cached_property
-    def ancestors_BNN(self) -> Tensor:
-        """True at [b, n, m] where m lies on the path from the root to n, both included.
+    def structure(self) -> TreeStructure:
+        """Ancestors and all that follows from them.
 
         With P for "m is the parent of n", (I + P)^k counts the ways to get from n to m in k steps up, or none; squared
         again and again it reaches the root in log2(depth) products.
         """
-        if self.structure is not None:
-            return self.structure.ancestors_BNN
-        nodes, device = self.tokens_BN.shape[1], self.tokens_BN.device
-        reach = _parent_rows(nodes, device)[self.parents_BN] + _parent_rows(nodes, device)[:nodes]
+        (batch, nodes), device = self.tokens_BN.shape, self.tokens_BN.device
+        inference = torch.is_inference_mode_enabled()
+        if self.shape is not None:
+            return _static(self.shape, batch, device, inference)[2]
+        unit_MN = _unit_rows(nodes, device, inference)
+        reach_BNN = unit_MN[self.parents_BN] + unit_MN[:nodes]
         for _ in range(self.max_depth.bit_length()):
-            reach = reach @ reach
-            if self.max_depth > COUNTED:
-                reach = reach.clamp(max=1)
-        return reach > 0
-
-    @cached_property
-    def depths_BN(self) -> Tensor:
-        """Distance from the root."""
-        return self.ancestors_BNN.sum(-1) - 1 if self.structure is None else self.structure.depths_BN
-
-    @cached_property
-    def above_BN(self) -> Tensor:
-        """The parent of every node, the root being its own."""
-        return self.parents_BN.clamp(min=0) if self.structure is None else self.structure.above_BN
-
-    @cached_property
-    def framed_BNX(self) -> Tensor:
-        """See `framed`."""
-        return framed(self.ancestors_BNN) if self.structure is None else self.structure.framed_BNX
+            reach_BNN = reach_BNN @ reach_BNN
+            if self.max_depth > FLOAT_DEPTH:
+                reach_BNN = reach_BNN.clamp(max=1)
+        ancestors_BNN = reach_BNN > 0
+        framed_BNX = F.pad(F.pad(ancestors_BNN, (1, 0), value=True), (0, 1), value=False)  # see `framed`
+        return TreeStructure(ancestors_BNN, ancestors_BNN.sum(-1) - 1, self.parents_BN.clamp(min=0), framed_BNX)
 
     def path_to(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
         """The nodes from the root to a node of each row, [B, max_depth + 1] with padding, and how many there are."""
-        # One graph is for trees of any shape.
-        if not torch.compiler.is_compiling() and self.structure is not None:
-            return self.structure.paths_NA[last_B], self.structure.lengths_N[last_B]
+        known = self.structure
+        # A compiled function serves trees of any shape.
+        if not torch.compiler.is_compiling() and known.paths_NA is not None and known.lengths_N is not None:
+            return known.paths_NA[last_B], known.lengths_N[last_B]
         nodes = self.tokens_BN.shape[1]
-        on_path_BN = self.ancestors_BNN[counting(len(last_B), last_B.device), last_B]
+        on_path_BN = known.ancestors_BNN[counting(len(last_B), last_B.device), last_B]
         # Parents stand before their children: in ascending order nodes form the path, and the last node pads it.
         numbers_BN = counting(nodes, last_B.device).where(on_path_BN, counting(1, last_B.device, nodes - 1))
         return numbers_BN.topk(self.max_depth + 1, largest=False).values, on_path_BN.sum(-1)
 
 
-COUNTED = 60
-"""Depth up to which the ways of (I + P)^k can be counted in float32: at k = 64 there are at most 2e18."""
-
-
 def framed(seen_BNM: Tensor) -> Tensor:
-    """What nodes see of nodes, with a first column for all committed tokens and a last for what lies behind the nodes.
+    """Tree attention of nodes [B, N, M] with a first column for all committed tokens and a last for unused cache slots.
 
-    [B, N, M + 2] of [B, N, M].
+    [B, N, M + 2]: the column of a cache slot is found by clamping its offset from the committed tokens.
     """
     return F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
 
 
-def _parent_rows(nodes: int, device: torch.device) -> Tensor:
-    """The unit vector of each node, and nothing for the parent -1 of the root: float32 [N + 1, N]."""
-    return _unit_rows(nodes, device, torch.is_inference_mode_enabled())
+# Tensors that are made in inference mode cannot be used outside of it: hence `inference` in the keys of these caches.
 
 
 @lru_cache(maxsize=256)
 def _unit_rows(nodes: int, device: torch.device, inference: bool) -> Tensor:
-    """See `_counting`."""
+    """The unit vector of each node, and zeros for the parent -1 of the root: float32 [N + 1, N]."""
     return torch.eye(nodes + 1, nodes, device=device)
 
 
-@dataclass(frozen=True)
-class Structure:
-    """What all trees of one shape have; see `DraftTree`."""
-
-    parents_BN: Tensor
-    above_BN: Tensor
-    sizes_B: Tensor
-    ancestors_BNN: Tensor
-    framed_BNX: Tensor
-    depths_BN: Tensor
-    paths_NA: Tensor
-    """The path to each node, the root first, padded with the last node."""
-    lengths_N: Tensor
-    """Nodes of each path."""
-
-
-def structure(shape: TreeShape, batch: int, device: torch.device) -> Structure:
-    """Made once for each shape and number of rows."""
-    return _structure(shape, batch, device, torch.is_inference_mode_enabled())
-
-
 @lru_cache(maxsize=256)
-def _structure(shape: TreeShape, batch: int, device: torch.device, inference: bool) -> Structure:
-    """See `_counting`."""
+def _static(
+    shape: TreeShape, batch: int, device: torch.device, inference: bool
+) -> tuple[Tensor, Tensor, TreeStructure]:
+    """Parents, sizes and structure of the trees of a static shape."""
     paths = [(), *shape.paths]
     above = [[path[: len(other)] == other for other in paths] for path in paths]
     ancestors_BNN = torch.tensor(above, device=device).expand(batch, -1, -1)
     parents_N, lengths_N = (
         torch.tensor(numbers, device=device) for numbers in (shape.parents, [len(path) + 1 for path in paths])
     )
-    places = [[node for node, on_path in enumerate(row) if on_path] for row in above]
+    on_path = [[node for node, on in enumerate(row) if on] for row in above]
     paths_NA = torch.tensor(
-        [[*place, *[shape.size - 1] * (shape.depth + 1 - len(place))] for place in places], device=device
+        [[*nodes, *[shape.size - 1] * (shape.depth + 1 - len(nodes))] for nodes in on_path], device=device
     )
-    return Structure(
-        parents_N.expand(batch, -1),
-        parents_N.clamp(min=0).expand(batch, -1),
-        torch.full((batch,), shape.size, device=device),
+    known = TreeStructure(
         ancestors_BNN,
-        framed(ancestors_BNN),
         (lengths_N - 1).expand(batch, -1),
+        parents_N.clamp(min=0).expand(batch, -1),
+        framed(ancestors_BNN),
         paths_NA,
         lengths_N,
     )
+    return parents_N.expand(batch, -1), torch.full((batch,), shape.size, device=device), known

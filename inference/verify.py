@@ -1,21 +1,21 @@
 """Acceptance rules: pure functions of a draft tree and the target's scores at its nodes.
 
-With target_probs p = softmax(scores) and draft_probs q, what the children of a node were drawn from:
+With target_probs p = softmax(scores) and draft_probs q, the distribution that a node's children were sampled from:
 
-    greedy                 go to the child that is the best token; what greedy decoding would have written
+    greedy                 go to the child that is the best token: what greedy decoding generates
     point_mass             draw y from p; go to the child that is y                        (any tree; 2408.07978)
-    token                  accept a drawn x with min(1, p(x)/q(x)), else draw from norm((p - q)+)    (2211.17192)
+    token                  accept a sampled x with min(1, p(x)/q(x)), else draw from norm((p - q)+)    (2211.17192)
     with_replacement       the same child by child: after a rejection p becomes norm((p - q)+)       (2305.09781)
     without_replacement    and x leaves q, which is renormalised                           (2402.12374, 2402.14160)
     block                  the whole chain, from its end: accept the longest prefix that may stand   (2403.10444)
     traversal              the same for trees, leaf by leaf                                          (2505.12398)
     typical                accept x if p(x) > min(epsilon, delta exp(-entropy of p))                 (2401.10774)
 
-All but `typical` are exact: what is emitted has the target's distribution (greedy: is its best text). `typical` is
+All but `typical` are exact: emitted tokens have the target's distribution (greedy: are its best text). `typical` is
 lossy: it emits what the target finds plausible, and more of it.
 
-Nothing here waits for the device: rules for drawn trees walk the tree's `shape`, which the host knows. A node whose
-token has draft probability 0 was not drawn (its siblings were all that the draft had): it is passed over.
+No rule waits for the device: those for sampled trees walk the tree's `shape`, which the host knows. A node whose token
+has draft probability 0 was not sampled (its siblings were all that the draft had): it is skipped.
 
 Letters in tensor names: B batch, N nodes, A accepted, V vocabulary.
 """
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,44 +36,52 @@ from .tuning.tree_spec import TreeKind
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What an acceptance rule decided."""
+    """Outcome of an acceptance rule."""
 
     path_BA: Tensor
     """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is padding."""
     lengths_B: Tensor
-    """How many of them count, the root being one. As many tokens are emitted: the path without its root, then
+    """Valid nodes of each path, the root counted; as many tokens are emitted: the path without its root, then
     `next_tokens_B`."""
     next_tokens_B: Tensor
     """The bonus token: the target's own choice after the path, and the next round's root."""
     emitted_BA: Tensor | None = None
-    """See `StepResult`; None for a rule that does not know it."""
+    """The emitted tokens, padded; None to have them read from the path."""
 
 
 Verifier = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
-"""It may ask for so many random numbers of each row as there are nodes at all depths together, and one more."""
+"""An acceptance rule: (tree, scores_BNV, sampler) to its result. It draws at most nodes × depth + 1 numbers a row."""
 EPSILON, DELTA = 0.09, 0.3
 """Medusa's thresholds for typical acceptance."""
 
 
-def greedy(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
-    """Accept what equals the target's best token; lossless with respect to greedy decoding. `draw` is not used."""
+def emitted_tokens(tree: DraftTree, result: VerifyResult) -> Tensor:
+    """The tokens that follow each accepted node, [B, A], padded: the rest of the path, then the bonus token."""
+    if result.emitted_BA is not None:
+        return result.emitted_BA
+    ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, result.path_BA)
+    return ordered_BA.roll(-1, 1).scatter(1, result.lengths_B[:, None] - 1, result.next_tokens_B[:, None])
+
+
+def greedy(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+    """Accept what equals the target's best token; lossless with respect to greedy decoding. `sampler` is not used."""
     return follow(tree, scores_BNV.argmax(-1))
 
 
-def point_mass(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
+def point_mass(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
     """Accept what equals a token drawn from the target; lossless for any tree made independently of the draws.
 
-    And for any tree at all where each place of the text has numbers of its own to draw by (`PositionNoise`): what is
-    written is then the same whatever the tree is, which may know the numbers and guess what they decide.
+    With random numbers fixed for each position of the text (`PositionNoise`) it is lossless for any tree, also one that
+    was drafted with these numbers, and the text is the same whatever was drafted.
     """
-    return follow(tree, draw.categorical(scores_BNV.softmax(-1)))
+    return follow(tree, sampler.categorical(scores_BNV.softmax(-1)))
 
 
 def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
     """Walk from the root to the child that was chosen at each node, until there is none.
 
     Args:
-        tree: the guesses.
+        tree: the drafts.
         choices_BN: the token that follows each node.
     """
     batch, nodes = tree.tokens_BN.shape
@@ -88,30 +95,30 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
         accepted_B1 = right_BD.cumprod(1).sum(1, keepdim=True)
         next_tokens_B = choices_BN.gather(1, accepted_B1)[:, 0]
         return VerifyResult(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN)
-    chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.above_BN)
+    chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.structure.above_BN)
     if tree.kind == "sampled_independent":  # of twins the first, or the draws at both would decide which path is longer
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
         chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])).any(-1)
     # One path at most; the first of equals is the root, where nothing was accepted.
-    last_B = tree.depths_BN.masked_fill(_rejected(tree, chosen_BN), 0).argmax(-1)
+    last_B = tree.structure.depths_BN.masked_fill(_rejected(tree, chosen_BN), 0).argmax(-1)
     path_BA, lengths_B = tree.path_to(last_B)
     next_tokens_B = choices_BN[counting(batch, last_B.device), last_B]
     return VerifyResult(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
 
 
-def with_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
-    """Child by child, each against what those before it left of the target; lossless for independent draws."""
-    return _child_by_child(tree, scores_BNV, draw, replace=True)
+def with_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+    """Child by child against the residual of the target's distribution; lossless for independently sampled children."""
+    return _child_by_child(tree, scores_BNV, sampler, replace=True)
 
 
-def without_replacement(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
-    """As `with_replacement`, for children that were drawn without replacement."""
-    return _child_by_child(tree, scores_BNV, draw, replace=False)
+def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+    """Child by child, like `with_replacement`, for children that were sampled without replacement."""
+    return _child_by_child(tree, scores_BNV, sampler, replace=False)
 
 
-def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Sampler, replace: bool) -> VerifyResult:
-    """From the root on: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one."""
-    children, draft_BNV = _drawn(tree)
+def _child_by_child(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool) -> VerifyResult:
+    """Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one."""
+    children, draft_BNV = _sampled_children(tree)
     target_BNV = scores_BNV.softmax(-1)
     rows_B = torch.arange(len(target_BNV), device=target_BNV.device)
     most = max(map(len, children))
@@ -123,7 +130,7 @@ def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Sampler, replace:
             tokens_B1 = tree.tokens_BN.gather(1, child_B[:, None])
             p_B, q_B = p_BV.gather(1, tokens_B1)[:, 0], q_BV.gather(1, tokens_B1)[:, 0]
             tried_B = walking_B & (next_B == 0) & (child_B > 0) & (q_B > 0)
-            accepted_B = draw.accept(torch.where(tried_B, (p_B / q_B).clamp(max=1), 0.0))
+            accepted_B = sampler.accept(torch.where(tried_B, (p_B / q_B).clamp(max=1), 0.0))
             next_B = torch.where(accepted_B, child_B, next_B)
             rejected_B1 = (tried_B & ~accepted_B)[:, None]
             p_BV = torch.where(rejected_B1, _normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
@@ -132,16 +139,16 @@ def _child_by_child(tree: DraftTree, scores_BNV: Tensor, draw: Sampler, replace:
         walking_B = next_B > 0
         node_B = torch.where(walking_B, next_B, node_B)
         p_BV = torch.where(walking_B[:, None], target_BNV[rows_B, node_B], p_BV)
-    return _verdict(tree, node_B, draw.categorical(p_BV))
+    return _result(tree, node_B, sampler.categorical(p_BV))
 
 
-def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
-    """Leaf by leaf: accept the whole path to a leaf, or take the leaf away and go on with the tree that is left.
+def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+    """Leaf by leaf: accept the whole path to a leaf, or remove the leaf and continue with the remaining tree.
 
-    For children drawn without replacement. weight_B[n] is the probability with which the path to n may stand, were n
+    For children sampled without replacement. weight_B[n] is the probability with which the path to n may stand, were n
     a leaf; on a chain it is block verification.
     """
-    children, draft_BNV = _drawn(tree)
+    children, draft_BNV = _sampled_children(tree)
     target_BNV, nodes = scores_BNV.softmax(-1), range(len(children))
     p, q = [target_BNV[:, node] for node in nodes], [draft_BNV[:, node] for node in nodes]
     weight_B = [torch.ones_like(p[0][:, 0])] * len(p)
@@ -154,40 +161,40 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResul
             ratio_B = torch.where(q_B > 0, p_B / q_B, 0.0)
             weight_B[node] = (weight_B[parent] * ratio_B).clamp(max=1)
             continue
-        accepted_B = draw.accept(torch.where(open_B, weight_B[node], 0.0))
+        accepted_B = sampler.accept(torch.where(open_B, weight_B[node], 0.0))
         last_B = torch.where(accepted_B, node, last_B)
         open_B = open_B & ~accepted_B
         residual_BV = (weight_B[parent][:, None] * p[parent] - q[parent]).clamp(min=0)
         mass_B = residual_BV.sum(-1)
         left_B = mass_B + 1 - weight_B[parent]  # 0 where p and q agree: then the child was accepted for certain
-        # All this is of no interest where a path was accepted, and nothing changes for a child that was not drawn.
+        # Unused where a path was accepted; nothing changes for a child that was not sampled.
         p[parent], q[parent] = _normalized(residual_BV, p[parent]), _without(q[parent], tokens_B1)
         weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
     rows_B = torch.arange(len(last_B), device=last_B.device)
-    return _verdict(tree, last_B, draw.categorical(torch.stack(p, dim=1)[rows_B, last_B]))
+    return _result(tree, last_B, sampler.categorical(torch.stack(p, dim=1)[rows_B, last_B]))
 
 
 def typical(
-    tree: DraftTree, scores_BNV: Tensor, draw: Sampler, epsilon: float = EPSILON, delta: float = DELTA
+    tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, epsilon: float = EPSILON, delta: float = DELTA
 ) -> VerifyResult:
-    """LOSSY: accept whatever the target finds plausible; it does not keep the target's distribution.
+    """LOSSY: accept whatever the target finds plausible; does not keep the target's distribution.
 
     A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
-    target's best token follows (Medusa, section 2.3.1). `draw` is not used.
+    target's best token follows (Medusa, section 2.3.1). `sampler` is not used.
     """
     log_p_BNV = scores_BNV.log_softmax(-1)
     entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
     threshold_BN = (delta * (-entropy_BN).exp()).clamp(max=epsilon)
-    parents_BN = tree.above_BN
+    parents_BN = tree.structure.above_BN
     log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
     plausible_BN = log_p_BN.exp() > threshold_BN.gather(1, parents_BN)
-    depths_BN = tree.depths_BN.masked_fill(_rejected(tree, plausible_BN), -1)
+    depths_BN = tree.structure.depths_BN.masked_fill(_rejected(tree, plausible_BN), -1)
     log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)  # -inf times 0 would be no number
-    paths_BN = (tree.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
+    paths_BN = (tree.structure.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
     longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
     last_B = torch.where(longest_BN, paths_BN, -torch.inf).argmax(-1)
-    return _verdict(tree, last_B, scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0])
+    return _result(tree, last_B, scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0])
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ class Rule:
 
     verify: Verifier
     kinds: frozenset[TreeKind]
-    """Ways of making a tree for which the rule is exact."""
+    """Kinds of trees for which the rule is exact."""
     lossy: bool = False
 
 
@@ -210,40 +217,40 @@ RULES: dict[str, Rule] = {
     "traversal": Rule(traversal, frozenset(("sampled_chain", "sampled_without_replacement"))),
     "typical": Rule(typical, ANY, lossy=True),
 }
-"""The words that `SpeculativeLM` takes for sampling; greedy decoding has one rule, whatever the tree."""
+"""Acceptance rules for sampling by name; greedy decoding has one rule, whatever the tree."""
 BEST: dict[TreeKind, str] = {
     "top_k": "point_mass",
     "sampled_chain": "block",
     "sampled_independent": "with_replacement",
     "sampled_without_replacement": "traversal",
 }
-"""The exact rule that accepts most, by how a tree was made."""
+"""The exact rule that accepts most, by the kind of tree."""
 
 
-def choose_rule(word: str, kind: TreeKind, lossy: bool) -> Verifier:
+def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
     """The rule for sampling.
 
     Args:
-        word: one of `RULES`, or "auto" for the exact rule that accepts most.
-        kind: how the trees are made.
+        name: one of `RULES`, or "auto" for the exact rule that accepts most.
+        kind: of the trees.
         lossy: whether the user agreed to another distribution.
 
     Raises:
-        ValueError: an unknown word, a rule that would be biased for such trees, or a lossy rule without agreement.
+        ValueError: an unknown name, a rule that would be biased for such trees, or a lossy rule without agreement.
     """
-    if word == "auto":
+    if name == "auto":
         return RULES[BEST[kind]].verify
-    if word not in RULES:
-        raise ValueError(f"unknown verifier {word!r}; choose from auto, {', '.join(RULES)}")
-    rule = RULES[word]
+    if name not in RULES:
+        raise ValueError(f"unknown verifier {name!r}; choose from auto, {', '.join(RULES)}")
+    rule = RULES[name]
     if kind not in rule.kinds:
-        fitting = ", ".join(name for name, other in RULES.items() if kind in other.kinds and not other.lossy)
+        fitting = ", ".join(each for each, other in RULES.items() if kind in other.kinds and not other.lossy)
         raise ValueError(
-            f"the verifier {word!r} would be biased for trees whose nodes are {_SPOKEN[kind]}; choose from {fitting}"
+            f"the verifier {name!r} would be biased for trees whose nodes are {_SPOKEN[kind]}; choose from {fitting}"
         )
     if rule.lossy and not lossy:
         raise ValueError(
-            f"the verifier {word!r} is lossy: it does not keep the target's distribution; say lossy=True if that is "
+            f"the verifier {name!r} is lossy: it does not keep the target's distribution; say lossy=True if that is "
             f"wanted, or choose {BEST[kind]!r}"
         )
     return rule.verify
@@ -257,30 +264,19 @@ _SPOKEN: dict[TreeKind, str] = {
 }
 
 
-def _rejected(tree: DraftTree, stands_BN: Tensor) -> Tensor:
-    """The nodes that do not stand, or have an ancestor that does not; the root always stands, and padding never."""
-    nodes, device = stands_BN.shape[1], stands_BN.device
-    stands_BN = stands_BN | _is_root(nodes, device)
+def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
+    """Nodes that are not accepted, or have an ancestor that is not; the root always is, and padding never.
+
+    Changes `accepted_BN` in place.
+    """
+    accepted_BN[:, 0] = True
     if tree.padding:
-        stands_BN = stands_BN & (counting(nodes, device) < tree.sizes_B[:, None])
-    return (tree.ancestors_BNN & ~stands_BN[:, None]).any(-1)
+        accepted_BN = accepted_BN & (counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None])
+    return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
 
 
-def _is_root(nodes: int, device: torch.device) -> Tensor:
-    """True for the first node, made once."""
-    if torch.compiler.is_compiling():
-        return counting(nodes, device) == 0
-    return _first_of(nodes, device, torch.is_inference_mode_enabled())
-
-
-@lru_cache(maxsize=256)
-def _first_of(nodes: int, device: torch.device, inference: bool) -> Tensor:
-    """See `heads.layers.draft_cache.counting`."""
-    return torch.arange(nodes, device=device) == 0
-
-
-def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
-    """The children of every node of a drawn tree, in draw order, and what they were drawn from."""
+def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
+    """Children of every node of a sampled tree, in draw order, and the distributions [B, N, V] they come from."""
     if tree.max_depth == 0:  # a root alone is of every kind
         return [[]], tree.tokens_BN.new_zeros(len(tree.tokens_BN), 1)
     assert tree.shape is not None and tree.draft_probs_BNV is not None
@@ -291,7 +287,7 @@ def _drawn(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
 
 
 def _walk(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bool]]:
-    """A tour through the tree, depth first: (parent, node, False) on the way down, (parent, node, True) on leaving."""
+    """Depth-first tour: (parent, node, False) on the way down, (parent, node, True) on leaving."""
     tour: list[tuple[int, int, bool]] = []
     for node in children[parent]:
         tour += [(parent, node, False), *_walk(children, node), (parent, node, True)]
@@ -299,17 +295,17 @@ def _walk(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bo
 
 
 def _normalized(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """To sum 1; `otherwise_BV` where there is no mass at all."""
+    """Mass scaled to sum 1; `otherwise_BV` where there is none."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
     return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
 
 
 def _without(q_BV: Tensor, tokens_B1: Tensor) -> Tensor:
-    """Draft probabilities after a token was drawn; all 0 when it was the last."""
+    """Draft probabilities without a token that was sampled; all 0 when it was the last."""
     rest_BV = q_BV.scatter(1, tokens_B1, 0.0)
     return _normalized(rest_BV, rest_BV)
 
 
-def _verdict(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> VerifyResult:
+def _result(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> VerifyResult:
     """The path from the root to a node, and the token after it."""
     return VerifyResult(*tree.path_to(last_B), next_tokens_B)

@@ -17,9 +17,8 @@ from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
-from headstart.inference.loop import Rules, speculate
+from headstart.inference.loop import Decoding, Verification, speculate
 from headstart.inference.sequences import Sequences
-from headstart.inference.verify_step import Decider
 
 DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
 """Where tests/gpu runs: "sim", "cuda", or "" for nowhere."""
@@ -236,9 +235,9 @@ def write(
     slots: int | None = None,
 ) -> tuple[list[list[int]], Stats]:
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
-    out = Sequences(prompts, new_tokens, frozenset(), slots=slots)
-    decide = rule if isinstance(rule, Decider) else Decider(rule)
-    rules = Rules(target, decide, TreeLogitsProcessor(processors, [0] * len(prompts)), draw, sampling=True)
+    out = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
+    decide = rule if isinstance(rule, Verification) else Verification(rule)
+    rules = Decoding(target, decide, TreeLogitsProcessor(processors, [0] * len(prompts)), draw, sampling=True)
     stats = speculate(rules, drafter, out)
     return out.rows, stats
 

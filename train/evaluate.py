@@ -210,7 +210,7 @@ def greedy_answers(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        lm.round_listeners += [lambda out: bar.update(out.tokens), lambda _: between()]
+        lm.round_callbacks += [lambda out: bar.update(out.tokens), lambda _: between()]
         return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False)
 
 

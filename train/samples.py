@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..heads import DraftHead
 from ..inference import Target, TreePolicy, load_tokenizer
-from ..inference.stats import RoundRecord
+from ..inference.metrics import RoundRecord
 from .evaluate import greedy_answers
 
 COLUMNS = ("prompt", "answer, accepted drafts in ⟦⟧", "acceptance length")

@@ -322,13 +322,13 @@ def _agrees(packed: PackedDecoder, model: PreTrainedModel) -> bool:
     cache = TreeCache(packed.state_shapes(), 1, torch.device("cpu"))
     found = []
     for start, stop in ((0, part), (part, length)):
-        cache.place(stop - start, start)
-        slots_S = torch.arange(cache.used)
+        cache.reserve(stop - start, start)
+        slots_S = torch.arange(cache.bucketed_length)
         seen = slots_S <= cache.slots_BN[..., None]
         positions_BN = cache.slots_BN
         found.append(
             packed(tokens_BN[:, start:stop], positions_BN, dict.fromkeys(packed.kinds, seen), cache, (), None)[0]
         )
-        cache.commit(torch.tensor([stop - start]))
+        cache.advance(torch.tensor([stop - start]))
     difference = (torch.cat(found, dim=1) - expected_BNV).abs().max()
     return bool(difference <= CLOSE[packed.dtype] * expected_BNV.abs().max())

@@ -18,12 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads.layers.draft_cache import counting
 from ..logits import Sampler
 from ..target import TargetOutput
 from ..tree import DraftTree
 from ..tuning.tree_spec import ROOT, TreeKind
-from ..verify import VerifyResult
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,14 @@ class StepResult:
 
     tree: DraftTree
     output: TargetOutput
-    verdict: VerifyResult
+    path_BA: Tensor
+    """The accepted nodes, see `VerifyResult`."""
+    lengths_B: Tensor
+    """Valid nodes of each path."""
+    next_tokens_B: Tensor
+    """The bonus token of each row."""
     emitted_BA: Tensor
-    """The tokens that the step emits: after each node of `path_BA`, the token that follows it."""
+    """The emitted tokens: after each node of `path_BA`, the token that follows it."""
     features_BAF: Tensor
     """The accepted nodes' features."""
     finite_BA: Tensor
@@ -82,20 +85,6 @@ class StepResult:
     one synchronization."""
     host_values: Sequence[list[int]] = ()
     """On the host: each row of what `Drafter.host_values` returned."""
-
-    @classmethod
-    def of(cls, tree: DraftTree, output: TargetOutput, scores_BNV: Tensor, verdict: VerifyResult) -> StepResult:
-        """Gather what a verdict emits."""
-        path_BA, emitted_BA = verdict.path_BA, verdict.emitted_BA
-        if emitted_BA is None:
-            ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, path_BA)
-            last_B1 = verdict.lengths_B[:, None] - 1
-            emitted_BA = ordered_BA.roll(-1, 1).scatter(1, last_B1, verdict.next_tokens_B[:, None])
-        if tree.in_order:
-            return cls(tree, output, verdict, emitted_BA, output.features_BNF, scores_BNV.amax(-1).isfinite())
-        rows_B1 = counting(len(path_BA), path_BA.device, column=True)
-        finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
-        return cls(tree, output, verdict, emitted_BA, output.features_BNF[rows_B1, path_BA], finite_BA)
 
 
 class Drafter:
@@ -107,6 +96,9 @@ class Drafter:
     """Size of its largest tree, the root counted."""
     kind: TreeKind = "top_k"
     """How the children of a node are made, which decides the acceptance rules that are exact."""
+
+    needs_host_values: bool = False
+    """Whether `host_values` is called in each step."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.max_nodes} nodes)"
@@ -186,6 +178,7 @@ class DrafterWrapper(Drafter):
     def __init__(self, *parts: Drafter) -> None:
         self.parts = parts
         self.feature_layers, self.max_nodes, self.kind = parts[0].feature_layers, parts[0].max_nodes, parts[0].kind
+        self.needs_host_values = any(part.needs_host_values for part in parts)
 
     def _forward(self, method: str, *arguments: Any) -> None:
         for part in self.parts:

@@ -42,7 +42,7 @@ class AssistantState:
     def resume(self, tokens: int | None, capacity: int) -> AssistantState:
         if tokens is None:
             return self
-        self.cache.rewind(self.cache.lengths_B.clamp(max=tokens))
+        self.cache.truncate(self.cache.lengths_B.clamp(max=tokens))
         return dataclasses.replace(self, longest=min(self.longest, tokens))
 
     def replace(self, rows_R: Tensor, other: AssistantState) -> AssistantState:
@@ -88,7 +88,7 @@ class AssistantModel:
         wanted = accepted <= self.max_depth + 2
         kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
         output = self.model.forward_chain(tokens_BA, state.longest, state.cache, (), kept_K)
-        state.cache.commit(lengths_B)
+        state.cache.advance(lengths_B)
         root_BV = state.root_BV
         if wanted:
             last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]

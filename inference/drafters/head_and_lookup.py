@@ -46,7 +46,7 @@ class HeadAndLookup(DrafterWrapper):
         if head.kind != "top_k":
             raise ValueError("sampled drafts cannot be joined with those of a lookup; use a tree of top-k drafts")
         super().__init__(head, lookup)
-        self.max_nodes = head.max_nodes + lookup.max_nodes - 1
+        self.max_nodes, self.needs_host_values = head.max_nodes + lookup.max_nodes - 1, True
         self.accepted: Counter[str] = Counter()
         """Accepted tokens by who drafted them."""
         self._owners_BM: Tensor | None = None
@@ -65,7 +65,7 @@ class HeadAndLookup(DrafterWrapper):
         """Who drafted the accepted tokens."""
         if self._owners_BM is None or step.tree.max_depth == 0:  # or this step had no drafts
             return None
-        return self._owners_BM.gather(1, step.verdict.path_BA)
+        return self._owners_BM.gather(1, step.path_BA)
 
     def observe(self, step: StepResult) -> None:
         for owners, tokens in zip(step.host_values, step.tokens, strict=True):
@@ -86,8 +86,8 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     found = torch.tensor([_row(trie, more) for trie in tries], device=device)
     tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
     powers_D = _powers(tree.max_depth + 1, device)
-    terms_BN = (tree.tokens_BN + 1) * powers_D[tree.depths_BN]
-    ours_BN = (tree.ancestors_BNN * terms_BN[:, None]).sum(-1)
+    terms_BN = (tree.tokens_BN + 1) * powers_D[tree.structure.depths_BN]
+    ours_BN = (tree.structure.ancestors_BNN * terms_BN[:, None]).sum(-1)
     same_BSN = paths_BS[:, :, None] == ours_BN[:, None]
     if tree.padding:
         same_BSN = same_BSN & (counting(nodes, device) < tree.sizes_B[:, None])[:, None]

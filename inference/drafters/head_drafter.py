@@ -253,16 +253,14 @@ class HeadDrafter(Drafter):
 
     def observe(self, step: StepResult) -> None:
         if step.tree.max_depth == 0:
-            lengths_B = step.verdict.lengths_B
+            lengths_B = step.lengths_B
             self.shared.steps.append(PrefillChunk(step.tree.tokens_BN, step.emitted_BA, step.features_BAF, lengths_B))
             if self.shared.pending > PENDING_TOKENS:
                 self.catch_up()
             return
         accepted, state = step.emitted_BA.shape[1], self.catch_up()
         self._extend(accepted)
-        self.shared.state = self._run(
-            "observe", accepted, state, step.features_BAF, step.emitted_BA, step.verdict.lengths_B
-        )
+        self.shared.state = self._run("observe", accepted, state, step.features_BAF, step.emitted_BA, step.lengths_B)
         self.shared.longest -= accepted - max(map(len, step.tokens), default=accepted)
 
     def select(self, rows_R: Tensor) -> None:
@@ -443,7 +441,8 @@ class DynamicTree(HeadDrafter):
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
-            best = at_least_fp32(logits_BWV).log_softmax(-1).topk(self.width, dim=-1)
+            at_least_fp32 = torch.promote_types(logits_BWV.dtype, torch.float32)
+            best = logits_BWV.to(at_least_fp32).log_softmax(-1).topk(self.width, dim=-1)
             values_BWR = best.values if values_BW1 is None else best.values + values_BW1
             children_BWR = self.head.target_tokens(best.indices)
             if children_BWR.shape[1] != values_BWR.shape[1]:  # the same logits for the whole frontier

@@ -74,6 +74,8 @@ class Window:
 class Lookahead(NgramDrafter):
     """Lookahead decoding."""
 
+    needs_host_values = True
+
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
         """Set the limits.
 

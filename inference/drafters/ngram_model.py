@@ -142,7 +142,7 @@ class HostDrafter(RootTracker):
         on_host = dataclasses.replace(
             step,
             tree=dataclasses.replace(roots, max_depth=step.tree.max_depth),
-            verdict=dataclasses.replace(step.verdict, lengths_B=lengths_B),
+            lengths_B=lengths_B,
             emitted_BA=emitted_BA,
             features_BAF=torch.empty(*emitted_BA.shape, 0),
         )

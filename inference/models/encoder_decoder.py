@@ -156,4 +156,4 @@ class Seq2SeqTarget(Target):
             use_cache=True,
         )
         kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]
-        return kept, self._features((), layers, tokens_BN)
+        return kept, torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)

@@ -67,7 +67,7 @@ def _mask_seconds(target: Target, text_1T: Tensor, nodes: int) -> float:
     """Seconds of building the attention mask of a chain of `nodes` nodes."""
     cache, length = target.new_cache(1), text_1T.shape[1]
     target.read_chunk(text_1T, length, cache, (), [0])
-    cache.place(nodes, length)
+    cache.reserve(nodes, length)
     shape = TreeShape.chain(nodes - 1)
     parents_1N = torch.tensor([shape.parents], device=target.device)
     tokens_1N, sizes_1 = torch.zeros_like(parents_1N), torch.tensor([nodes], device=target.device)
@@ -75,6 +75,7 @@ def _mask_seconds(target: Target, text_1T: Tensor, nodes: int) -> float:
     for _ in range(REPEATS):
         start = now(target.device)
         tree = DraftTree(tokens_1N, parents_1N, sizes_1, shape.depth)
-        target.sight(tree.framed_BNX, tree.depths_BN, cache, length)
+        known = tree.structure
+        target._masks(target.visible_slots(known.framed_BNX, known.depths_BN, cache, length)[1])
         taken.append(now(target.device) - start)
     return statistics.median(taken)

@@ -67,7 +67,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from headstart.inference.kv_cache import free_memory
-    from headstart.inference.verify_step import Decider
+    from headstart.inference.loop import Verification
     from headstart.scripts.measuring import gpu_rounds
     from headstart.scripts.measuring.bandwidth import memory_bandwidth
     from headstart.scripts.measuring.gpu_training import head_options, told_training, training_of
@@ -104,7 +104,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
             report["training"][name] = training_of(target, head_options(target), rows_of, length, TRAINING_STEPS)
             log.info(told_training(name, report["training"][name]))
             write_report(report, config)
-        decide = Decider(gpu_rounds.synthetic)
+        decide = Verification(gpu_rounds.synthetic)
         target.compile()
         decide.compile(device)
         for batch in config.batches:

@@ -47,7 +47,7 @@ class Recorder(EarlyExitChain):
     def observe(self, step: StepResult) -> None:
         assert self.features_K is not None
         features_KX = torch.cat(self.features_K)
-        self.rounds.append(ChainRound(features_KX.cpu(), int(step.verdict.lengths_B[0]) - 1))
+        self.rounds.append(ChainRound(features_KX.cpu(), int(step.lengths_B[0]) - 1))
         super().observe(step)
 
 

@@ -22,9 +22,9 @@ from headstart.inference.drafters.base import DraftContext, Drafter, NoDraft, Pr
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.head_drafter import HeadDrafter
 from headstart.inference.logits import RandomSampler, Sampler
+from headstart.inference.loop import Verification
 from headstart.inference.tree import DraftTree
 from headstart.inference.verify import VerifyResult, greedy
-from headstart.inference.verify_step import Decider
 from headstart.scripts.measuring.bandwidth import now, weight_bytes
 from headstart.scripts.measuring.gpu_training import head_options
 from headstart.train.console import log
@@ -83,7 +83,7 @@ def drafter_for(head: DraftHead, nodes: int, target: Target) -> Drafter:
 def rounds_of(
     target: Target,
     head: DraftHead,
-    decide: Decider,
+    decide: Verification,
     batch: int,
     context: int,
     nodes: int,
@@ -100,7 +100,7 @@ def rounds_of(
     cache = target.new_cache(batch)
     longest = context
     target.forward_tree(NoDraft().propose(roots_B), context + room, cache, drafter.feature_layers)  # allocates
-    cache.rewind(torch.full_like(roots_B, context))
+    cache.truncate(torch.full_like(roots_B, context))
     if isinstance(drafter, HeadDrafter):
         width = len(drafter.feature_layers) * target.info.hidden_size
         features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
@@ -115,7 +115,7 @@ def rounds_of(
         marks.append(now(target.device))
         output = target.forward_tree(tree, longest, cache, drafter.feature_layers)
         marks.append(now(target.device))
-        finished = decide(tree, output, output.logits_BNV, draw, cache, Stats())
+        finished = decide.verify_and_commit(tree, output, output.logits_BNV, draw, cache, Stats())
         marks.append(now(target.device))
         drafter.observe(finished)
         marks.append(now(target.device))
@@ -124,7 +124,7 @@ def rounds_of(
             parts["draft"].append(marks[1] - marks[0] + marks[4] - marks[3])
             parts["target"].append(marks[2] - marks[1])
             parts["rest"].append(marks[3] - marks[2])
-            emitted.append(float(finished.verdict.lengths_B.float().mean()))
+            emitted.append(float(finished.lengths_B.float().mean()))
     middle = {part: 1000 * statistics.median(seconds) for part, seconds in parts.items()}
     read = weight_bytes(target) + target.cache_bytes(batch, context)
     return {

@@ -66,10 +66,10 @@ def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[in
     seen = []
     with simulated.counted() as counts:
         totals = lambda: tuple(each.total() for each in (counts.waits, counts.uploads, counts.operations))  # noqa: E731
-        lm.round_listeners.append(lambda _: seen.append(totals()))
+        lm.round_callbacks.append(lambda _: seen.append(totals()))
         prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
         lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=48, **settings)
-        lm.round_listeners.clear()
+        lm.round_callbacks.clear()
     rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])]
     return rounds, counts
 

@@ -529,12 +529,12 @@ class Wide(TorchDispatchMode):
 def watch(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int, int]:
     """Rows of the largest wide tensor, and the most elements at any time, with `count` positions."""
     problem = build(torch.ones(1, count + 2, dtype=torch.bool), drafted=151, vocab=301, dtype=dtype)
-    with Wide({151, 301}) as at_least_fp32:
+    with Wide({151, 301}) as wide:
         loss = problem.solve({name: 1.0}, weights, ranks=2).loss
-        assert at_least_fp32.alive() == 0, "something as wide as the vocabulary outlives the forward"
+        assert wide.alive() == 0, "something as wide as the vocabulary outlives the forward"
         loss.backward()
     assert all(leaf.grad is not None for leaf in problem.leaves())
-    return at_least_fp32.largest, at_least_fp32.most
+    return wide.largest, wide.most
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -9,9 +9,9 @@ import torch
 
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
-from headstart.inference.conversation import shared_length
 from headstart.inference.drafters.adaptive import Speeds
 from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.sequences import shared_length
 
 VOCAB, NEW = 20, 11
 HEADS = {
@@ -134,10 +134,10 @@ def test_other_weights_or_another_decoder_read_the_text_again(target):
 def test_a_call_that_failed_leaves_nothing_behind(target):
     lm, past = decoder(target, "eagle3"), Conversation()
     text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
-    lm.round_listeners.append(lambda out: 1 / 0 if out.tokens > 4 else None)
+    lm.round_callbacks.append(lambda out: 1 / 0 if out.tokens > 4 else None)
     with pytest.raises(ZeroDivisionError):
         turn(lm, [*text, 5], past)
-    lm.round_listeners.clear()
+    lm.round_callbacks.clear()
     assert past.get_seq_length() == 0
     assert torch.equal(turn(lm, [*text, 5], past).sequences, turn(lm, [*text, 5]).sequences)
 

@@ -13,7 +13,7 @@ from helpers import build_model
 
 from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
-from headstart.inference import custom_generate as hook
+from headstart.inference.custom_generate import _Engines
 
 PROMPT = torch.arange(1, 6)[None]
 SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT)}
@@ -70,7 +70,7 @@ def test_an_engine_is_loaded_once_and_freed_with_its_model(head, loaded, entranc
 def test_an_engine_is_freed_with_what_asked_for_it(head, loaded):
     model = build_model(layers=3)
     by_function(head)(model)
-    engine = weakref.ref(next(iter(vars(model)[hook._Engines.NAME].values()))[1])
+    engine = weakref.ref(next(iter(vars(model)[_Engines.NAME].values()))[1])
     gc.collect()
     assert engine() is None
 
@@ -116,5 +116,5 @@ def test_a_pickled_model_needs_nothing_of_ours():
     method, model = custom_generate(drafter="prompt-lookup"), build_model(layers=3)
     expected = model.generate(PROMPT, custom_generate=method, **SETTINGS)
     written = pickle.dumps(model)
-    assert b"headstart" not in written.replace(hook._Engines.NAME.encode(), b"")
+    assert b"headstart" not in written.replace(_Engines.NAME.encode(), b"")
     assert torch.equal(pickle.loads(written).generate(PROMPT, custom_generate=method, **SETTINGS), expected)

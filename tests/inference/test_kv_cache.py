@@ -24,7 +24,7 @@ def cache_with_trees(rows):
     """Entries say in which slot they were written; in the second row they are negative."""
     cache = empty_cache(2, rows)
     cache.lengths_B = torch.tensor(COMMITTED[:rows])
-    cache.place(NODES, max(COMMITTED))
+    cache.reserve(NODES, max(COMMITTED))
     for states in (*cache.keys, *cache.values):
         for row in range(rows):
             states[row, 0, :, 0] = torch.arange(cache.capacity) * (1, -1)[row]
@@ -37,24 +37,26 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
     written = []
     for length in (5, BUCKET - 6, 4, 1):
         states = torch.randn(2, 1, 3, length, 4, generator=random)
-        cache.place(length, sum(part.shape[3] for part in written))
+        cache.reserve(length, sum(part.shape[3] for part in written))
         for layer in range(2):
             cache.layers[layer].update(states[layer], -states[layer])
-        cache.keep(torch.arange(length)[None], torch.tensor([length]))
+        cache.accept(torch.arange(length)[None], torch.tensor([length]))
         written.append(states)
         whole = torch.cat(written, dim=3)
         assert torch.equal(torch.stack(cache.keys)[:, :, :, : whole.shape[3]], whole)
         assert torch.equal(torch.stack(cache.values)[:, :, :, : whole.shape[3]], -whole)
-        assert cache.used - STEP < whole.shape[3] <= cache.used and cache.used % STEP == 0
-        assert cache.used < cache.capacity <= cache.used + BUCKET and cache.capacity % BUCKET == 0
+        assert (
+            cache.bucketed_length - STEP < whole.shape[3] <= cache.bucketed_length and cache.bucketed_length % STEP == 0
+        )
+        assert cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET and cache.capacity % BUCKET == 0
 
 
 def test_the_cache_keeps_the_accepted_path_of_each_row():
     cache = empty_cache(1, 2)
     states = torch.arange(10.0).reshape(2, 1, 5, 1)
-    cache.place(5, 0)
+    cache.reserve(5, 0)
     cache.layers[0].update(states, states)
-    cache.keep(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
+    cache.accept(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
     assert cache.lengths_B.tolist() == [3, 2]
     assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 2, 4]
     assert cache.keys[0][1, 0, :2, 0].tolist() == [5, 6]
@@ -65,7 +67,7 @@ def test_every_path_of_any_length_is_kept(rows):
     for paths in product(PATHS, repeat=rows):
         for kept in product(range(1, 4), repeat=rows):
             cache = cache_with_trees(rows)
-            cache.keep(torch.tensor(paths), torch.tensor(kept))
+            cache.accept(torch.tensor(paths), torch.tensor(kept))
             for row, (path, length) in enumerate(zip(paths, kept, strict=True)):
                 slots = [*range(COMMITTED[row]), *(COMMITTED[row] + node for node in path[:length])]
                 assert cache.lengths_B[row] == len(slots)
@@ -75,9 +77,9 @@ def test_every_path_of_any_length_is_kept(rows):
 
 def test_a_path_that_lies_where_it_should_is_not_moved(monkeypatch):
     moved = []
-    monkeypatch.setattr(TreeCache, "move", lambda _, path_BA: moved.append(path_BA.tolist()))
+    monkeypatch.setattr(TreeCache, "compact", lambda _, path_BA: moved.append(path_BA.tolist()))
     for path_BA, lengths_B in (([[0, 1, 2], [0, 1, 3]], [3, 2]), ([[0, 3, 0], [0, 0, 0]], [1, 1])):
-        cache_with_trees(2).keep(torch.tensor(path_BA), torch.tensor(lengths_B))
+        cache_with_trees(2).accept(torch.tensor(path_BA), torch.tensor(lengths_B))
     assert not moved
-    cache_with_trees(2).keep(torch.tensor([[0, 1, 2], [0, 1, 3]]), torch.tensor([2, 3]))
+    cache_with_trees(2).accept(torch.tensor([[0, 1, 2], [0, 1, 3]]), torch.tensor([2, 3]))
     assert len(moved) == 1

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Stats
-from headstart.inference.metrics import Meter, metrics
-from headstart.inference.stats import RoundRecord
+from headstart.inference.metrics import Meter, RoundRecord
 
 
 def stats():
@@ -23,15 +21,8 @@ def stats():
     return Stats(rows, 3, seconds, [0.4, 0.1, 0.2])
 
 
-def test_the_figures_are_those_of_the_rounds():
-    found = metrics(stats())
-    assert found["acceptance_rate"] == 6 / 8 and found["acceptance_length"] == 10 / 5
-    assert found["draft_length"] == 8 / 3 and found["plain_rounds"] == 2
-    assert found["tokens_per_second"] == 10 / 5 and found["draft_share"] == 1 / 5
+def test_a_tokens_time_is_its_share_of_the_round():
     assert sorted(stats().token_seconds) == pytest.approx(sorted([0.1] * 4 + [0.2] * 2 + [0.1] * 2 + [0.1] * 2))
-    assert found["inter_token_seconds_median"] == pytest.approx(0.1)
-    assert found["inter_token_seconds_p99"] == pytest.approx(0.2)
-    assert all(math.isnan(value) for name, value in metrics(Stats()).items() if name != "plain_rounds")
 
 
 def test_merged_statistics_keep_every_tokens_time():
@@ -41,7 +32,7 @@ def test_merged_statistics_keep_every_tokens_time():
 def test_a_meter_listens_to_every_generation_and_writes_what_prometheus_reads(tiny_target):
     target = tiny_target(vocab_size=20)
     lm, meter, heard = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False), Meter(), []
-    lm.listeners += [meter.add, heard.append]
+    lm.callbacks += [meter.add, heard.append]
     for start in range(3):
         lm.generate(torch.tensor([[start, 1, 2, start]]), max_new_tokens=30, do_sample=False)
     assert len(heard) == 3

@@ -1,4 +1,4 @@
-"""Rules for drawn trees, by enumeration: every tree that can be drawn, every outcome of every draw of the verifier."""
+"""Acceptance rules for sampled trees, by enumeration: every tree that can be sampled, every outcome of every draw."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from transformers import (
 )
 
 from headstart.inference import DraftTree, TreeShape
-from headstart.inference.drafters.base import StepResult
-from headstart.inference.target import TargetOutput
-from headstart.inference.verify import BEST, RULES, _normalized, choose_rule, with_replacement, without_replacement
+from headstart.inference.verify import (
+    BEST,
+    RULES,
+    _normalized,
+    choose_rule,
+    emitted_tokens,
+    with_replacement,
+    without_replacement,
+)
 
 PROCESSORS = [
     [],
@@ -165,10 +171,9 @@ class World:
     def run(self, verify):
         """The distribution of what a round emits, and the mean number of tokens."""
         tree = self.tree()
-        output = TargetOutput(self.scores, torch.zeros(*self.scores.shape[:2], 0))
         mass = {}
         for verdict, weights in outcomes(lambda draw: verify(tree, self.scores, draw)):
-            emitted = StepResult.of(tree, output, output.logits_BNV, verdict).emitted_BA.tolist()
+            emitted = emitted_tokens(tree, verdict).tolist()
             for tokens, length, weight in zip(
                 emitted, verdict.lengths_B.tolist(), (self.weights * weights).tolist(), strict=True
             ):

@@ -100,5 +100,5 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
 
 
 def test_no_slot_is_refused(target):
-    with pytest.raises(ValueError, match="slots must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_batch_size must be at least 1, not 0"):
         SpeculativeLM(target).generate(torch.ones(1, 2, dtype=torch.int64), slots=0, max_new_tokens=3)

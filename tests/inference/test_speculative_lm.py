@@ -31,7 +31,7 @@ from transformers import (
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
 from headstart.inference.kv_cache import BUCKET, POOLED
-from headstart.inference.stats import PARTS
+from headstart.inference.metrics import PARTS
 
 VOCAB = 31
 
@@ -406,7 +406,7 @@ def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
 def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
     target, counted = tiny_target(vocab_size=VOCAB), []
     lm = SpeculativeLM(target)
-    lm.round_listeners.append(counted.append)
+    lm.round_callbacks.append(counted.append)
     for tokens in lm.stream(prompt(6), torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False):
         assert len(tokens) == 1
         break
@@ -497,7 +497,7 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     lm.generate(row, **settings)
     lm.generate(row, **settings | {"do_sample": True}, tree="chain:2")
     list(lm.stream(row, **settings))
-    lm.round_listeners.append(lambda out: 1 / 0)
+    lm.round_callbacks.append(lambda out: 1 / 0)
     for wrong, error in (
         ({}, ZeroDivisionError),
         ({"num_beams": 2}, ValueError),

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from headstart.inference import Stats
-from headstart.inference.stats import RoundRecord
+from headstart.inference.metrics import RoundRecord
 
 
 def rounds(*pairs):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.inference import DraftTree, DynamicShape, TreeShape, tree_policy
-from headstart.inference.tuning.tree_spec import tree_word
+from headstart.inference.tuning.tree_spec import spec_of
 
 
 def ancestors(parents, node):
@@ -19,9 +19,9 @@ def test_masks_depths_and_levels_agree_with_a_walk(tools, seed):
     parents = shape.parents
     tree = DraftTree(torch.zeros(1, shape.size), torch.tensor([parents]), torch.tensor([shape.size]), shape.depth)
     for node in range(shape.size):
-        seen = set(tree.ancestors_BNN[0, node].nonzero().flatten().tolist())
+        seen = set(tree.structure.ancestors_BNN[0, node].nonzero().flatten().tolist())
         assert seen == ancestors(parents, node)
-        assert tree.depths_BN[0, node] == len(seen) - 1
+        assert tree.structure.depths_BN[0, node] == len(seen) - 1
     assert all(parent < node for node, parent in enumerate(parents))
     assert shape.depth == max(map(len, shape.paths), default=0)
     # levels: following frontier and picks rebuilds the paths
@@ -80,7 +80,7 @@ def test_words_for_policies(text, policy):
 )
 def test_a_policy_is_taken_as_it_is_and_its_word_is_read_back(policy):
     assert tree_policy(policy) is policy
-    assert tree_policy(json.loads(json.dumps(tree_word(policy)))) == policy
+    assert tree_policy(json.loads(json.dumps(spec_of(policy)))) == policy
 
 
 def test_paths_may_be_given_themselves():

@@ -9,9 +9,9 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference import DraftTree
-from headstart.inference.drafters.base import StepResult
+from headstart.inference.loop import Verification
 from headstart.inference.target import TargetOutput
-from headstart.inference.verify import VerifyResult, follow, greedy, point_mass
+from headstart.inference.verify import VerifyResult, emitted_tokens, follow, greedy, point_mass
 
 PROCESSORS = {
     "none": [],
@@ -69,8 +69,7 @@ class World:
         rows = self.vocab**self.shape.size
         tree, scores = self.tree(rows), self.scores(rows)
         verdict = verify(tree, scores, draws)
-        output = TargetOutput(scores, torch.zeros(rows, self.shape.size, 0))
-        emitted = StepResult.of(tree, output, output.logits_BNV, verdict).emitted_BA.tolist()
+        emitted = emitted_tokens(tree, verdict).tolist()
         mass = {}
         for tokens, length, weight in zip(emitted, verdict.lengths_B.tolist(), draws.weights.tolist()):
             mass[tuple(tokens[:length])] = mass.get(tuple(tokens[:length]), 0.0) + weight
@@ -166,6 +165,8 @@ def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token()
     tree = DraftTree(torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2)
     verdict = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
-    finished = StepResult.of(tree, output, output.logits_BNV, verdict)
-    assert finished.emitted_BA.tolist() == [[6, 4, 9]]
-    assert finished.features_BAF.flatten().tolist() == [0, 2, 3]
+    *_, emitted_BA, features_BAF, _ = Verification(lambda *_: verdict)._verify(
+        tree, output, output.logits_BNV, None, None
+    )
+    assert emitted_BA.tolist() == [[6, 4, 9]]
+    assert features_BAF.flatten().tolist() == [0, 2, 3]

@@ -184,7 +184,8 @@ def test_flex_attention_gets_the_same_mask():
     target = build("gemma3, alternating")
     seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
-    seen = target._seen(positions_BN, slots_BS, seen_BNS)
+    seen = dict.fromkeys(target.attention_kinds, seen_BNS)
+    seen["sliding_attention"] = target._in_window(positions_BN, slots_BS, seen_BNS)
     additive = target._masks(seen)
     target.flex = True
     for kind, blocks in target._masks(seen).items():

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.loop import Verification
 from headstart.inference.verify import point_mass
-from headstart.inference.verify_step import Decider
 from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
@@ -158,7 +158,7 @@ def test_sampled_texts_have_the_targets_distribution(sampled, tree, verifier):
 def test_the_same_check_rejects_a_planted_bug(sampled):
     target, prompt_1T, expected = sampled
     lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3", fallback=False)
-    lm.sampling_rule = Decider(forgets_what_was_rejected)
+    lm.sampling_rule = Verification(forgets_what_was_rejected)
     value = p_value(expected, draws(lm, prompt_1T, seed=0))
     print(f"\nplanted bug: p = {value:.2g}")
     assert value < 0.01

@@ -16,7 +16,7 @@ from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, 
 from headstart.inference.drafters.adaptive import candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.head_drafter import DynamicTree, StaticTree
-from headstart.inference.stats import RoundRecord, Stats
+from headstart.inference.metrics import RoundRecord, Stats
 from headstart.inference.tuning.costs import AssumedCosts
 from headstart.inference.tuning.machine import machine_key
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length
@@ -161,10 +161,10 @@ def test_costs_are_those_of_the_parts(taught, monkeypatch):
     """Forwards as many times a plain step's as alone; drafts by their depth and by what they expand."""
     target = Target.from_pretrained(taught, torch.float32)
     head = MedusaHead(MedusaConfig(num_heads=6), target.info)
-    shallow, deep, at_least_fp32 = timed_trees(head)
-    assert (shallow.depth, deep.depth, at_least_fp32.depth) == (1, 4, 4) and deep.width < at_least_fp32.width
+    shallow, deep, wide = timed_trees(head)
+    assert (shallow.depth, deep.depth, wide.depth) == (1, 4, 4) and deep.width < wide.width
     timed = {None: round_of(draft=0.0, target=3.0)}
-    for tree in (shallow, deep, at_least_fp32):
+    for tree in (shallow, deep, wide):
         timed[tree] = round_of(draft=0.5 + 0.25 * tree.depth + 0.125 * tree.expanded, target=6.0)
     monkeypatch.setattr(tree_costs, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.4})
     costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
@@ -175,7 +175,7 @@ def test_costs_are_those_of_the_parts(taught, monkeypatch):
     assert costs.parts(chain) == pytest.approx((12.0, 0.5 + 0.5 + 0.25, 0.75))
     assert costs.rate(chain, 7.0) == pytest.approx(0.5)
     # A draft that costs nothing more, by a clock that says that it costs less.
-    timed[deep] = timed[at_least_fp32] = round_of(draft=0.75, target=6.0)
+    timed[deep] = timed[wide] = round_of(draft=0.75, target=6.0)
     costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
     assert costs.draft == pytest.approx((0.875, 0.0, 0.0))
 

@@ -157,7 +157,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
         with _Watch(output, deadline) as watch, suppress(_TimeIsOver, Stopped):
-            lm.round_listeners.append(watch)
+            lm.round_callbacks.append(watch)
             empty = 0
             while not output.state()[1]:
                 watch.begin_batch()

@@ -67,10 +67,10 @@ def fused(config: dict[str, Any]) -> int:
 
 
 def eagle3_common(config: dict[str, Any]) -> Shapes:
-    hidden, at_least_fp32 = config["hidden_size"], config.get("target_hidden_size", config["hidden_size"])
+    hidden, wide = config["hidden_size"], config.get("target_hidden_size", config["hidden_size"])
     drafts = config.get("draft_vocab_size") or config["vocab_size"]
     shapes = {
-        "fc.weight": (hidden, fused(config) * at_least_fp32),
+        "fc.weight": (hidden, fused(config) * wide),
         "norm.weight": (hidden,),
         "lm_head.weight": (drafts, hidden),
         "embed_tokens.weight": (config["vocab_size"], hidden),
@@ -80,7 +80,7 @@ def eagle3_common(config: dict[str, Any]) -> Shapes:
         **llama_layer(config, "midlayer", 2 * hidden),
     }
     if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (at_least_fp32,) for i in range(fused(config))}
+        shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(fused(config))}
     return shapes
 
 

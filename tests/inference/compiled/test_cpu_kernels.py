@@ -268,7 +268,7 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threa
         target.read_chunk(text, 60, alone, layers, [])
         for step, node in enumerate(path):
             one = target.forward_chain(tree[:, node, None], 60 + step, alone, layers)
-            alone.commit(torch.tensor([1]))
+            alone.advance(torch.tensor([1]))
             assert torch.equal(one.logits_BNV[:, 0], output.logits_BNV[:, node])
             assert torch.equal(one.features_BNF[:, 0], output.features_BNF[:, node])
 

@@ -14,12 +14,11 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from headstart.heads import DraftHead, DraftState, TargetModules
 from headstart.heads.checkpoints.save_load import build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
-from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
+from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.head_drafter import DynamicTree, HeadDrafter, StaticTree, sample_children
 from headstart.inference.logits import RandomSampler
-from headstart.inference.target import TargetOutput
-from headstart.inference.verify import point_mass
+from headstart.inference.verify import emitted_tokens, point_mass
 
 ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
 
@@ -108,7 +107,7 @@ def paths_of(tree, row):
         paths.append((*paths[parent], token))
     assert len(set(paths)) == size, "siblings must differ"
     assert max(map(len, paths)) - 1 <= tree.max_depth
-    assert tree.depths_BN[row, :size].tolist() == [len(path) - 1 for path in paths]
+    assert tree.structure.depths_BN[row, :size].tolist() == [len(path) - 1 for path in paths]
     return paths
 
 
@@ -399,9 +398,9 @@ def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, se
     )
     draws = tools.AllDraws()
     verdict = point_mass(many, scores, draws)
-    finished = StepResult.of(many, TargetOutput(scores, torch.zeros(count, len(paths), 0)), scores, verdict)
+    emitted_BA = emitted_tokens(many, verdict)
     emitted = {}
-    for tokens, own, weight in zip(finished.emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()):
+    for tokens, own, weight in zip(emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()):
         emitted[tuple(tokens[:own])] = emitted.get(tuple(tokens[:own]), 0.0) + weight
     assert sum(emitted.values()) == pytest.approx(1) and max(map(len, emitted)) > 1
     # what a round emits, continued by the target itself

@@ -184,7 +184,7 @@ def test_an_engine_knows_its_costs_when_they_are_asked_for(tiny_target, measured
 def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
     for name, lm in in_drafters(tiny_target(dtype=torch.float32)).items():
         heard, state = [], torch.get_rng_state()
-        lm.listeners.append(heard.append)
+        lm.callbacks.append(heard.append)
         assert lm.warmup() is lm and "costs" in vars(lm), name
         assert heard == [] and torch.equal(torch.get_rng_state(), state)
         assert not any(each.speeds for each in lm.drafter.nested() if isinstance(each, AdaptiveDrafter))
@@ -199,8 +199,8 @@ def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
 
 def test_a_warm_up_that_fails_leaves_the_listeners(tiny_target, monkeypatch):
     lm = SpeculativeLM.from_pretrained(tiny_target())
-    lm.listeners.append(print)
+    lm.callbacks.append(print)
     monkeypatch.setattr(lm, "generate", lambda *_, **__: int("broken"))
     with pytest.raises(ValueError, match="broken"):
         lm.warmup()
-    assert lm.listeners == [print]
+    assert lm.callbacks == [print]

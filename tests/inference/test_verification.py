@@ -12,9 +12,9 @@ from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape
 from headstart.inference.compiled import cpu_kernels
 from headstart.inference.kv_cache import StateShape, TreeCache
 from headstart.inference.logits import PrecomputedSampler, RandomSampler
+from headstart.inference.loop import SAMPLED_SHAPES, Verification
 from headstart.inference.target import TargetOutput
 from headstart.inference.verify import RULES, greedy
-from headstart.inference.verify_step import DRAWN_SHAPES, Decider
 
 CPU, VOCAB = torch.device("cpu"), 5
 
@@ -47,19 +47,19 @@ class Case:
             next(iter(sorted(kinds))) if drawn else "top_k",
             probs if drawn else None,
             self.shape,
+            in_order=self.shape.is_chain,
         )
         self.output = TargetOutput(
             torch.randn(rows, nodes, VOCAB, generator=random), torch.randn(rows, nodes, 3, generator=random)
         )
         self.cache = TreeCache([StateShape(1, 4, torch.float32, CPU)] * 2, rows, CPU)
-        self.cache.place(nodes, 0)
-        self.cache.write(0, *torch.randn(2, rows, 1, nodes, 4, generator=random))
+        self.cache.reserve(nodes, 0)
+        self.cache.layers[0].update(*torch.randn(2, rows, 1, nodes, 4, generator=random))
 
     def decide(self, decider):
         draw = RandomSampler(torch.Generator().manual_seed(3))
-        found = decider(self.tree, self.output, self.output.logits_BNV, draw, self.cache, Stats())
-        verdict = found.verdict
-        given = [verdict.path_BA, verdict.lengths_B, verdict.next_tokens_B, found.emitted_BA, found.features_BAF]
+        found = decider.verify_and_commit(self.tree, self.output, self.output.logits_BNV, draw, self.cache, Stats())
+        given = [found.path_BA, found.lengths_B, found.next_tokens_B, found.emitted_BA, found.features_BAF]
         return [*given, found.finite_BA, self.cache.lengths_B, *self.cache.keys, *self.cache.values]
 
 
@@ -74,7 +74,9 @@ class Case:
 )
 def test_a_graph_decides_as_the_rule_does(rule, rows):
     """With the same random numbers; what the cache keeps, too."""
-    compiled, plain = (Decider(RULES[rule].verify if rule in RULES else greedy, rule != "greedy") for _ in range(2))
+    compiled, plain = (
+        Verification(RULES[rule].verify if rule in RULES else greedy, rule != "greedy") for _ in range(2)
+    )
     compiled.compile(CPU)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")
@@ -85,11 +87,11 @@ def test_a_graph_decides_as_the_rule_does(rule, rows):
 
 @pytest.mark.usefixtures("graphs")
 def test_trees_whose_shapes_keep_changing_get_no_graph_each():
-    decider = Decider(RULES["block"].verify)
+    decider = Verification(RULES["block"].verify)
     decider.compile(CPU)
-    for length in range(1, DRAWN_SHAPES + 3):
+    for length in range(1, SAMPLED_SHAPES + 3):
         Case("block", 1, TreeShape.chain(length)).decide(decider)
-    assert len(decider.graph.variants) == DRAWN_SHAPES
+    assert len(decider.graph.variants) == SAMPLED_SHAPES
 
 
 def test_every_number_that_was_drawn_is_used_once():
@@ -105,8 +107,8 @@ def test_every_number_that_was_drawn_is_used_once():
 def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
     """A wide tree and a deep one, or a chain where a rule is for chains alone."""
     target = tiny_target(vocab_size=20)
-    at_least_fp32 = "sampled_without_replacement" in RULES[rule].kinds
-    for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if at_least_fp32 else ("drawn:chain:4",):
+    wide = "sampled_without_replacement" in RULES[rule].kinds
+    for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if wide else ("drawn:chain:4",):
         lm = SpeculativeLM.from_pretrained(
             target, drafter="random", tree=tree, verifier=rule, lossy=True, fallback=False
         )
