@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -265,14 +266,21 @@ _SPOKEN: dict[TreeKind, str] = {
 
 
 def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
-    """Nodes that are not accepted, or have an ancestor that is not; the root always is, and padding never.
-
-    Changes `accepted_BN` in place.
-    """
-    accepted_BN[:, 0] = True
+    """Nodes that are not accepted, or have an ancestor that is not; the root always is, and padding never."""
+    nodes, device = accepted_BN.shape[1], accepted_BN.device
+    if torch.compiler.is_compiling():
+        accepted_BN = accepted_BN | (counting(nodes, device) == 0)
+    else:
+        accepted_BN = accepted_BN | _is_root(nodes, device, torch.is_inference_mode_enabled())
     if tree.padding:
-        accepted_BN = accepted_BN & (counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None])
+        accepted_BN = accepted_BN & (counting(nodes, device) < tree.sizes_B[:, None])
     return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
+
+
+@lru_cache(maxsize=256)
+def _is_root(nodes: int, device: torch.device, inference: bool) -> Tensor:
+    """True for the first node; tensors that are made in inference mode cannot be used outside of it."""
+    return torch.arange(nodes, device=device) == 0
 
 
 def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
