@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.checkpoints.save_load import json_ready, load_head
+from headstart.heads.checkpoints.files import json_ready
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options

@@ -73,8 +73,8 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace, folder: Path) -> Any:
     """Write rows with the target's states, the target's ends, the starting weights; return the head."""
+    from headstart.heads import CheckpointMetadata, build_head
     from headstart.heads.checkpoints.export_formats import export_head
-    from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
     from headstart.inference import Target, load_tokenizer
     from headstart.train.data.chat_template import encode
     from headstart.train.data.conversations import read_conversations
@@ -157,8 +157,7 @@ class Ours:
     """A step as `headstart train` makes it."""
 
     def __init__(self, folder: Path, top_k: bool = False) -> None:
-        from headstart.heads import TargetInfo
-        from headstart.heads.checkpoints.save_load import build_head
+        from headstart.heads import TargetInfo, build_head
         from headstart.train.config import OptimConfig
         from headstart.train.optim import build_optimizer
 

@@ -28,8 +28,7 @@ from common import arguments, save
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from headstart.heads import TargetFeatures, TargetInfo, TargetModules
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference.tuning.machine import turns

@@ -1,27 +1,22 @@
-"""What guesses: draft heads, their losses, their checkpoints. A new head is one file here and one row of `HEADS`."""
+"""Draft heads, their losses and their checkpoints. A new head is one file here and one row of `by_name.HEADS`."""
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import CheckpointMetadata, DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .by_name import HEADS, build_head
+from .checkpoints import save_load
 from .eagle import EagleConfig, EagleHead
 from .eagle3 import Eagle3Config, Eagle3Head
 from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHead
 from .medusa import MedusaConfig, MedusaHead
 from .truncated import TruncatedConfig, TruncatedHead
 
-HEADS: dict[str, type[DraftHead]] = {
-    "cut": TruncatedHead,
-    "eagle": EagleHead,
-    "eagle3": Eagle3Head,
-    "hydra": HydraHead,
-    "hydra++": HydraPlusPlusHead,
-    "medusa": MedusaHead,
-}
-"""The word in a YAML file or a checkpoint, and the head that it means."""
+DraftHead.checkpoints = save_load  # here, because save_load imports every head: base.py would import in a circle
 
 CutConfig, CutHead, TargetEnds = TruncatedConfig, TruncatedHead, TargetModules
 """Earlier names, which keep working."""
 
 __all__ = [
     "HEADS",
+    "CheckpointMetadata",
     "CutConfig",
     "CutHead",
     "DraftHead",
@@ -43,4 +38,5 @@ __all__ = [
     "TargetModules",
     "TruncatedConfig",
     "TruncatedHead",
+    "build_head",
 ]

@@ -10,21 +10,16 @@ D hidden size, F width of the chosen feature layers side by side, K depths, I ra
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-import types
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from .checkpoints.save_load import CheckpointMetadata
 
 
 @dataclass(frozen=True)
@@ -176,6 +171,22 @@ class BatchCache(Protocol):
 
 
 @dataclass(frozen=True)
+class CheckpointMetadata:
+    """Saved with a head's weights besides its options."""
+
+    tree: str | list[list[int]] | None = None
+    """The fastest draft tree found for it: paths of ranks, or a spec such as dynamic:24:6:8; None if unknown."""
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The resolved training config, git revision and package versions."""
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Acceptance as evaluation measured it, by tree."""
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The target, tokenizer and chat template that it was trained against: see `save_load.differences`."""
+    adapted: bool = False
+    """Whether it drafts for the target with the peft adapter that lies in the checkpoint."""
+
+
+@dataclass(frozen=True)
 class DraftState:
     """State that a head carries from `observe` through the `expand` calls of a round.
 
@@ -249,7 +260,10 @@ class DraftHead(nn.Module, ABC):
     """Decoder layers with a KV cache while decoding."""
 
     metadata: CheckpointMetadata | None = None
-    """What travels with a head that was loaded."""
+    """Set on a head that was loaded by `from_pretrained`."""
+    checkpoints: ClassVar[ModuleType]
+    """`checkpoints.save_load`, which imports every head and therefore cannot be imported here: `headstart.heads` sets
+    it."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
@@ -265,30 +279,34 @@ class DraftHead(nn.Module, ABC):
         token: str | None = None,
         cache_dir: str | Path | None = None,
     ) -> Self:
-        """A head from a folder or a Hub id, by huggingface_hub's names; see `checkpoint.load_head`.
+        """Load a head from a folder or a Hub id, strictly.
+
+        Args:
+            source: the checkpoint.
+            revision: of a Hub id.
+            token: for a private repository.
+            cache_dir: where downloads are kept; None for the Hub's default.
 
         Raises:
-            ValueError: as there, or a head of another class; `DraftHead.from_pretrained` takes any.
+            ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another shape, or a head of
+                another class; `DraftHead.from_pretrained` loads any.
         """
-        from .checkpoints.save_load import load_head  # which knows every head, this one too
-
-        head, metadata = load_head(source, revision=revision, token=token, cache_dir=cache_dir)
+        head, metadata = cls.checkpoints.load_head(source, revision=revision, token=token, cache_dir=cache_dir)
         if not isinstance(head, cls):
             raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
         head.metadata = metadata
         return head
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write a checkpoint; see `checkpoint.save_head`.
+        """Write a checkpoint; the folder changes only when everything has been written.
 
         Raises:
             ValueError: a head that belongs to an adapter, which is not here.
         """
-        from .checkpoints.save_load import CheckpointMetadata, save_head
-
-        if self.metadata is not None and self.metadata.adapted:
+        metadata = self.metadata or CheckpointMetadata()
+        if metadata.adapted:
             raise ValueError("this head drafts for a model with an adapter, which lies in its folder: copy that")
-        save_head(self, save_directory, self.metadata or CheckpointMetadata())
+        self.checkpoints.save_head(self, save_directory, metadata)
 
     def push_to_hub(
         self,
@@ -300,15 +318,12 @@ class DraftHead(nn.Module, ABC):
         create_pr: bool = False,
         commit_message: str = "A draft head",
     ) -> str:
-        """Save and upload as one commit; its address. `headstart push` also adds what servers need of the target."""
-        from .checkpoints.hub import push_folder
-        from .checkpoints.model_card import Listing
-        from .checkpoints.save_load import publishable
+        """Save the head, upload it as one commit and return its URL.
 
-        with tempfile.TemporaryDirectory() as scratch:
-            self.save_pretrained(Path(scratch) / "saved")
-            publishable(Path(scratch) / "saved", Path(scratch) / "head", Listing(repo_id), {})
-            return push_folder(Path(scratch) / "head", repo_id, private, token, branch, create_pr, commit_message)
+        `headstart push` also adds the tensors that servers need of the target.
+        """
+        options = (private, token, branch, create_pr, commit_message)
+        return str(self.checkpoints.push_head(self, repo_id, *options))
 
     @abstractmethod
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -387,32 +402,6 @@ class DraftHead(nn.Module, ABC):
     def draft_vocab_size(self) -> int:
         """Number of tokens that the head can draft."""
         return getattr(self.config, "draft_vocab_size", None) or self.target.vocab_size
-
-
-def build_config(config_class: type[Any], options: dict[str, Any], where: str) -> Any:
-    """A dataclass from a mapping, with every unknown key refused by name.
-
-    Raises:
-        ValueError: an unknown key, or a value that the dataclass refuses.
-    """
-    known = [field.name for field in dataclasses.fields(config_class)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"unknown {where} option {unknown[0]!r}; choose from {', '.join(sorted(known))}")
-    for name, hint in typing.get_type_hints(config_class).items():
-        if name in options and not _fits(options[name], hint):
-            raise ValueError(f"{where} option {name!r} is of type {hint}, not {options[name]!r}")
-    return config_class(**options)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, kind) for kind in typing.get_args(hint))
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    if hint is float:
-        return isinstance(value, (int, float))
-    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -104,7 +104,7 @@ class SpeculativeLM:
         self.sampling_rule = Verification(choose_rule(verifier, self.drafter.kind, lossy))
         self.greedy_rule = Verification(greedy, samples=False)
         self.verifier, self.lossy = verifier, lossy
-        self.origin: dict[str, Any] = {}
+        self.provenance: dict[str, Any] = {}
         """What the head was trained against, as its checkpoint remembers it."""
         self.callbacks: list[Callable[[Stats], None]] = []
         """Called with the statistics of every generation."""
@@ -182,7 +182,7 @@ class SpeculativeLM:
         ours, metadata = None, None
         if head is not None:
             ours, metadata = load_fitting_head(head, target, head_revision, loaded_here, dtype == "auto")
-            origin = metadata.origin
+            origin = metadata.provenance
             ours = ours.to(target.device).eval()
             target.check_layers(ours.feature_layers)
             if compiled and cpu_kernels.serve(target.device):
@@ -192,7 +192,7 @@ class SpeculativeLM:
             return make_drafter(target, drafter, tree, ours, metadata, fallback)
 
         lm = cls(target, drafter_with(tree), verifier, lossy)
-        lm.origin, lm._drafter_with = origin, drafter_with
+        lm.provenance, lm._drafter_with = origin, drafter_with
         return lm.compile() if compiled else lm
 
     def compile(self) -> SpeculativeLM:

@@ -192,15 +192,15 @@ class Target:
         # Only heads with an adapter need peft, whose import takes a second.
         from peft import PeftModel
 
-        self.origin  # noqa: B018 - of the model before it changes: what a head remembers
+        self.provenance  # noqa: B018 - cached before the model changes: a head is compared with the base model
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.adapter = str(Path(folder).resolve())
         self.refresh()
 
     @cached_property
-    def origin(self) -> dict[str, Any]:
-        """What a head remembers of the model that it was trained against."""
+    def provenance(self) -> dict[str, Any]:
+        """Identifies the model in the checkpoint of a head that is trained against it."""
         packing = getattr(self.model.config, "quantization_config", None)
         method = getattr(packing, "quant_method", None) or (packing or {}).get("quant_method") if packing else None
         return {

@@ -190,7 +190,7 @@ def _report(
     stopped: bool,
 ) -> dict[str, Any]:
     """Print and write all figures."""
-    from headstart.heads.checkpoints.save_load import json_ready
+    from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
     from headstart.scripts.measuring.bandwidth import profile
     from headstart.train.provenance import provenance

@@ -98,7 +98,7 @@ class SpeculativeOptions(DecodingOptions):
         names = ("tree", "verifier", "lossy", "compile", "drafter", "fallback")
         options = {name: getattr(self, name) for name in names}
         lm, tokenizer = load(self.target, self.head, self.dtype, shared, **options)
-        warn_of_other_data(lm.origin, tokenizer, self.thinking)
+        warn_of_other_data(lm.provenance, tokenizer, self.thinking)
         return lm, tokenizer
 
 

@@ -45,7 +45,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     Raises:
         ValueError: a source that cannot be read, or sources without a token.
     """
-    from headstart.heads.checkpoints.save_load import new_folder
+    from headstart.heads.checkpoints.files import new_folder
     from headstart.inference import load_tokenizer
     from headstart.inference.drafters.ngram_index import Datastore
     from headstart.inference.models.loading import tokenizer_origin

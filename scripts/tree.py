@@ -97,7 +97,7 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     lm = SpeculativeLM.from_pretrained(config.target, config.head, config.dtype, compile=config.compile)
     config, target = config.as_loaded(lm), lm.target
     head = load_head(config.head, target.info, target.dtype)[0].to(target.device).eval()
-    warn_of_other_data(lm.origin, tokenizer, config.thinking)
+    warn_of_other_data(lm.provenance, tokenizer, config.thinking)
     encoded = encode_prompts(prompts, tokenizer, target, config.max_new_tokens, config.thinking)
     return fastest(lm, head, [ids for rows in encoded.values() for ids in rows], config)
 

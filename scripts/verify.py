@@ -77,7 +77,7 @@ def verify_head(config: VerifyConfig) -> None:
         raise ValueError(f"{config.head}: tensor {broken[0]!r} has values that are infinite or not numbers")
     head.target.check(target.info)
     target.check_layers(head.feature_layers)
-    for difference in differences(metadata.origin, target.origin):
+    for difference in differences(metadata.provenance, target.provenance):
         log.info(f"- another target than it was trained against: {difference}")
 
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
@@ -154,8 +154,9 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
 
 def with_options(head: DraftHead, **changes: Any) -> DraftHead:
     """The same weights under other options."""
-    from headstart.heads.checkpoints.save_load import build_head, word_of
+    from headstart.heads import build_head
+    from headstart.heads.by_name import head_name
 
-    other = build_head(word_of(head), dataclasses.asdict(head.config) | changes, head.target)
+    other = build_head(head_name(head), dataclasses.asdict(head.config) | changes, head.target)
     other.to(next(head.parameters()).device, next(head.parameters()).dtype).load_state_dict(head.state_dict())
     return other.eval()

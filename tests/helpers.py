@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.heads import DraftHead
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import DraftHead, build_head
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor

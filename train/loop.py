@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoints.save_load import CheckpointMetadata, build_head
+from ..heads import CheckpointMetadata, DraftHead, HeadOutput, build_head
 from .callbacks import Callback, Callbacks
 from .config import TrainConfig, dtype_of
 from .console import ProgressBar, Stopped, StopRequest, log
@@ -144,7 +143,7 @@ def run_steps(
     )
     epochs = steps / order.steps_in(0)
     run.epochs_per_step = epochs / steps
-    features = feature_source(accelerator, setup.target, head, setup.origin, training, config, epochs)
+    features = feature_source(accelerator, setup.target, head, setup.provenance, training, config, epochs)
     report = Report(run, config.loop.log_every, steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
     # As long as the deepest draft, so that every depth gives every process a gradient.
@@ -387,7 +386,7 @@ def judge(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
         measured={"coverage": setup.coverage, "probe": probe(setup.target, copy), **found.measured(config.eval)},
-        origin=setup.origin,
+        provenance=setup.provenance,
         adapted=engine.adapted is not None,
     )
     row = engine.run.judged(progress, copy, found, metadata, engine.adapted, last, samples)

@@ -17,8 +17,7 @@ from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules
-from ..heads.checkpoints.save_load import build_head
+from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules, build_head
 from ..heads.losses import Objective, positions_at_once
 from ..inference import Target
 from .config import TrainConfig, dtype_of

@@ -21,8 +21,9 @@ import yaml
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from ..heads import DraftHead
-from ..heads.checkpoints.save_load import CheckpointMetadata, finish_replacing, json_ready, save_head
+from ..heads import CheckpointMetadata, DraftHead
+from ..heads.checkpoints.files import finish_replacing, json_ready
+from ..heads.checkpoints.save_load import save_head
 from .config import TrainConfig
 from .console import log
 from .engines import from_main

@@ -14,8 +14,9 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ..heads import DraftHead
-from ..heads.checkpoints.save_load import build_head, copy_weights, head_config
+from ..heads import DraftHead, build_head
+from ..heads.by_name import head_config
+from ..heads.checkpoints.save_load import copy_weights
 from ..inference import Target, load_tokenizer
 from .config import TrainConfig
 from .data.chat_template import Example, check_tokenizer, data_origin, encode
@@ -40,7 +41,7 @@ class Setup:
 
     target: Target
     head: DraftHead
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
     """What the head will remember of target and tokenizer."""
     training: Sequence[Example]
     """Read from the cache when they are asked for."""
@@ -66,7 +67,7 @@ def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None 
     target.check_layers(head.feature_layers)
     tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
     check_tokenizer(tokenizer, config.target)
-    origin = {**target.origin, **data_origin(tokenizer, config.data.thinking)}
+    provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking)}
     cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
     training, held_out = split_cache(cache, config)
     eval_prompts(target, held_out, config.eval)  # told now and not at the first evaluation, if there are none
@@ -74,10 +75,10 @@ def set_up(config: TrainConfig, accelerator: Accelerator, shared: Shared | None 
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
     else:
-        warm_start(head, config.init_from, origin)
+        warm_start(head, config.init_from, provenance)
     covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
     own = cache.sources_of(training.conversations)
-    return Setup(target, head, origin, training, held_out, own, float(covered))
+    return Setup(target, head, provenance, training, held_out, own, float(covered))
 
 
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
@@ -140,16 +141,16 @@ def split_examples(
     return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))
 
 
-def warm_start(head: DraftHead, source: str, origin: dict[str, Any]) -> None:
+def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None:
     """Take the weights and the draft vocabulary of another head.
 
     Raises:
         ValueError: it does not fit, or its vocabulary belongs to another tokenizer.
     """
     metadata = copy_weights(head, source)
-    trained = metadata.origin.get("tokenizer")
-    if trained not in (None, origin["tokenizer"]):
+    trained = metadata.provenance.get("tokenizer")
+    if trained not in (None, provenance["tokenizer"]):
         raise ValueError(
-            f"init_from {source!r} was trained with tokenizer {trained}, not {origin['tokenizer']}: its draft "
+            f"init_from {source!r} was trained with tokenizer {trained}, not {provenance['tokenizer']}: its draft "
             "vocabulary means other tokens; choose a head of the same tokenizer, or null"
         )

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 
-from ..heads.checkpoints.save_load import json_ready
+from ..heads.checkpoints.files import json_ready
 from .config import TrainConfig
 from .console import log
 from .samples import COLUMNS, Sample

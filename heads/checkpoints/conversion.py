@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..base import DraftHead, TargetInfo
+from ..by_name import build_head
 from .formats import FORMATS, Format, places
 from .import_formats import READERS, Keys
-from .save_load import build_head
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The formats that a head's weights may have."""

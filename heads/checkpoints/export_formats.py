@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..base import DraftHead, dtype_name
+from ..base import CheckpointMetadata, DraftHead, dtype_name
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
-from .files import CONFIG_FILE
+from .files import CONFIG_FILE, new_folder
 from .formats import EAGLE3_FLAGS, FEATURES, FORMATS, LLAMA, places
-from .save_load import CheckpointMetadata, new_folder
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "speculators": {Eagle3Head: "speculators", EagleHead: "speculators-eagle"},

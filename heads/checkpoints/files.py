@@ -1,13 +1,17 @@
-"""The files of a checkpoint that somebody else wrote, read without trusting them.
+"""Files of checkpoints: read without trusting them, written whole or not at all.
 
-Pickles are read by `torch.load(weights_only=True)`, which runs no code; files lie in the folder itself, and a config
-is small.
+Pickles are read by `torch.load(weights_only=True)`, which runs no code; files must lie in the folder itself, and a
+config is small.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from torch import Tensor
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_LIMIT = 2**22
-"""Bytes of a JSON file; a larger one is none of a head's."""
+"""Bytes of a JSON file, at most."""
 WEIGHT_FILES = (
     WEIGHTS_FILE,
     "medusa_lm_head.safetensors",
@@ -27,11 +31,11 @@ WEIGHT_FILES = (
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
 )
-"""Where weights may be, the first that is there being taken; each may be cut into parts."""
+"""Names of weight files, the first that exists being read; each may be sharded."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object.
 
     Raises:
         ValueError: no such file, too large, or no JSON object.
@@ -51,11 +55,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU.
+    """Read all tensors of a checkpoint, on the CPU.
 
     Args:
         folder: the checkpoint.
-        names: where they may be.
+        names: of the weight file, in order of preference.
 
     Raises:
         ValueError: no weights, a file outside of the folder, a broken file, or a pickle with more than tensors.
@@ -79,11 +83,18 @@ def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[st
 
 
 def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
-    path = inside(folder, name)
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    home = folder.resolve()
+    # Files in the Hub's cache are links into a folder beside the snapshots.
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(path.resolve().is_relative_to(place) for place in allowed):
+        raise ValueError(f"{path} leads out of its folder, to {path.resolve()}: it is not opened")
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read, or was cut: {error}") from error
+        raise ValueError(f"{path} cannot be read; it may be truncated: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is a pickle that holds more than tensors, which could run anything: it is not opened. Ask its "
@@ -94,18 +105,41 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     return found
 
 
-def inside(folder: Path, name: str) -> Path:
-    """A file of a folder.
+@contextmanager
+def new_folder(final: str | Path) -> Iterator[Path]:
+    """A folder that appears whole or not at all: written beside its final path under another name, then renamed."""
+    final = Path(final)
+    partial, replaced = final.with_name(final.name + ".partial"), _replaced(final)
+    finish_replacing(final)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+    except BaseException:
+        finish_replacing(final)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
-    Raises:
-        ValueError: it is not there, or the name or a link leads out of the folder.
-    """
-    path = folder / name
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    # The Hub's cache is made of links to files beside the folder.
-    home = folder.resolve()
-    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    if not any(path.resolve().is_relative_to(place) for place in homes):
-        raise ValueError(f"{path} leads out of its folder, to {path.resolve()}: it is not opened")
-    return path
+
+def finish_replacing(folder: Path) -> None:
+    """Restore the previous `folder` if a process was killed between moving it away and placing the new one."""
+    if _replaced(folder).exists() and not folder.exists():
+        _replaced(folder).rename(folder)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".replaced")
+
+
+def json_ready(value: Any) -> Any:
+    """Convert for strict JSON: tuples become lists, and NaN and infinities, such as a mean over nothing, null."""
+    if isinstance(value, dict):
+        return {key: json_ready(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

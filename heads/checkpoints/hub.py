@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face Hub: up and down, with its own client, its cache and its offline mode."""
+"""Checkpoints on the Hugging Face Hub: download and upload by its own client, with its cache and offline mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 )
 
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
-"""What is downloaded of a repository: everything that a head may consist of."""
+"""Patterns of the files that are downloaded: everything that a head may consist of."""
 
 
 def local_folder(
@@ -24,10 +24,10 @@ def local_folder(
     token: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> Path:
-    """A folder as it is, or the files of a Hub id, downloaded or from the cache.
+    """Return a folder as it is; download the files of a Hub id, or take them from the cache.
 
     Raises:
-        ValueError: neither; with what the Hub said.
+        ValueError: neither a folder nor a repository that can be read; with the reason that the Hub gave.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -49,7 +49,7 @@ def local_folder(
         raise ValueError(f"no head at {where}: the repository has no such revision") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(f"no head at {where}: neither a folder, nor in the cache, nor can the Hub be asked") from error
-    except Exception as error:  # of the client's network library, which is another in each of its versions
+    except Exception as error:  # the client's network library, and so its errors, differ between versions
         raise ValueError(f"no head at {where}: the Hub cannot be read: {error}") from error
 
 
@@ -62,9 +62,9 @@ def push_folder(
     create_pr: bool = False,
     message: str = "A draft head",
 ) -> str:
-    """Upload a folder as one commit, making the repository if it is not there; the commit's address.
+    """Upload a folder as one commit, creating the repository if needed; returns the commit's URL.
 
-    What was cut off or refused leaves the repository as it was: files count when their commit is made.
+    An upload that is interrupted or refused leaves the repository as it was: files count when their commit is made.
 
     Raises:
         ValueError: the Hub refuses; with its reason.
@@ -77,6 +77,6 @@ def push_folder(
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, revision=branch, create_pr=create_pr, commit_message=message
         )
-    except Exception as error:  # see above
+    except Exception as error:  # likewise
         raise ValueError(f"{repo_id!r} cannot be pushed to: {error}") from error
     return str(commit.commit_url)

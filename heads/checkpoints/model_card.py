@@ -72,7 +72,7 @@ also says how much faster it is.
 
 ## Trained against
 
-{origin}
+{provenance}
 """
 
 _ADAPTED = """
@@ -116,7 +116,7 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         options=options,
         adapted=_ADAPTED if section["adapted"] else "",
         recipe=_recipe(section["training"]),
-        origin="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
+        provenance="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
         **{server: _serving(server, section, listing.repo, target) for server in _COMMANDS},
     )
 

@@ -1,36 +1,37 @@
 """Head checkpoints: config.json, model.safetensors and a model card in one folder.
 
-config.json holds the keys that serving engines read and a `headstart` section that they ignore: which head it is,
-its options, its target, its draft tree and how it was trained. Loading is strict, and a save that fails leaves what
-was there before.
+config.json holds the keys that serving engines read and a `headstart` section that they ignore: the head's name, its
+options, its target and its `CheckpointMetadata`. Loading is strict, and a save that fails leaves the previous
+checkpoint as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
-from dataclasses import dataclass, field
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import HEADS
-from ..base import DraftHead, TargetInfo, build_config, dtype_name
-from .files import CONFIG_FILE, WEIGHTS_FILE, read_json, read_weights
-from .hub import local_folder
+from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
+from ..by_name import build_head, head_name
+from .files import CONFIG_FILE, WEIGHTS_FILE, json_ready, new_folder, read_json, read_weights
+from .hub import local_folder, push_folder
 from .model_card import Listing, model_card
-from .quantized import assign, plain_tensors, quantized_tensors, unread_by
+from .quantized import int8_tensor, plain_tensors, unread_by
 
 SHARD = "5GB"
-"""Size above which weights are cut into several files."""
+"""Largest weight file; a larger head is split over several."""
 CARD_FILE = "README.md"
 ADAPTER_FOLDER = "adapter"
+SECTION_KEYS = {key.name: key.name for key in dataclasses.fields(CheckpointMetadata)} | {"provenance": "origin"}
+"""Field of `CheckpointMetadata` to its key in the `headstart` section."""
 GENERATE_FILE = "custom_generate/generate.py"
 GENERATE = '''"""Plain transformers with this head: model.generate(..., custom_generate=HEAD, trust_remote_code=True).
 
@@ -48,49 +49,57 @@ def generate(model, **arguments):
     head = inspect.currentframe().f_back.f_locals["custom_generate"]
     return generate_from(head, model, **arguments)
 '''
-"""The file by which transformers takes a head's repository as a decoding method."""
+"""Source of the file by which transformers takes a head's repository as a decoding method."""
 
 
-@dataclass(frozen=True)
-class CheckpointMetadata:
-    """What travels with a head's weights besides its options."""
+def load_head(
+    source: str | Path,
+    target: TargetInfo | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> tuple[DraftHead, CheckpointMetadata]:
+    """Load a head from a folder or a Hub id, strictly.
 
-    tree: str | list[list[int]] | None = None
-    """The draft tree that was found best for it: paths of ranks, or a word such as dynamic:24:6:8; null if none."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """The resolved training config, git revision and package versions."""
-    measured: dict[str, Any] = field(default_factory=dict)
-    """Acceptance as evaluation measured it, by tree."""
-    origin: dict[str, Any] = field(default_factory=dict)
-    """What it was trained against, to be compared with what it is used on: see `differences`."""
-    adapted: bool = False
-    """Whether it drafts for the target with the peft adapter that lies in the checkpoint."""
-
-
-def head_config(name: str, options: dict[str, Any]) -> Any:
-    """The options of a head by its word in `HEADS`; needs no target, so it can be asked before one is loaded.
-
-    Raises:
-        ValueError: an unknown head or option, or a value that the head refuses.
-    """
-    if name not in HEADS:
-        raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
-    return build_config(HEADS[name].config_class, options, f"{name} head")
-
-
-def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftHead:
-    """A new head by its word in `HEADS`.
+    Args:
+        source: the checkpoint.
+        target: the model that it is to draft for, whose dimensions must match; None to skip the check.
+        dtype: of the parameters; None keeps the saved one.
+        revision: of a Hub id.
+        token: for a private repository.
+        cache_dir: where downloads are kept; None for the Hub's default.
 
     Raises:
-        ValueError: as `head_config`, or options that do not fit the target.
+        ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
+            or of another shape; each named.
     """
-    config = head_config(name, options)
-    return HEADS[name](config, target)
-
-
-def word_of(head: DraftHead) -> str:
-    """A head's word in `HEADS`."""
-    return next(word for word, head_class in HEADS.items() if type(head) is head_class)
+    folder = local_folder(source, revision, token, cache_dir)
+    config = _read_config(folder)
+    section = config["headstart"]
+    saved_target = TargetInfo(**section["target"])
+    if target is not None:
+        saved_target.check(target)
+    head = build_head(section["head"], section["options"], saved_target)
+    _check_server_keys(head, config, folder)
+    saved = read_weights(folder, (WEIGHTS_FILE,))
+    for name in head.served_names:  # copies of the target's tensors, for servers
+        saved.pop(name, None)
+    own = head.state_dict()
+    try:
+        int8 = {name: int8_tensor(saved, name, own[name].shape) for name in own if f"{name}.qdata" in saved}
+        for name, parameter in head.named_parameters():
+            if name in saved:
+                parameter.data = parameter.data.to(saved[name].dtype)
+        load_exactly(head, saved | {name: own[name] for name in int8})
+        for name, tensor in int8.items():
+            module, _, last = name.rpartition(".")
+            setattr(head.get_submodule(module), last, nn.Parameter(tensor, requires_grad=False))
+        head.check_loaded()
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+    metadata = CheckpointMetadata(**{name: section[key] for name, key in SECTION_KEYS.items()})
+    return head.to(dtype=dtype) if dtype else head, metadata
 
 
 def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None) -> None:
@@ -99,16 +108,20 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
     Args:
         head: its weights and options.
         folder: where to.
-        facts: what travels with it; `metadata.adapted` says whether there is an adapter.
+        metadata: saved with it; `metadata.adapted` must say whether there is an adapter.
         adapter: the peft model that the head drafts for.
+
+    Raises:
+        ValueError: a head whose class is not in `HEADS`.
+        OSError: a file cannot be written.
     """
     assert metadata.adapted == (adapter is not None)
     section = json_ready(
         {
-            "head": word_of(head),
+            "head": head_name(head),
             "options": dataclasses.asdict(head.config),
             "target": dataclasses.asdict(head.target),
-            **dataclasses.asdict(metadata),
+            **{SECTION_KEYS[name]: value for name, value in dataclasses.asdict(metadata).items()},
             "unread_by": unread_by(head),
         }
     )
@@ -129,9 +142,13 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
 
 
 def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str) -> None:
-    """Change the draft tree of a checkpoint, and note what it was found by; the weights stay as they are.
+    """Change the draft tree of a checkpoint and record its calibration; the weights stay as they are.
 
-    On other machines it is the one to begin with, on machines with a tree of their own theirs stays.
+    Args:
+        folder: the checkpoint.
+        tree: becomes the default of machines for which no tree is recorded.
+        calibration: the measurement that chose it.
+        machine: the key under which it is recorded.
     """
     config = _read_config(Path(folder))
     section = config["headstart"]
@@ -145,11 +162,6 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
         partial.replace(Path(folder) / name)
 
 
-def adapter_of(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of the peft adapter in a head's checkpoint."""
-    return local_folder(source, revision) / ADAPTER_FOLDER
-
-
 def copy_weights(head: DraftHead, source: str | Path) -> CheckpointMetadata:
     """Start a head from another one's checkpoint, draft vocabulary included.
 
@@ -159,12 +171,19 @@ def copy_weights(head: DraftHead, source: str | Path) -> CheckpointMetadata:
     other, metadata = load_head(source, head.target)
     if type(other) is not type(head):
         raise ValueError(f"{str(source)!r} holds a {type(other).__name__}, not a {type(head).__name__}")
-    _fit(head, other.state_dict(), str(source))
+    try:
+        load_exactly(head, other.state_dict())
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
     return metadata
 
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
-    """In what the things that a head was trained against differ from those it is used on; only what both know."""
+    """Compare the provenance of a head with that of the target in use.
+
+    Returns:
+        One phrase for each entry that both have and that differs.
+    """
     left_out = {"target", "revision"}
     if "float16" in (trained.get("dtype"), used.get("dtype")) and trained.get("dtype") != used.get("dtype"):
         left_out.add("weights")  # their hash is over values rounded to bfloat16, which float16 rounds before
@@ -175,43 +194,15 @@ def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
     ]
 
 
-def load_head(
-    source: str | Path,
-    target: TargetInfo | None = None,
-    dtype: torch.dtype | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
-) -> tuple[DraftHead, CheckpointMetadata]:
-    """Load a head from a folder or a Hub id, strictly.
+def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> None:
+    """Copy a checkpoint to the folder that is uploaded.
 
     Args:
         source: the checkpoint.
-        target: the model that it is to draft for, whose dimensions must match; None to skip the check.
-        dtype: of the parameters; None keeps the saved one.
-        revision: of a Hub id.
-        token: for a private one.
-        cache_dir: where it is kept; None for the Hub's own place.
-
-    Raises:
-        ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
-            or of another shape; each named.
+        folder: the copy, with a card that names its repository.
+        listing: the card's entry on the Hub.
+        shared: the target's tensors that servers look for in the head's file, by name.
     """
-    folder = local_folder(source, revision, token, cache_dir)
-    config = _read_config(folder)
-    section = config["headstart"]
-    saved_target = TargetInfo(**section["target"])
-    if target is not None:
-        saved_target.check(target)
-    head = build_head(section["head"], section["options"], saved_target)
-    _check_served(head, config, folder)
-    _load_weights(head, folder)
-    metadata = CheckpointMetadata(**{key.name: section[key.name] for key in dataclasses.fields(CheckpointMetadata)})
-    return head.to(dtype=dtype) if dtype else head, metadata
-
-
-def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> None:
-    """Copy a checkpoint to where it is pushed from: with what servers look for, and a card that knows its place."""
     shutil.copytree(source, folder)
     section = _read_config(folder)["headstart"]
     (folder / CARD_FILE).write_text(model_card(section, listing), encoding="utf-8")
@@ -224,109 +215,21 @@ def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, 
         save_torch_state_dict(saved, folder, max_shard_size=SHARD)
 
 
-class new_folder:
-    """A folder that appears whole or not at all: written beside its final place under another name, then renamed."""
-
-    def __init__(self, final: str | Path) -> None:
-        self.final = Path(final)
-        self.partial = self.final.with_name(self.final.name + ".partial")
-
-    def __enter__(self) -> Path:
-        finish_replacing(self.final)
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        return self.partial
-
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            return
-        replaced = _replaced(self.final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        try:
-            if self.final.exists():
-                self.final.rename(replaced)
-            self.partial.rename(self.final)
-        except OSError:
-            finish_replacing(self.final)
-            shutil.rmtree(self.partial, ignore_errors=True)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
+def push_head(head: DraftHead, repo: str, *options: Any) -> str:
+    """Save a head and upload it with the `options` of `push_folder`; returns the URL of the commit."""
+    with tempfile.TemporaryDirectory() as scratch:
+        saved, ready = Path(scratch) / "saved", Path(scratch) / "head"
+        head.save_pretrained(saved)
+        publishable(saved, ready, Listing(repo), {})
+        return push_folder(ready, repo, *options)
 
 
-def finish_replacing(folder: Path) -> None:
-    """Put back what a process was replacing when it was killed between taking away the old and placing the new."""
-    if _replaced(folder).exists() and not folder.exists():
-        _replaced(folder).rename(folder)
+def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
+    """Load tensors that must be the head's own, in names and shapes.
 
-
-def _replaced(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".replaced")
-
-
-def json_ready(value: Any) -> Any:
-    """Tuples as lists, and null for what strict JSON has no number for: a mean over nothing."""
-    if isinstance(value, dict):
-        return {key: json_ready(child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_ready(child) for child in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    config = read_json(path)
-    if not isinstance(config.get("headstart"), dict):
-        raise ValueError(
-            f"{path} has no 'headstart' section: it was not written by headstart. `headstart import` reads the heads "
-            "of other projects"
-        )
-    missing = {"head", "options", "target", *(key.name for key in dataclasses.fields(CheckpointMetadata))} - set(
-        config["headstart"]
-    )
-    if missing:
-        raise ValueError(f"{path}: the 'headstart' section lacks {', '.join(sorted(missing))}")
-    names, given = {key.name for key in dataclasses.fields(TargetInfo)}, config["headstart"]["target"]
-    if not isinstance(given, dict) or set(given) != names:
-        raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
-    return config
-
-
-def _check_served(head: DraftHead, config: dict[str, Any], folder: Path) -> None:
-    """Servers read other keys than we do: refuse a checkpoint that would be another head there."""
-    expected = {**json_ready(head.server_config()), "torch_dtype": config.get("torch_dtype")}
-    found = {name: value for name, value in config.items() if name != "headstart"}
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found and expected[name] in (None, False):
-            continue  # as servers read it: written before there was such an option
-        if expected.get(name, "absent") != found.get(name, "absent"):
-            raise ValueError(
-                f"{folder / CONFIG_FILE}: {name} is {found.get(name, 'absent')!r} for servers, and by the section "
-                f"'headstart' {expected.get(name, 'absent')!r}: one of them was changed"
-            )
-
-
-def _load_weights(head: DraftHead, folder: Path) -> None:
-    saved = read_weights(folder, (WEIGHTS_FILE,))
-    for name in head.served_names:  # a copy of the target's, for servers
-        saved.pop(name, None)
-    try:
-        packed = quantized_tensors(saved, head)
-    except ValueError as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
-    for name, parameter in head.named_parameters():
-        if name in saved:
-            parameter.data = parameter.data.to(saved[name].dtype)
-    _fit(head, saved | {name: head.state_dict()[name] for name in packed}, str(folder / WEIGHTS_FILE))
-    assign(head, packed)
-    try:
-        head.check_loaded()
-    except ValueError as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
-
-
-def _fit(head: DraftHead, saved: dict[str, Tensor], where: str) -> None:
-    """Load tensors that must be exactly the head's own."""
+    Raises:
+        ValueError: naming every tensor that is missing, unknown or of another shape.
+    """
     expected = head.state_dict()
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]
@@ -336,5 +239,37 @@ def _fit(head: DraftHead, saved: dict[str, Tensor], where: str) -> None:
         if name in saved and saved[name].shape != expected[name].shape
     ]
     if problems:
-        raise ValueError(f"{where}: " + "; ".join(problems))
+        raise ValueError("; ".join(problems))
     head.load_state_dict(saved)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    config = read_json(path)
+    section = config.get("headstart")
+    if not isinstance(section, dict):
+        raise ValueError(
+            f"{path} has no 'headstart' section: it was not written by headstart. `headstart import` reads the heads "
+            "of other projects"
+        )
+    missing = {"head", "options", "target", *SECTION_KEYS.values()} - section.keys()
+    if missing:
+        raise ValueError(f"{path}: the 'headstart' section lacks {', '.join(sorted(missing))}")
+    names, given = {key.name for key in dataclasses.fields(TargetInfo)}, section["target"]
+    if not isinstance(given, dict) or set(given) != names:
+        raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
+    return config
+
+
+def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) -> None:
+    """Servers read other keys than we do: refuse a checkpoint that would be another head there."""
+    expected = {**json_ready(head.server_config()), "torch_dtype": config.get("torch_dtype")}
+    found = {name: value for name, value in config.items() if name != "headstart"}
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found and expected[name] in (None, False):
+            continue  # written before there was such an option: servers read the same
+        if expected.get(name, "absent") != found.get(name, "absent"):
+            raise ValueError(
+                f"{folder / CONFIG_FILE}: {name} is {found.get(name, 'absent')!r} for servers, and by the section "
+                f"'headstart' {expected.get(name, 'absent')!r}: one of them was changed"
+            )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from ...heads import DraftHead, TargetModules
-from ...heads.checkpoints.save_load import CheckpointMetadata, adapter_of, differences, load_head
+from ...heads import CheckpointMetadata, DraftHead, TargetModules
+from ...heads.checkpoints.hub import local_folder
+from ...heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_origin
 from ..target import Target
@@ -129,11 +130,11 @@ def load_fitting_head(
         return head, CheckpointMetadata()
     loaded, metadata = load_head(head, target.info, target.dtype, revision)
     unchecked = ("dtype",) if loaded_here and auto_dtype else ()
-    provenance = {name: value for name, value in target.origin.items() if name not in unchecked}
-    for difference in differences(metadata.origin, provenance):
+    provenance = {name: value for name, value in target.provenance.items() if name not in unchecked}
+    for difference in differences(metadata.provenance, provenance):
         warnings.warn(f"the head {str(head)!r} may accept less here: {difference}", stacklevel=3)
     if metadata.adapted:
-        adapter = adapter_of(head, revision)
+        adapter = local_folder(head, revision) / ADAPTER_FOLDER
         if target.adapter != str(adapter.resolve()):
             if not loaded_here:  # a model of the user's is never changed
                 raise ValueError(

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from headstart.heads import DraftHead
-    from headstart.heads.checkpoints.save_load import CheckpointMetadata
+    from headstart.heads import CheckpointMetadata, DraftHead
     from headstart.inference import Target
 
 NEW_TOKENS = 48
@@ -94,24 +93,26 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     Raises:
         ValueError: a head without an adapter.
     """
-    from headstart.heads.checkpoints.save_load import adapter_of, new_folder, save_head
+    from headstart.heads.checkpoints.files import new_folder
+    from headstart.heads.checkpoints.hub import local_folder
+    from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
     from headstart.inference import Target
 
     if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
     target, tokenizer = _target_of(head, config)
-    target.merge_adapter(adapter_of(config.head))
+    target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
     model, final = target.model, Path(config.output)
-    if getattr(model, "hf_quantizer", None) is not None and target.origin["quantization"] in (None, "gguf"):
+    if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (None, "gguf"):
         model.hf_quantizer = None  # the weights of a GGUF file are no longer packed, and must not say so
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     with new_folder(final) as partial:
         model.save_pretrained(partial / "target")
         tokenizer.save_pretrained(partial / "target")
-        origin = metadata.origin | Target(model, str(final / "target")).origin
+        provenance = metadata.provenance | Target(model, str(final / "target")).provenance
         head.target = dataclasses.replace(head.target, name=str(final / "target"))
-        save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, origin=origin))
+        save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, provenance=provenance))
     log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
 
 
@@ -121,7 +122,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
     Raises:
         ValueError: a head with an adapter, which stays in its own folder; torchao is not installed.
     """
-    from headstart.heads.checkpoints.quantized import quantize
+    from headstart.heads.checkpoints.quantized import torchao
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.inference import TreeShape
     from headstart.scripts.verify import PROMPTS
@@ -139,7 +140,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
         return real_acceptance(target, head, TreeShape.chain(head.max_depth), prompts, NEW_TOKENS).acceptance_length
 
     before = acceptance_length()
-    quantize(head)
+    torchao().quantize_(head, torchao().Int8WeightOnlyConfig())
     after = acceptance_length()
     save_head(head, config.output, metadata)
     log.info(
@@ -158,7 +159,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from headstart.heads import TruncatedHead
-    from headstart.heads.checkpoints.save_load import new_folder
+    from headstart.heads.checkpoints.files import new_folder
     from headstart.scripts.checkpoints.original import embedding_of
 
     if not isinstance(head, TruncatedHead):

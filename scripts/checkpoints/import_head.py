@@ -42,10 +42,11 @@ def import_foreign(config: ImportConfig) -> None:
     Raises:
         ValueError: naming anything in it that cannot be read for certain.
     """
+    from headstart.heads import CheckpointMetadata
     from headstart.heads.checkpoints.conversion import import_head
     from headstart.heads.checkpoints.files import read_json, read_weights
     from headstart.heads.checkpoints.hub import local_folder
-    from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
+    from headstart.heads.checkpoints.save_load import save_head
     from headstart.scripts.checkpoints.original import embedding_of, original_target
 
     folder = local_folder(config.head, config.revision, config.token)

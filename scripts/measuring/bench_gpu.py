@@ -141,7 +141,7 @@ def described(name: str, row: dict[str, Any]) -> str:
 
 def write_report(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, Any]:
     """Write the report as JSON and as Markdown."""
-    from headstart.heads.checkpoints.save_load import json_ready
+    from headstart.heads.checkpoints.files import json_ready
     from headstart.scripts.measuring.gpu_rounds import RATE
     from headstart.scripts.measuring.gpu_training import told_training
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from headstart.heads import DraftHead
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import DraftHead, build_head
 from headstart.inference import DynamicShape, Stats, Target, TreeShape
 from headstart.inference.drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter

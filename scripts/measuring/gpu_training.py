@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads import TargetFeatures
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import TargetFeatures, build_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target

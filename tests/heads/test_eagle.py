@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import EagleHead
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import EagleHead, build_head
 from headstart.heads.eagle import STEP
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target

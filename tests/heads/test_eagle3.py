@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import DraftState, Eagle3Head, TargetFeatures, TargetInfo
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, TargetInfo, build_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 

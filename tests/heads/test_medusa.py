@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures, TargetInfo, TargetModules
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures, TargetInfo, TargetModules, build_head
 
 VOCAB, WIDTH = 23, 12
 INFO = TargetInfo(

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
 from headstart.inference.drafters.adaptive import Speeds
 from headstart.inference.drafters.by_name import make_drafter

@@ -11,7 +11,8 @@ import pytest
 import torch
 from helpers import build_model
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
 from headstart.inference.custom_generate import _Engines
 

@@ -15,7 +15,8 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
 from headstart.inference.drafters import head_drafter
 from headstart.inference.tuning.machine import machine_key

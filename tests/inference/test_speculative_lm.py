@@ -28,7 +28,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
 from headstart.inference.kv_cache import BUCKET, POOLED
 from headstart.inference.metrics import PARTS

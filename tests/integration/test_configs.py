@@ -11,8 +11,7 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
-from headstart.heads import TargetInfo
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import TargetInfo, build_head
 from headstart.scripts.command_line import options
 from headstart.train import precision
 from headstart.train.config import TrainConfig

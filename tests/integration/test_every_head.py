@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.heads import HEADS, DraftHead, Eagle3Head, EagleHead, TargetFeatures
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads import HEADS, CheckpointMetadata, DraftHead, Eagle3Head, EagleHead, TargetFeatures, build_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.layers import training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
 from headstart.heads.losses import DraftPositions

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headstart.heads import TargetInfo
+from headstart.heads import TargetInfo, build_head
 from headstart.heads.checkpoints.model_card import model_card
-from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE, build_head
+from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import read_prompts

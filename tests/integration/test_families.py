@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 
-from headstart.heads import TargetFeatures
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import TargetFeatures, build_head
 from headstart.inference import SpeculativeLM, Target, TreeShape, loop
 
 VOCAB = 37
@@ -199,11 +198,11 @@ def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
     model = FAMILIES["llama"]().eval()
     for parameter in model.parameters():
         parameter.data *= 3
-    exact = Target(model).origin
+    exact = Target(model).provenance
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     model.generation_config = tf.GenerationConfig(pad_token_id=0)
     target, rows = Target(model), rows_of([9, 2, 5])
-    assert target.origin["weights"] != exact["weights"]
+    assert target.provenance["weights"] != exact["weights"]
     settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3}
     truths = [stock(target, row, **settings).tolist() for row in rows]
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
@@ -227,7 +226,7 @@ def test_weights_packed_for_one_kernel_are_known_by_what_they_are_packed_in():
     plain, found = layer.weight.detach(), set()
     for parts in ((plain, plain), (plain, plain + 1), (plain + 1, plain)):
         layer.weight = torch.nn.Parameter(Packed(*parts))
-        found.add(Target(model).origin["weights"])
+        found.add(Target(model).provenance["weights"])
     assert len(found) == 3
 
 

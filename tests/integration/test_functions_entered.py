@@ -19,7 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM
 
 ROOT = Path(__file__).parents[2]

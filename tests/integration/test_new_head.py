@@ -15,8 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from headstart.heads import HEADS, DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads import (
+    HEADS,
+    CheckpointMetadata,
+    DraftHead,
+    DraftState,
+    HeadOutput,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+    build_head,
+)
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.losses import DraftPositions, Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.head_drafter import HeadDrafter

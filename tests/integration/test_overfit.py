@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS, DraftHead
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import HEADS, DraftHead, build_head
 from headstart.inference import GenerateOutput, SpeculativeLM, Target
 from headstart.train.data.batches import Batch, collate
 from headstart.train.data.chat_template import Example

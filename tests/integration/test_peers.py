@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import DraftHead, TargetInfo, TargetModules
+from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, TargetModules, build_head
 from headstart.heads.checkpoints.conversion import import_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
 
 PEERS = Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"

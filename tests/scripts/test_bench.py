@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.heads import MedusaConfig, MedusaHead
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Stats, Target
 from headstart.inference.metrics import PARTS, RoundRecord
 from headstart.scripts import bench as benchmarking

@@ -16,8 +16,9 @@ import pytest
 import torch
 import yaml
 
-from headstart.heads import HEADS, MedusaConfig, MedusaHead
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, head_config, save_head
+from headstart.heads import HEADS, CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads.by_name import head_config
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
 from headstart.scripts import bench, datastore, demo, generate, tree, verify

@@ -12,8 +12,8 @@ from signal import SIGINT, SIGTERM
 import pytest
 import torch
 
-from headstart.heads import MedusaConfig, MedusaHead
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, save_head
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts.demo import Budget, DemoConfig, demo
 from headstart.train.data import self_made as selfmade

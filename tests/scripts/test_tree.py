@@ -10,8 +10,8 @@ import shutil
 import pytest
 import torch
 
-from headstart.heads import MedusaConfig, MedusaHead
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, load_head, save_head, save_tree
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
 from headstart.inference.drafters.adaptive import candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain

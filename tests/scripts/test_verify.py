@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
 from headstart.scripts.verify import VerifyConfig, verify_head, with_options
 from headstart.train.fingerprint import NOISE, OTHERS, apart, probe

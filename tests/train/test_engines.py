@@ -459,7 +459,7 @@ def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head
     (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
     assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
     assert [seen["prompts"] for seen in run.seen] == [15, 15]  # every process takes part in every forward
-    assert load_head(run.folder / "last")[1].origin == load_head(alone / "last")[1].origin
+    assert load_head(run.folder / "last")[1].provenance == load_head(alone / "last")[1].provenance
 
 
 @pytest.mark.parametrize("name", ["cut, cached", "cut, half-filled", "cut, auto"])

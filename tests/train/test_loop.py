@@ -23,7 +23,9 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoints.save_load import build_head, json_ready, load_head
+from headstart.heads import build_head
+from headstart.heads.checkpoints.files import json_ready
+from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.scripts.command_line import options as options_of
 from headstart.train import evaluate, loop

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.scripts.command_line import options
 from headstart.train import memory_plan as plan
 from headstart.train.config import OptimConfig, TrainConfig

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
-from headstart.heads import HEADS
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import HEADS, build_head
 from headstart.train.config import OptimConfig
 from headstart.train.console import Stopped
 from headstart.train.loop import train

@@ -147,7 +147,7 @@ def test_a_run_logs_and_saves_what_auto_became(automatic, monkeypatch, ratio):
     trained = load_head(folder / "last")[1].training["config"]
     for options in (dataclasses.asdict(begun[0]), saved, trained):
         assert (options["target_dtype"], options["loop"]["precision"]) == expected
-    assert load_head(folder / "last")[1].origin["dtype"] == expected[0]
+    assert load_head(folder / "last")[1].provenance["dtype"] == expected[0]
 
 
 def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(automatic, monkeypatch):

@@ -43,16 +43,16 @@ def copied(taught, folder, change):
 def test_a_head_remembers_its_model_and_how_its_data_became_tokens(head, taught):
     _, metadata = load_head(head)
     tokenizer = load_tokenizer(taught)
-    assert metadata.origin == {
-        **Target.from_pretrained(taught, torch.float32).origin,
+    assert metadata.provenance == {
+        **Target.from_pretrained(taught, torch.float32).provenance,
         **tokenizer_origin(tokenizer),
         "thinking": False,
     }
-    assert metadata.origin.keys() == {
+    assert metadata.provenance.keys() == {
         *("target", "revision", "dtype", "quantization", "weights", "tokenizer", "chat_template", "thinking")
     }
-    assert (metadata.origin["target"], metadata.origin["dtype"]) == (str(taught), "float32")
-    assert all(len(metadata.origin[name]) == 16 for name in ("weights", "tokenizer", "chat_template"))
+    assert (metadata.provenance["target"], metadata.provenance["dtype"]) == (str(taught), "float32")
+    assert all(len(metadata.provenance[name]) == 16 for name in ("weights", "tokenizer", "chat_template"))
 
 
 def test_its_own_model_is_no_reason_for_a_warning_wherever_it_lies(head, taught, tmp_path):
@@ -83,7 +83,7 @@ def test_another_dtype_is_named_and_nothing_else(head, taught, dtype):
 def test_a_head_that_is_given_as_a_module_is_not_asked(head, taught):
     loaded, _ = load_head(head)
     lm = SpeculativeLM.from_pretrained(taught, loaded, torch.float32)
-    assert lm.origin == {}
+    assert lm.provenance == {}
 
 
 def test_what_only_one_side_knows_is_no_difference():
@@ -118,7 +118,7 @@ def test_a_head_that_remembers_nothing_is_taken_in_silence(head, taught, tmp_pat
 def test_prompts_that_reach_the_model_differently_are_named(head, taught, change, thinking, words):
     tokenizer = load_tokenizer(taught)
     change(tokenizer)
-    told = said(lambda: warn_of_other_data(load_head(head)[1].origin, tokenizer, thinking))
+    told = said(lambda: warn_of_other_data(load_head(head)[1].provenance, tokenizer, thinking))
     assert len(told) == (words is not None)
     assert words is None or f"may accept less here: {words} " in told[0]
     assert data_origin(tokenizer, thinking)["thinking"] is thinking

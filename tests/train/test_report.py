@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import Stats
 from headstart.inference.metrics import RoundRecord
 from headstart.train import final_report, loop, report

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from accelerate import Accelerator
 
-from headstart.heads.checkpoints.save_load import finish_replacing
+from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
 from headstart.train.run_folder import Run

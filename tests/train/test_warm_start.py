@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.features import online as features
@@ -159,5 +160,5 @@ def test_what_is_not_known_or_does_not_matter_is_no_obstacle(taught, earlier, tm
     source = with_origin(earlier, tmp_path / "head", **change)
     target = Target.from_pretrained(taught, torch.float32)
     head = build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info)
-    warm_start(head, source, load_head(earlier / "last")[1].origin)
+    warm_start(head, source, load_head(earlier / "last")[1].provenance)
     assert same(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))

@@ -63,10 +63,10 @@ def cut_over_processes(target: Target) -> bool:
 def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) -> Target:
     """Only the first process reads the weights; the others get their parts from it."""
     weights: dict[str, Any] = {}
-    origin: list[Any] = [None]
+    provenance: list[Any] = [None]
     if accelerator.is_main_process:
         whole = Target.load(config.target, dtype, "cpu", config.target_revision, loading_options(config))
-        model, weights, origin = whole.model, whole.model.state_dict(), [whole.origin]
+        model, weights, provenance = whole.model, whole.model.state_dict(), [whole.provenance]
     else:
         model = empty_model(config, dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -78,7 +78,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     target = Target(model.eval().requires_grad_(False), str(config.target))
-    target.origin = broadcast_object_list(origin)[0]
+    target.provenance = broadcast_object_list(provenance)[0]
     return target
 
 

@@ -28,7 +28,7 @@ def precompute(config: TrainConfig) -> Path:
     total = each * sum(lengths_of(setup.training))
     layers = ", ".join(map(str, kept_layers(setup.head.feature_layers)))
     log.info(f"{each:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
-    cache = open_cache(accelerator, setup.target, setup.head, setup.origin, config)
+    cache = open_cache(accelerator, setup.target, setup.head, setup.provenance, config)
     CachedFeatures(setup.target, setup.head, cache, accelerator).write(accelerator, setup.training)
     log.info(f"{cache.folder} holds the states of {len(setup.training):,} sequences")
     end_together(accelerator)

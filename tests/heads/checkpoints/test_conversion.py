@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.heads import DraftHead, TargetInfo
+from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, build_head
 from headstart.heads.checkpoints.conversion import import_head, recognise
 from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
 from headstart.heads.checkpoints.files import WEIGHT_FILES, read_json, read_weights
 from headstart.heads.checkpoints.formats import EAGLE_CONFIG, FORMATS, places
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
 
 INFO = TargetInfo(
     "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 5e5}

@@ -11,10 +11,10 @@ import yaml
 from huggingface_hub import constants
 from loopback_hub import Handler, Hub
 
-from headstart.heads import HEADS, DraftHead, MedusaHead, TargetInfo
+from headstart.heads import HEADS, CheckpointMetadata, DraftHead, MedusaHead, TargetInfo, build_head
 from headstart.heads.checkpoints.hub import local_folder, push_folder
 from headstart.heads.checkpoints.model_card import Listing
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, publishable, save_head
+from headstart.heads.checkpoints.save_load import load_head, publishable, save_head
 
 INFO = TargetInfo(
     "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 1e4}
@@ -26,7 +26,7 @@ def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
     head = build_head(kind, options, INFO)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    save_head(head, folder, CheckpointMetadata(origin={"dtype": "float32"}))
+    save_head(head, folder, CheckpointMetadata(provenance={"dtype": "float32"}))
     return head, folder
 
 
@@ -42,7 +42,7 @@ def test_a_pushed_head_comes_back_by_its_id(hub: Hub, kind: str, tmp_path: Path)
     assert url == f"{hub.url}/me/head/commit/{hub.commits['me/head'][-1]}"
     assert "custom_generate/generate.py" in hub.repos["me/head"]
     found, metadata = load_head("me/head", INFO, cache_dir=tmp_path / "other cache")
-    assert same(found, head) and metadata.origin == {"dtype": "float32"}
+    assert same(found, head) and metadata.provenance == {"dtype": "float32"}
     old = load_head("me/head", revision=hub.commits["me/head"][-1])[0]
     assert same(old, head)
 

@@ -19,10 +19,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headstart.heads import HEADS, DraftHead, TargetInfo
+from headstart.heads import HEADS, CheckpointMetadata, DraftHead, TargetInfo, build_head
 from headstart.heads.checkpoints import save_load as checkpoint
 from headstart.heads.checkpoints.model_card import Listing, model_card
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 
 INFO = TargetInfo(
     name="made-up/target",

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import Drafter, SpeculativeLM, Target
 from headstart.inference.compiled import cpu_decoder, cpu_kernels
 from headstart.inference.compiled.cpu_decoder import PackedBlock, packed_head

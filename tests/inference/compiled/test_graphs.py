@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.compiled import cpu_kernels
 from headstart.inference.compiled import graphs as compiled

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.provenance import hardware

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import Useless
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head
+from headstart.heads import CheckpointMetadata, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
 from headstart.inference.drafters import head_drafter
 from headstart.inference.drafters.adaptive import (

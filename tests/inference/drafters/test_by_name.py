@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import SPECS, make_drafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.early_exit import confidence, exit_features

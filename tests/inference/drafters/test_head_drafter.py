@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.heads import DraftHead, DraftState, TargetModules
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import DraftHead, DraftState, TargetModules, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter

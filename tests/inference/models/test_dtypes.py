@@ -12,7 +12,8 @@ from helpers import build_model, build_tokenizer
 from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate
 from headstart.inference.models import dtypes
 from headstart.inference.models.dtypes import against_float32, chosen_dtype, dtype_named, fits, own_dtype
@@ -187,7 +188,7 @@ def test_only_a_format_that_was_asked_for_is_another_than_the_heads(checkpoint, 
     taken({BF16: 0.5})
     target = Target.from_pretrained(checkpoint[BF16], device="cpu")
     head = build_head("medusa", {"num_heads": 2}, target.info)
-    save_head(head, tmp_path / "head", CheckpointMetadata(origin={**target.origin, "dtype": "float32"}))
+    save_head(head, tmp_path / "head", CheckpointMetadata(provenance={**target.provenance, "dtype": "float32"}))
     assert told(lambda: SpeculativeLM.from_pretrained(checkpoint[BF16], tmp_path / "head", device="cpu")) == []
     (found,) = told(lambda: SpeculativeLM.from_pretrained(target.model, tmp_path / "head"))
     assert "dtype 'float32' (trained against) and 'bfloat16' (in use)" in found

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter

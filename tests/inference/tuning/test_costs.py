@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.models.encoder_decoder import Seq2SeqTarget

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints import hub
 from headstart.heads.checkpoints.files import read_weights
-from headstart.heads.checkpoints.save_load import CheckpointMetadata, build_head, load_head, save_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.models import dtypes
 from headstart.scripts.checkpoints.export import ExportConfig, export_foreign

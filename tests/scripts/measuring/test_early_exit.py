@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.early_exit import EarlyExitChain, confidence
 from headstart.scripts.measuring.early_exit import ChainRound, RoundCosts, fit, simulated, train_stopper

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.checkpoints.save_load import build_head
+from headstart.heads import build_head
 from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example

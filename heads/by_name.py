@@ -1,0 +1,80 @@
+"""The table of draft heads, and a head from its name and options."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from .base import DraftHead, TargetInfo
+from .eagle import EagleHead
+from .eagle3 import Eagle3Head
+from .hydra import HydraHead, HydraPlusPlusHead
+from .medusa import MedusaHead
+from .truncated import TruncatedHead
+
+HEADS: dict[str, type[DraftHead]] = {
+    "cut": TruncatedHead,
+    "eagle": EagleHead,
+    "eagle3": Eagle3Head,
+    "hydra": HydraHead,
+    "hydra++": HydraPlusPlusHead,
+    "medusa": MedusaHead,
+}
+"""Name in a YAML file or a checkpoint to class; a row that a user adds works everywhere."""
+
+
+def head_config(name: str, options: dict[str, Any]) -> Any:
+    """Check a head's options and fill in their defaults; needs no target.
+
+    Args:
+        name: a key of `HEADS`.
+        options: by the field names of its config class.
+
+    Raises:
+        ValueError: an unknown head or option, or a value that the head refuses.
+    """
+    if name not in HEADS:
+        raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
+    config_class = HEADS[name].config_class
+    known = sorted(field.name for field in dataclasses.fields(config_class))
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise ValueError(f"unknown {name} head option {unknown[0]!r}; choose from {', '.join(known)}")
+    hints = typing.get_type_hints(config_class)
+    for option, value in options.items():
+        hint = hints[option]
+        fits = any(
+            not isinstance(kind, type)  # a generic such as list[int], which the config class checks
+            or (
+                isinstance(value, (int, float) if kind is float else kind)
+                and not (kind in (int, float) and isinstance(value, bool))
+            )
+            for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))
+        )
+        if not fits:
+            raise ValueError(f"{name} head option {option!r} is of type {hint}, not {value!r}")
+    return config_class(**options)
+
+
+def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftHead:
+    """A new head; see `head_config` for its name and options.
+
+    Raises:
+        ValueError: as `head_config`, or options that do not fit the target.
+    """
+    config = head_config(name, options)
+    return HEADS[name](config, target)
+
+
+def head_name(head: DraftHead) -> str:
+    """A head's key in `HEADS`.
+
+    Raises:
+        ValueError: its class is not in the table.
+    """
+    for name, head_class in HEADS.items():
+        if type(head) is head_class:
+            return name
+    raise ValueError(f"{type(head).__name__} is not in the table HEADS: add it with HEADS['name'] = its class")
