@@ -94,7 +94,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read; it may be truncated: {error}") from error
+        raise ValueError(f"{path} cannot be read, or was cut: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is a pickle that holds more than tensors, which could run anything: it is not opened. Ask its "
