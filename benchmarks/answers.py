@@ -24,7 +24,7 @@ from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES
-from headstart.train.provenance import hardware
+from headstart.train.run_folder import hardware
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.models.loading import locate
 from headstart.scripts.measuring.comparison import answer_settings, first_difference, quartiles
 from headstart.train.data.chat_template import prompt_ids
-from headstart.train.provenance import hardware
+from headstart.train.run_folder import hardware
 
 LLAMA = """
 import json, sys

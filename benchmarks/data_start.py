@@ -32,7 +32,7 @@ from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConf
 from headstart.train.data.conversations import open_file
 from headstart.train.data.token_cache import key_of
 from headstart.train.loop import train
-from headstart.train.provenance import provenance
+from headstart.train.run_folder import provenance
 
 PER_FILE = 5000
 """Conversations of a file."""
@@ -102,18 +102,18 @@ def start(folder: Path, args: argparse.Namespace) -> None:
         loop=LoopConfig(epochs=2, batch_size=8, precision="float32", eval_every=0, save_every=0),
         eval=EvalConfig(prompts=2, new_tokens=2, conversations=2),
     )
-    setups: list[loop.Setup] = []
-    set_up = loop.set_up
-    loop.set_up = lambda *given: setups.append(set_up(*given)) or setups[0]
+    read: list[loop.Inputs] = []
+    load_inputs = loop.load_inputs
+    loop.load_inputs = lambda *given: read.append(load_inputs(*given)) or read[0]
 
     def end_step(*_: object) -> None:
         seconds, peak = time.time() - args.began, memory_mib("VmHWM")
-        training = setups[0].training
+        training = read[0].training
         found = {"seconds": seconds, "peak_gb": peak * 2**20 / 1e9, "sequences": len(training)}
         print("\n" + json.dumps({**found, "tokens": sum(training.lengths)}), flush=True)
         sys.exit()
 
-    loop.Report.end_step = end_step
+    loop.MetricsLogger.end_step = end_step
     train(config)
 
 

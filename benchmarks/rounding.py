@@ -25,7 +25,7 @@ from headstart.scripts.measuring.comparison import first_difference
 from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
-from headstart.train.provenance import provenance
+from headstart.train.run_folder import provenance
 
 PATH, NODES = 5, 32
 """The trees whose rounding is measured: a path of true tokens, and random ones beside it."""

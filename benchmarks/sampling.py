@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
 from headstart.scripts.measuring.comparison import answer_settings
-from headstart.train.provenance import hardware
+from headstart.train.run_folder import hardware
 
 TREES = ("chain:1", "chain:3", "branch:4", "branch:3x1x1", "dynamic:8:4:2", "dynamic:16:5:5")
 

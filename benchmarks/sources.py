@@ -28,7 +28,7 @@ from headstart.scripts.datastore import DatastoreConfig, build_datastore
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_conversations
-from headstart.train.provenance import hardware
+from headstart.train.run_folder import hardware
 
 COPIED_WORDS = (40, 90)
 """Length of the texts that are to be copied."""

@@ -278,7 +278,7 @@ def serve(side: Ours | Theirs, out: Path) -> None:
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Run and print."""
-    from headstart.train.provenance import hardware
+    from headstart.train.run_folder import hardware
 
     head = prepare(args, folder)
     sides = [side for side in SIDES if side != "ours-top-k" or args.target_top_k]

@@ -34,18 +34,16 @@ from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
-from headstart.train.config import TrainConfig
+from headstart.train.config import TrainConfig, head_options, set_up
 from headstart.train.console import console
 from headstart.train.data.batches import Batch, Order, collate
-from headstart.train.engines import autocast
+from headstart.train.engines import autocast, resolved
 from headstart.train.features.cached import FORMATS, FeatureCache, bytes_per_token
 from headstart.train.features.online import CachedFeatures, kept_layers, online_features
 from headstart.train.features.placement import load_target
 from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
-from headstart.train.precision import resolved
-from headstart.train.provenance import hardware
-from headstart.train.setup import head_options, set_up
+from headstart.train.run_folder import hardware
 
 STAYS = ("target", "head", "gradients", "optimizer")
 WIDTH, VOCABULARY, DRAFT_VOCABULARY, DEPTH = 576, 128_256, 8192, 7
@@ -235,24 +233,26 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
     given = ["--config", path, "--data.sources", f"[{conversations}]", "--output", "unused"]
     accelerator = Accelerator()
     config = resolved(options(TrainConfig, "train", "", given), accelerator)
-    setup = set_up(config, accelerator)
-    target, training = setup.target, setup.training
+    inputs = load_inputs(config, accelerator)
+    target, training = inputs.target, inputs.training
     order = Order([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)
     steps = list(itertools.islice((rows for _, rows in order.from_step(0)), number))
     batches = [collate([training[i] for row in rows for i in row]) for rows in steps]
-    layers = kept_layers(setup.head.feature_layers)
+    layers = kept_layers(inputs.head.feature_layers)
     with tempfile.TemporaryDirectory() as folder:
-        sources: dict[str, Callable[[Batch], TargetFeatures]] = {"online": partial(online_features, target, setup.head)}
+        sources: dict[str, Callable[[Batch], TargetFeatures]] = {
+            "online": partial(online_features, target, inputs.head)
+        }
         for name in FORMATS:
             cache = FeatureCache(Path(folder) / name, {"format": name})
-            sources[name] = CachedFeatures(target, setup.head, cache)
+            sources[name] = CachedFeatures(target, inputs.head, cache)
             for batch in batches:
                 sources[name](batch)
             cache.flush()
-            sources[name] = CachedFeatures(target, setup.head, FeatureCache(Path(folder) / name, {"format": name}))
-        held = {id(batch): online_features(target, setup.head, batch) for batch in batches}
+            sources[name] = CachedFeatures(target, inputs.head, FeatureCache(Path(folder) / name, {"format": name}))
+        held = {id(batch): online_features(target, inputs.head, batch) for batch in batches}
         sources["left out"] = lambda batch: held[id(batch)]
-        seconds, losses = steps_of(sources, batches, setup.head, config, accelerator)
+        seconds, losses = steps_of(sources, batches, inputs.head, config, accelerator)
     lines = [
         "",
         f"Hardware: {hardware()}. {len(batches)} steps of {config.loop.batch_size} conversations.",

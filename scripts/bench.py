@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import SpeculativeLM, Stats, Target
-    from headstart.train.engine import Shared
+    from headstart.train.features.placement import SharedTarget
 
 SIDES = ("generate", "plain", "speculative")
 
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
-def benchmark(config: BenchConfig, deadline: float = math.inf, shared: Shared | None = None) -> dict[str, Any]:
+def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> dict[str, Any]:
     """Compare the three sides, print the table, write the JSON.
 
     Args:
@@ -193,7 +193,7 @@ def _report(
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
     from headstart.scripts.measuring.bandwidth import profile
-    from headstart.train.provenance import provenance
+    from headstart.train.run_folder import provenance
 
     greedy = config.temperature == 0
     report = {

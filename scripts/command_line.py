@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.inference import SpeculativeLM
-    from headstart.train.engine import Shared
+    from headstart.train.features.placement import SharedTarget
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -83,7 +83,7 @@ class SpeculativeOptions(DecodingOptions):
     seed: int = 0
     """Seed of the sampling."""
 
-    def load(self, shared: Shared | None = None) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    def load(self, shared: SharedTarget | None = None) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts.
 
         Args:
@@ -93,11 +93,11 @@ class SpeculativeOptions(DecodingOptions):
             ValueError: a target, head or option of `SpeculativeLM.from_pretrained` that cannot be used.
         """
         from headstart.train.data.chat_template import warn_of_other_data
-        from headstart.train.engine import load
+        from headstart.train.features.placement import load_speculative_lm
 
         names = ("tree", "verifier", "lossy", "compile", "drafter", "fallback")
         options = {name: getattr(self, name) for name in names}
-        lm, tokenizer = load(self.target, self.head, self.dtype, shared, **options)
+        lm, tokenizer = load_speculative_lm(self.target, self.head, self.dtype, shared, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking)
         return lm, tokenizer
 

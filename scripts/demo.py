@@ -32,7 +32,7 @@ from headstart.train.config import (
 from headstart.train.console import StopRequest, console, duration, log
 
 if TYPE_CHECKING:
-    from headstart.train.engine import Shared
+    from headstart.train.features.placement import SharedTarget
 
 PROMPT = "How does a sailing boat move against the wind?"
 FIRST_TOKENS, FIRST_SECONDS = 96, 12.0
@@ -99,7 +99,7 @@ class Budget:
 
     def write(self) -> None:
         """Write the decisions and the time spent."""
-        from headstart.train.files import write_whole
+        from headstart.train.run_folder import write_whole
 
         self.kept["spent"] = self.seconds - self.left
         with StopRequest():  # not interrupted
@@ -133,10 +133,10 @@ def demo(config: DemoConfig) -> None:
 def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
     """Run one stage after the other."""
     from headstart.train.data.self_made import make_conversations
-    from headstart.train.engine import Shared
+    from headstart.train.features.placement import SharedTarget
     from headstart.train.loop import train
 
-    shared = Shared(config.target, GenerateConfig.dtype)
+    shared = SharedTarget(config.target, GenerateConfig.dtype)
 
     console.rule("1 of 4: one prompt, without and with the EAGLE-3 head of this repository")
     rates = budget.once("rates", lambda: first_screen(config, shared))
@@ -183,7 +183,7 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
     log.info(f"all of it took {duration(budget.seconds - budget.left)}")
 
 
-def first_screen(config: DemoConfig, shared: Shared) -> dict[str, float]:
+def first_screen(config: DemoConfig, shared: SharedTarget) -> dict[str, float]:
     """Answer one prompt both ways, as long as there is time for; tokens per second, by side."""
     import torch
 
@@ -211,13 +211,13 @@ def training(config: DemoConfig, folder: Path, conversations: Path, plan: dict[s
 
 
 def training_plan(
-    config: DemoConfig, folder: Path, conversations: Path, shared: Shared, seconds: float
+    config: DemoConfig, folder: Path, conversations: Path, shared: SharedTarget, seconds: float
 ) -> dict[str, int]:
     """Numbers of steps and of evaluated tokens that fit, by their times on this machine."""
     from headstart.train.data.conversations import read_prompts, read_sources
+    from headstart.train.data.split import split_examples
     from headstart.train.data.token_cache import count_answer_tokens
     from headstart.train.loop import seconds_per_step
-    from headstart.train.setup import split_examples
 
     log.info("timing a few steps")
     began = time.monotonic()
@@ -242,7 +242,7 @@ def training_plan(
     return {**plan, "steps": int(max(1, min(most, rest / each)))}
 
 
-def seconds_per_token(shared: Shared) -> float:
+def seconds_per_token(shared: SharedTarget) -> float:
     """Seconds of an evaluation for each token of an answer: it decodes a batch with trees of 4, 12 and 12 nodes."""
     import torch
 

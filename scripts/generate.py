@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import GenerateOutput
-    from headstart.train.engine import Shared
+    from headstart.train.features.placement import SharedTarget
 
 Answer = TypeVar("Answer", "Tensor", "GenerateOutput")
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
 
 
-def stream_answer(config: GenerateConfig, shared: Shared | None = None) -> dict[str, float]:
+def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) -> dict[str, float]:
     """Stream the answer to one prompt and print its rate, if asked for beside that of stock `generate`.
 
     Args:

@@ -115,7 +115,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     from headstart.scripts.measuring.early_exit import train_stopper
     from headstart.train.data.chat_template import Example
     from headstart.train.evaluate import summary, teacher_forced
-    from headstart.train.provenance import provenance
+    from headstart.train.run_folder import provenance
 
     target, settings = lm.target, answer_settings(config.max_new_tokens, config.temperature)
     sequences = [lm.generate(ids, **settings).sequences for ids in counted(prompts, "answers")]

@@ -3,7 +3,7 @@
 A layer counted from the wrong end, a missing norm or ids off by one raise no error; the head is only never right. So
 the target answers a few built-in prompts, and the head drafts along the answers: as it is, and as it would if one of
 the usual misreadings were undone. A head of ours is also compared with the drafts recorded when it was saved
-(`train/fingerprint.py`).
+(`train/evaluate.py`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,14 @@ def verify_head(config: VerifyConfig) -> None:
     from headstart.heads.checkpoints.save_load import differences, load_head
     from headstart.inference import SpeculativeLM, Target, TreeShape, load_tokenizer
     from headstart.train.data.chat_template import Example, prompt_ids
-    from headstart.train.evaluate import real_acceptance, teacher_forced
-    from headstart.train.fingerprint import NOISE, OTHERS, apart, probe
+    from headstart.train.evaluate import (
+        FINGERPRINT_NOISE,
+        FINGERPRINT_TIES,
+        fingerprint,
+        fingerprint_difference,
+        real_acceptance,
+        teacher_forced,
+    )
 
     head, metadata = load_head(config.head)
     target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
@@ -105,10 +111,12 @@ def verify_head(config: VerifyConfig) -> None:
         f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; accuracy: given the true tokens"
     )
     if "probe" in metadata.measured:
-        others, noise = apart(probe(target, head), metadata.measured["probe"])
+        others, noise = fingerprint_difference(fingerprint(target, head), metadata.measured["probe"])
         compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
-        log.info(f"{compared}; the same head on another machine: at most {OTHERS:.0%} and {NOISE}")
-        if others > OTHERS or noise > NOISE:
+        log.info(
+            f"{compared}; the same head on another machine: at most {FINGERPRINT_TIES:.0%} and {FINGERPRINT_NOISE}"
+        )
+        if others > FINGERPRINT_TIES or noise > FINGERPRINT_NOISE:
             raise ValueError(f"{config.head} was misread, or its target is another one: {compared}")
     least = SHARE * before[0] if before else HEALTHY
     best, other = max(((sum(accuracy_of(head_)), what) for what, head_ in misreadings(head)), default=(0, ""))

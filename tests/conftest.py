@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.models import dtypes
 from headstart.inference.tuning import machine
-from headstart.train import loop, precision
+from headstart.train import engines, loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.console import show_on_console
 from headstart.train.data.batches import collate
@@ -52,7 +52,7 @@ show_on_console()  # as commands do: tests read there what a user reads
 def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make what dtype="auto" chooses independent of the machine; tests of that choice say what is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
-    monkeypatch.setattr(precision, "_timed", lambda: 1.0)
+    monkeypatch.setattr(engines, "_timed", lambda: 1.0)
 
 
 @pytest.fixture
@@ -195,15 +195,15 @@ def stop_after() -> Callable[[pytest.MonkeyPatch, int], None]:
     """Asks runs in this process to stop after a step: `stop_after(monkeypatch, step)`."""
 
     def patch(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-        original = loop.Report.end_step
+        original = loop.MetricsLogger.end_step
 
-        def end_step(self: loop.Report, *arguments: Any) -> Any:
+        def end_step(self: loop.MetricsLogger, *arguments: Any) -> Any:
             row = original(self, *arguments)
             if self.progress.step == step:
                 signal.raise_signal(signal.SIGTERM)
             return row
 
-        monkeypatch.setattr(loop.Report, "end_step", end_step)
+        monkeypatch.setattr(loop.MetricsLogger, "end_step", end_step)
 
     return patch
 

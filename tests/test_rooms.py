@@ -83,7 +83,7 @@ def test_imports_run_one_way() -> None:
         ("heads.base", "from ..inference import Target"),
         ("heads.layers.attention", "from ...inference import Target"),
         ("heads.base", "from .. import train"),
-        ("heads.base", "import headstart.scripts.command"),
+        ("heads.base", "import headstart.scripts.command_line"),
         ("heads.base", "def late():\n    from headstart import inference"),
         ("inference.tree", "from headstart.train.config import TrainConfig as Config"),
         ("inference.drafters.base", "from ...train.data import Batch"),

@@ -1,11 +1,11 @@
-"""What learns: conversations, features, the training loop, evaluation.
+"""Training of draft heads: conversations, features, the training loop, evaluation.
 
     from headstart.train import TrainConfig, train
 
     data = DataConfig(sources=["conversations.jsonl"])
     folder = train(TrainConfig(target="Qwen/Qwen3-8B", output="runs/x", data=data))
 
-Names are imported when they are first used: a command that shows its options does not wait for the training loop.
+Names are imported at their first use: a command that shows its options does not wait for the training loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .callbacks import Callback
     from .config import (
         AdapterConfig,
         DataConfig,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from .console import Stopped, show_on_console
-    from .loop import train
+    from .loop import Callback, train
     from .run_folder import Progress
 
 __all__ = [
@@ -46,7 +45,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Callback": "callbacks",
+    "Callback": "loop",
     "Stopped": "console",
     "show_on_console": "console",
     "train": "loop",

@@ -115,6 +115,11 @@ class SelfMadeConfig(CommandOptions):
                 raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
 
 
+def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Return the name of the config's head and that head's own options."""
+    return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where conversations come from and how they are cut."""

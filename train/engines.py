@@ -1,23 +1,29 @@
-"""One process or many: which engine trains the head, and all that differs between engines.
+"""Engines: how one process or many train a head, in which arithmetic, and all that differs between engines.
 
     accelerate launch --config_file configs/accelerate/zero2.yaml scripts/train.py --config configs/x.yaml
 
-The launch file chooses the engine, the config says what is trained, and neither needs to know the other:
+The launch file chooses the engine, the config chooses what is trained, and they are independent:
 
     DDP         every process holds the head; gradients are averaged
     ZeRO-1, 2   DeepSpeed shards the optimizer, and with 2 the gradients (arXiv:1910.02054)
     FSDP2       torch's fully_shard of optimizer, gradients and weights
 
-The head is sharded here and not by accelerate, which leaves FSDP2 out where there is no GPU, and on one fails on plain
-buffers (a truncated vocabulary) while it loads weights from the first process: huggingface/accelerate#3898.
+The head is sharded here and not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers
+(a truncated vocabulary) while it loads weights from the first process: huggingface/accelerate#3898.
 
-What processes must agree on is decided once, by the main process (`from_main`), or asked of all (`any_process`).
+Decisions that processes must share are made by the main process (`from_main`), or by any of them (`any_process`).
+
+Arithmetic is bfloat16 (torch's autocast) where that is faster than float32, which is measured once on each machine. The
+target then keeps its checkpoint's own dtype; otherwise it is in float32. A run that resumes keeps the dtypes that it
+began with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,10 +36,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..heads.base import dtype_name
+from ..inference.models.dtypes import SLOW, fits, own_dtype
+from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
 from .config import TrainConfig, dtype_of
 from .console import Stopped, StopRequest
 from .data.batches import Share
@@ -41,6 +51,10 @@ from .data.batches import Share
 GROUPS: list[Any] = []
 """Process groups that were joined. DDP drops its own reference while it holds Python's lock: were that the last one, it
 would wait for gloo's thread, which may wait for the lock."""
+ROWS, WIDTH, INNER = 512, 512, 2048
+"""Tokens of the training step that is timed for "auto", and the widths of its two linear layers."""
+REPEATS, LIMIT = 7, 1.0
+"""Most calls of each, and seconds after which no more are made."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -50,7 +64,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     """Join the other processes, if there are any.
 
     Returns:
-        accelerate's object, and this process's share of every step.
+        the accelerator, and this process's share of every step.
 
     Raises:
         ValueError: a launch file that contradicts the config, or cannot train what it asks for.
@@ -72,7 +86,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     with _without_fsdp():
         accelerator = Accelerator(
             cpu=on_cpu and not deepspeed,  # else several processes on CPUs would not know of each other
-            mixed_precision="no",  # see `autocast`: accelerate's way keeps the weights in 16 bits
+            mixed_precision="no",  # `autocast` does it: accelerate's way keeps the weights in 16 bits
             log_with=None if config.loop.tracker == "none" else config.loop.tracker,
             project_dir=config.output,
             kwargs_handlers=[group] if several else [],
@@ -80,7 +94,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     if torch.distributed.is_initialized():
         GROUPS.append(torch.distributed.group.WORLD)
     share = Share.of_loop(config.loop, accelerator.process_index, accelerator.num_processes)
-    check_engine(engine_asked(accelerator), config)
+    check_engine(requested_engine(accelerator), config)
     if deepspeed:
         unset_hf_deepspeed_config()  # else transformers would shard the target as it loads
         configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config, share)
@@ -88,12 +102,12 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
 
 
 def check_fsdp() -> None:
-    """Refuse what a launch file of FSDP asks for and the head would not get.
+    """Refuse settings of an FSDP launch file that have no effect on the head.
 
     Raises:
-        ValueError: FSDP1, or offloading.
+        ValueError: FSDP1, offloading, or a single process.
     """
-    if not _fsdp_asked():
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2")
@@ -103,14 +117,10 @@ def check_fsdp() -> None:
         raise ValueError("the launch file asks for FSDP2, and one process has nothing to shard; launch several")
 
 
-def _fsdp_asked() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
 @contextlib.contextmanager
 def _without_fsdp() -> Iterator[None]:
-    """Inside, accelerate joins the processes as for DDP: the head is sharded by `shard`, and nothing else is."""
-    # With this, transformers would leave the target's weights out on all processes but the first.
+    """Make accelerate join the processes as for DDP: only the head is sharded, by `shard`."""
+    # With this on, transformers would leave the target's weights out on all processes but the first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     asked = os.environ.get("ACCELERATE_USE_FSDP")
     os.environ["ACCELERATE_USE_FSDP"] = "false"
@@ -124,10 +134,10 @@ def _without_fsdp() -> Iterator[None]:
 
 
 def check_engine(engine: str, config: TrainConfig) -> None:
-    """Refuse what an engine cannot train.
+    """Refuse options that an engine cannot train with.
 
     Raises:
-        ValueError: with the engines that can.
+        ValueError: naming the engines that can.
     """
     whole = "choose one process, DDP, ZeRO-1 or ZeRO-2"
     if engine == "ZeRO-3":
@@ -142,22 +152,22 @@ def check_engine(engine: str, config: TrainConfig) -> None:
         raise ValueError(f"{engine} holds no whole weights to average, as optim.ema {config.optim.ema} asks; {whole}")
 
 
-def engine_asked(accelerator: Accelerator) -> str:
-    """The engine that the launch file chose, by its word in this module's docstring."""
+def requested_engine(accelerator: Accelerator) -> str:
+    """Return the name of the engine that the launch file chose, as in this module's docstring, or "one process"."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
-    if _fsdp_asked():
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return "FSDP2"
     return "one process" if accelerator.num_processes == 1 else "DDP"
 
 
 def alone(accelerator: Accelerator) -> bool:
-    """Whether no other process waits for this one, nor an engine for the end of its step."""
-    return bool(accelerator.distributed_type == DistributedType.NO) and engine_asked(accelerator) == "one process"
+    """Return whether no other process waits for this one, nor an engine for the end of its step."""
+    return bool(accelerator.distributed_type == DistributedType.NO) and requested_engine(accelerator) == "one process"
 
 
-def engine_got(module: nn.Module) -> str:
-    """The engine that really drives a module."""
+def actual_engine(module: nn.Module) -> str:
+    """Return the name of the engine that really drives a module."""
     stage: Any = getattr(module, "zero_optimization_stage", None)  # DeepSpeed's engine has it
     if stage is not None:
         return f"ZeRO-{stage()}"
@@ -167,9 +177,9 @@ def engine_got(module: nn.Module) -> str:
 
 
 def shard(accelerator: Accelerator, module: nn.Module) -> None:
-    """Before the optimizer is made: what an engine must do to the module's parameters itself."""
-    if engine_asked(accelerator) == "FSDP2":
-        for tensor in (*module.parameters(), *module.buffers()):  # as DDP and DeepSpeed do: all start from the same
+    """Shard the module's parameters, if the engine is FSDP2; called before the optimizer is made."""
+    if requested_engine(accelerator) == "FSDP2":
+        for tensor in (*module.parameters(), *module.buffers()):  # all start from the same, as with DDP and DeepSpeed
             torch.distributed.broadcast(tensor.data, src=0)
         fully_shard(module)
 
@@ -177,16 +187,16 @@ def shard(accelerator: Accelerator, module: nn.Module) -> None:
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, precision: str
 ) -> tuple[nn.Module, Optimizer]:
-    """Hand both to the engine.
+    """Hand module and optimizer to the engine.
 
     Args:
-        accelerator: knows which one was asked for.
-        module: whose forward is the loss.
+        accelerator: of the launch.
+        module: its forward returns the loss.
         optimizer: of its parameters.
-        precision: of its arithmetic, which is no longer auto.
+        precision: float32 or bfloat16.
 
     Raises:
-        ValueError: the engine is another than the launch file asked for.
+        ValueError: the engine is not the one that the launch file asks for.
     """
     if isinstance(module, FSDPModule):
         accelerator.register_for_checkpointing(_Sharded(module, optimizer))
@@ -195,13 +205,13 @@ def prepare(
             options = accelerator.state.deepspeed_plugin.deepspeed_config
             options["torch_autocast"] = deepspeed_autocast(precision)
         module, optimizer = accelerator.prepare(module, optimizer)
-    if engine_got(module) != engine_asked(accelerator):
-        raise ValueError(f"the launch file asks for {engine_asked(accelerator)} and got {engine_got(module)}")
+    if actual_engine(module) != requested_engine(accelerator):
+        raise ValueError(f"the launch file asks for {requested_engine(accelerator)} and got {actual_engine(module)}")
     return module, optimizer
 
 
 class _Sharded:
-    """Weights and optimizer of a module that was sharded here, whole when they are saved."""
+    """Weights and optimizer of an FSDP2 module for a checkpoint, which holds them unsharded."""
 
     OPTIONS = StateDictOptions(full_state_dict=True)
 
@@ -209,12 +219,12 @@ class _Sharded:
         self.module, self.optimizer = module, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Both, whole on every process."""
+        """Gather both on every process."""
         weights, optimizer = get_state_dict(self.module, self.optimizer, options=self.OPTIONS)
         return {"weights": weights, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
+        """Shard both again."""
         set_state_dict(
             self.module,
             self.optimizer,
@@ -226,16 +236,16 @@ class _Sharded:
 
 @contextlib.contextmanager
 def exchanged(accelerator: Accelerator, module: nn.Module, last: bool) -> Iterator[None]:
-    """Around a forward and its backward: gradients are exchanged in a step's last one only."""
+    """Around a forward and its backward: exchange gradients only if they are the step's last."""
     accelerator.sync_gradients = last
     with contextlib.nullcontext() if last else accelerator.no_sync(module):
         yield
 
 
 def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Around a module's forward, and around it alone: its arithmetic in 16 bits, its weights untouched.
+    """Around a module's forward, and only there: run its arithmetic in bfloat16, its weights staying float32.
 
-    DeepSpeed's engine turns off on a GPU what is autocast around it, and does it itself, by `deepspeed_autocast`.
+    DeepSpeed disables an autocast around it on a GPU; it has its own, from `deepspeed_autocast`.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return contextlib.nullcontext()
@@ -243,64 +253,63 @@ def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractCon
 
 
 def gradient_scale(accelerator: Accelerator, share: Share) -> int:
-    """What a loss is multiplied by so that the engine's mean over processes and forwards becomes a sum."""
+    """Return the factor on a loss that turns the engine's mean over processes and forwards into a sum."""
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return share.processes * (share.forwards if deepspeed else 1)
 
 
 def whole_state(head: nn.Module) -> dict[str, Tensor]:
-    """A copy of the head's whole weights, on every process."""
-    state = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Copy the head's weights, unsharded, on every process."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         for name, tensor in head.state_dict().items()
     }
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 def from_main(accelerator: Accelerator, value: Value) -> Value:
-    """The main process's value, on every process: what each of them found by itself may differ in a last digit."""
+    """Return the main process's value on every process; values that each computes may differ in the last digit."""
     values: list[Any] = [value if accelerator.is_main_process else None]
     decided: Value = broadcast_object_list(values)[0]
     return decided
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether a flag is up on any process; every process must ask."""
+    """Return whether a flag is set on any process; every process must call this."""
     if accelerator.num_processes == 1:
         return flag
     up = accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum")
-    return bool(up > 0)  # sync: the answer decides what the host does
+    return bool(up > 0)  # sync: the host decides by it
 
 
 def end_together(accelerator: Accelerator) -> None:
-    """Called by every process as the last thing that it does.
+    """Wait for all processes; every process calls this last.
 
-    Gloo's thread frees the Python objects of the last exchange, and aborts a process that is ending by then; behind a
-    barrier, which has none, nothing is left to free.
+    Gloo's thread frees the Python objects of the last exchange, and aborts a process that is exiting by then. A barrier
+    exchanges no objects, so that nothing is left to free.
     """
     accelerator.wait_for_everyone()
 
 
-def shared_out(
+def distributed(
     accelerator: Accelerator,
     items: Sequence[Item],
     work: Callable[[Sequence[Item], Callable[[], None]], list[Result]],
     stop: StopRequest,
     together: bool = False,
 ) -> list[Result]:
-    """The results of work on items, of which each process does a part; every process gets all, in the items' order.
+    """Distribute work on items over the processes; return all results on every process, in the items' order.
 
     Args:
         accelerator: of the processes.
         items: the same on every process.
-        work: takes items that stand one after the other, perhaps none, and a function to call between its parts.
-        stop: Ctrl-C or SIGTERM, which end the work: at once, or, done together, between two parts.
-        together: every process does all of the work, since its parts need all processes.
+        work: a function of consecutive items, perhaps none, and of a function to call between its parts.
+        stop: Ctrl-C or SIGTERM, which end the work: at once, or with `together` between two parts.
+        together: whether every process does all of the work, since its parts need all processes.
 
     Raises:
         Stopped: on every process, if any of them was stopped.
     """
-    stopped = Stopped("stopped; the same command goes on from there")
+    stopped = Stopped("stopped; the same command continues from there")
 
     def agree() -> None:
         if any_process(accelerator, stop.wanted):
@@ -322,10 +331,10 @@ def shared_out(
 
 
 def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Share) -> None:
-    """Fill in what the config decides.
+    """Fill in the DeepSpeed options that the config decides.
 
     Raises:
-        ValueError: the DeepSpeed file decides it otherwise.
+        ValueError: the DeepSpeed file contradicts the config.
     """
     for section in ("optimizer", "scheduler", "bf16", "fp16", "amp", "torch_autocast"):
         if options.get(section, {}).get("enabled", section in options):
@@ -334,7 +343,7 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
         if options.get("zero_optimization", {}).get(name, {}).get("device", "none") != "none":
             raise ValueError(f"the DeepSpeed file has {name}, but a head is not offloaded; remove it")
     parts = share.processes * share.forwards
-    micro_batch = max(1, config.loop.batch_size // parts)  # with loop.batch_tokens it is not asked for
+    micro_batch = max(1, config.loop.batch_size // parts)  # unused with loop.batch_tokens
     decided = {
         "train_batch_size": micro_batch * parts,
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -351,9 +360,86 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
 
 
 def deepspeed_autocast(precision: str) -> dict[str, Any]:
-    """The section of DeepSpeed's config that does what `autocast` does elsewhere."""
+    """Return the section of DeepSpeed's config that does what `autocast` does elsewhere."""
     return {
         "enabled": precision == "bfloat16",
         "dtype": "bfloat16",
         "lower_precision_safe_modules": [],  # modules whose gradients are exchanged in bfloat16; DDP's are in float32
     }
+
+
+def resolved(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
+    """Return the config with dtypes in place of "auto", the same on every process.
+
+    Raises:
+        ValueError: no target.
+    """
+    dtypes = formats(config, accelerator.device) if accelerator.is_main_process else ("", "")
+    return with_formats(config, *from_main(accelerator, dtypes))
+
+
+def with_formats(config: TrainConfig, target: Any, head: Any) -> TrainConfig:
+    """Return the config with these names of dtypes for the target's weights and the head's arithmetic."""
+    return dataclasses.replace(config, target_dtype=target, loop=dataclasses.replace(config.loop, precision=head))
+
+
+def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
+    """Name the dtypes of the target's weights and of the head's arithmetic on a device.
+
+    Raises:
+        ValueError: no target.
+    """
+    target, head = str(config.target_dtype), str(config.loop.precision)
+    if head != "auto":
+        _warn_if_slow(head, device)
+    elif target in ("bfloat16", "float16"):
+        head = "bfloat16"  # in float32 it would run on rounded features
+    else:
+        head = "bfloat16" if _over_float32(device) < 1 else "float32"
+    if target != "auto":
+        return target, head
+    own, shape = own_dtype(config.target, config.target_revision)
+    if head == "float32" or (device.type == "cpu" and own == torch.float16 and shape is not None and fits(shape)):
+        return "float32", head
+    return dtype_name(own), head
+
+
+def _over_float32(device: torch.device) -> float:
+    """Return the time of a training step in bfloat16 over that in float32; on an accelerator only below 1 or above."""
+    if device.type != "cpu":
+        # A plan may be for an accelerator that is not here.
+        lacking = device.type == "cuda" and torch.cuda.is_available()
+        return 2.0 if lacking and not torch.cuda.is_bf16_supported(including_emulation=False) else 0.5
+    return measured_once(device, f"training step of {ROWS} rows in bfloat16 over float32", _timed, positive)
+
+
+def _warn_if_slow(precision: str, device: torch.device) -> None:
+    """Warn, once, if the other arithmetic is much faster on this CPU."""
+    if device.type != "cpu" or precision not in ("float32", "bfloat16"):
+        return
+    ratio = _over_float32(device)
+    slower, other = (ratio, "float32") if precision == "bfloat16" else (1 / ratio, "bfloat16")
+    if slower >= SLOW:
+        tell_once(
+            f"on this machine training steps take {slower:.1f} times as long in {precision} as in {other}; "
+            "a new run with loop.precision auto takes that"
+        )
+
+
+def _timed() -> float:
+    """Time a forward and a backward of two linear layers under autocast, over the same without it."""
+    weights = [torch.full(shape, 1 / INNER, requires_grad=True) for shape in ((INNER, WIDTH), (WIDTH, INNER))]
+    rows_RD = torch.ones(ROWS, WIDTH)
+
+    def step(enabled: bool) -> Callable[[], None]:
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                out_RD = rows_RD
+                for weight_OI in weights:
+                    out_RD = F.linear(out_RD, weight_OI)
+            torch.autograd.grad(out_RD.float().sum(), weights)
+
+        return run
+
+    taken = seconds_in_turns({enabled: step(enabled) for enabled in (True, False)}, REPEATS, LIMIT)
+    return statistics.median(taken[True]) / statistics.median(taken[False])

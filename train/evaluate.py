@@ -1,13 +1,15 @@
-"""How good a head is: teacher-forced accuracy by rank, and real acceptance through the decoder itself.
+"""Evaluation of a head: teacher-forced accuracy by rank, acceptance through the decoder itself, sample answers.
 
-Several processes share out the conversations and the prompts, and each gets all results, in the order of one process.
-A target that is cut over the processes gathers its blocks in every forward, which all of them must take part in: there
+Processes distribute the conversations and the prompts, and each gets all results, in the order of a single process.
+A target that is sharded over the processes gathers its blocks in every forward, in which all of them take part: there
 each process evaluates everything.
 """
 
 from __future__ import annotations
 
 import copy
+import html
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,52 +17,65 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..heads import DraftHead
+from ..heads.layers.decoder_layer import at_least_fp32
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
+from ..inference.stats import RoundRecord
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest
 from .data.batches import collate
 from .data.chat_template import Example
-from .engines import shared_out
+from .engines import distributed
 from .features.online import online_features
-from .features.placement import cut_over_processes
+from .features.placement import is_sharded
 
 RANKS = 10
-"""How many of a head's best tokens are counted; a node of a calibrated tree has at most so many children."""
+"""Ranks of a head's tokens whose accuracy is counted: the most children that a node of a calibrated tree has."""
+COLUMNS = ("prompt", "answer, accepted drafts in ⟦⟧", "acceptance length")
+"""Headings of a table of samples."""
+FINGERPRINT_ENDS = (9, 20, 33, 64)
+"""Lengths of the text's prefixes that the drafts of a fingerprint continue."""
+FINGERPRINT_NOISE = 0.06
+"""Largest mean difference of log-probabilities between two fingerprints of a head, by dtypes and machines."""
+FINGERPRINT_TIES = 0.15
+"""Largest share of drafts that differ between two fingerprints of a head, where two tokens are nearly tied."""
+Sums = tuple[Tensor, Tensor, Tensor]
+"""losses_K, counts_K and hits_KI of a batch, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found."""
+    """Results of one evaluation."""
 
     loss_K: list[float]
     """Teacher-forced loss per depth, in nats per token."""
     accuracy_KI: list[list[float]]
-    """At each depth, how often the true token is the head's i-th best."""
+    """Share of positions at each depth at which the true token is the head's i-th best."""
     policies: dict[str, TreePolicy]
     """A chain as deep as the head, the best static tree for these accuracies, and a dynamic one of the same size."""
     trees: dict[str, Stats]
-    """Real greedy acceptance on held-out prompts with each of them."""
+    """Statistics of greedy decoding on held-out prompts with each of them."""
 
     @property
     def best(self) -> str:
-        """The tree with the longest acceptance."""
+        """Name of the tree with the longest acceptance length."""
         return max(self.trees, key=lambda name: self.trees[name].acceptance_length)
 
     @property
     def acceptance_length(self) -> float:
-        """With that tree: what the best checkpoint is chosen by."""
+        """Tokens per round with that tree: the best checkpoint is chosen by it."""
         return self.trees[self.best].acceptance_length
 
     @property
     def tree(self) -> str | list[list[int]]:
-        """That tree, as a checkpoint holds it."""
+        """Spec of that tree, as a checkpoint holds it."""
         return tree_word(self.policies[self.best])
 
     def measured(self, config: EvalConfig) -> dict[str, Any]:
-        """For a checkpoint and its model card."""
+        """Figures for a checkpoint and its model card."""
         return {
             "prompts": len(self.trees["chain"].rows),
             "new_tokens": config.new_tokens,
@@ -81,14 +96,14 @@ def evaluate(
 ) -> Evaluation:
     """Measure a head on conversations that it was not trained on.
 
-    The head is copied to the target's dtype first: that is how it will be used.
+    The head is copied to the target's dtype first, in which it will be used.
 
     Args:
         target: the frozen model.
         head: the same on every process.
         held_out: the same on every process.
         config: how much is measured.
-        accelerator: of the processes that share out the work; None for this one alone.
+        accelerator: of the processes that distribute the work; None for this one alone.
         stop: Ctrl-C and SIGTERM, which end the evaluation.
 
     Raises:
@@ -96,31 +111,33 @@ def evaluate(
     """
     served = copy.deepcopy(head).to(target.dtype).eval()
 
-    def shared(items: Sequence[Any], work: Callable[[Sequence[Any], Callable[[], None]], list[Any]]) -> list[Any]:
+    def over_processes(
+        items: Sequence[Any], work: Callable[[Sequence[Any], Callable[[], None]], list[Any]]
+    ) -> list[Any]:
         if accelerator is None or stop is None:
             return work(items, _nothing)
-        return shared_out(accelerator, items, work, stop, together=cut_over_processes(target))
+        return distributed(accelerator, items, work, stop, together=is_sharded(target))
 
-    def answered(policy: TreePolicy) -> Stats:
+    def acceptance(policy: TreePolicy) -> Stats:
         def work(part: Sequence[Tensor], between: Callable[[], None]) -> list[Stats]:
             return [real_acceptance(target, served, policy, list(part), config.new_tokens, between)] if part else []
 
-        return Stats.merged(shared(prompts, work))
+        return Stats.merged(over_processes(prompts, work))
 
     batches, prompts = in_batches(held_out[: config.conversations]), eval_prompts(target, held_out, config)
-    sums = shared(batches, lambda part, between: sums_of(target, served, part, between))
+    sums = over_processes(batches, lambda part, between: sums_of(target, served, part, between))
     loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
         "static": best_static_tree(accuracy_KI, config.nodes),
         "dynamic": default_dynamic_tree(head.max_depth, config.nodes),
     }
-    trees = {name: answered(policy) for name, policy in policies.items()}
+    trees = {name: acceptance(policy) for name, policy in policies.items()}
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 
 def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
-    """The first held-out prompts that leave room for an answer.
+    """Return the first held-out prompts that leave room for an answer.
 
     Raises:
         ValueError: none does.
@@ -135,23 +152,19 @@ def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) ->
     return fitting[: config.prompts]
 
 
-Sums = tuple[Tensor, Tensor, Tensor]
-"""Of a batch: losses_K, counts_K and hits_KI, on the CPU."""
-
-
 def _nothing() -> None:
-    """Between two forwards of a process by itself."""
+    pass
 
 
 def in_batches(examples: list[Example], batch_size: int = 8) -> list[list[Example]]:
-    """The conversations of every teacher-forced forward."""
+    """Split conversations into the batches of teacher-forced forwards."""
     return [examples[start : start + batch_size] for start in range(0, len(examples), batch_size)]
 
 
 def teacher_forced(
     target: Target, head: DraftHead, examples: list[Example], batch_size: int = 8
 ) -> tuple[list[float], list[list[float]]]:
-    """Loss per depth, and accuracy per depth and rank, over conversations."""
+    """Measure loss per depth, and accuracy per depth and rank, over conversations."""
     return means(sums_of(target, head, in_batches(examples, batch_size)), head.max_depth)
 
 
@@ -159,7 +172,7 @@ def teacher_forced(
 def sums_of(
     target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = _nothing
 ) -> list[Sums]:
-    """What a head got right in each of some batches; `between` is called before each."""
+    """Sum a head's losses and hits over each batch; `between` is called before each."""
     ranks, sums = min(RANKS, head.draft_vocab_size), []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
@@ -171,7 +184,7 @@ def sums_of(
 
 
 def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[float]]]:
-    """Loss per depth, and accuracy per depth and rank, of batches; those of short conversations have fewer depths."""
+    """Average loss per depth, and accuracy per depth and rank; batches of short conversations have fewer depths."""
     losses, counts = torch.zeros(2, max_depth)
     hits = torch.zeros(max_depth, sums[0][2].shape[1])
     for losses_K, counts_K, hits_KI in sums:
@@ -191,7 +204,7 @@ def real_acceptance(
     new_tokens: int,
     between: Callable[[], None] = _nothing,
 ) -> Stats:
-    """What rounds did while the head answered prompts greedily; `between` is called after each round."""
+    """Measure acceptance while prompts are answered greedily; `between` is called after each round."""
     return greedy_answers(target, head, tree, prompts, new_tokens, between).stats
 
 
@@ -203,8 +216,8 @@ def greedy_answers(
     new_tokens: int,
     between: Callable[[], None] = _nothing,
 ) -> GenerateOutput:
-    """Answer prompts greedily with the head, all in one batch, padded on the left."""
-    # Not compiled: the head goes on learning.
+    """Answer prompts greedily with the head, all in one left-padded batch."""
+    # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
@@ -215,12 +228,12 @@ def greedy_answers(
 
 
 def prompt_of(example: Example) -> Tensor:
-    """The tokens before the first answer."""
+    """Return the tokens before the first answer."""
     return torch.tensor(example.tokens[: example.loss_mask.index(True)])
 
 
 def summary(stats: Stats) -> dict[str, Any]:
-    """Acceptance statistics as plain numbers."""
+    """Return acceptance statistics as plain numbers."""
     return {
         "acceptance_length": stats.acceptance_length,
         "interval": list(stats.acceptance_length_interval),
@@ -228,3 +241,114 @@ def summary(stats: Stats) -> dict[str, Any]:
         "rounds": stats.rounds,
         "plain_rounds": stats.plain_rounds,
     }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its answer, in which the accepted draft tokens are known."""
+
+    prompt: str
+    pieces: list[tuple[str, bool]]
+    """The answer in pieces of text, each with whether its tokens were drafts that the target accepted."""
+    acceptance_length: float
+    """In tokens per round."""
+
+    def marked(self) -> str:
+        """Return the answer with accepted drafts in brackets: ⟦accepted⟧."""
+        return "".join(f"⟦{text}⟧" if accepted else text for text, accepted in self.pieces)
+
+    def html(self, tag: str) -> str:
+        """Return prompt and answer with accepted drafts inside an HTML tag, such as mark or strong."""
+        answer = "".join(
+            f"<{tag}>{html.escape(text)}</{tag}>" if accepted else html.escape(text) for text, accepted in self.pieces
+        )
+        return f"<p>{html.escape(self.prompt)}</p><p>{answer}</p><p>acceptance length {self.acceptance_length:.2f}</p>"
+
+
+def sample_answers(
+    target: Target,
+    head: DraftHead,
+    tree: TreePolicy,
+    prompts: list[Tensor],
+    new_tokens: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Sample]:
+    """Answer prompts greedily with a copy of the head in the target's dtype.
+
+    Args:
+        target: the frozen model.
+        head: the draft head.
+        tree: policy by which it drafts.
+        prompts: token ids, each [time].
+        new_tokens: most tokens of an answer.
+        tokenizer: of the target.
+    """
+    served = copy.deepcopy(head).to(target.dtype).eval()
+    out = greedy_answers(target, served, tree, prompts, new_tokens)
+    width = max(map(len, prompts))  # prompts are padded on the left to the longest
+    return [
+        Sample(
+            str(tokenizer.decode(prompt)),
+            marked(row[width:].tolist(), records, tokenizer),
+            sum(record.returned for record in records) / max(len(records), 1),
+        )
+        for prompt, row, records in zip(prompts, out.sequences, out.stats.rows, strict=True)
+    ]
+
+
+def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Split an answer into pieces, each with whether its tokens were accepted drafts.
+
+    Args:
+        tokens: of the answer, and padding after it; the first is the prefill's.
+        records: of its rounds; each returned accepted drafts and then, unless truncated, a bonus token.
+        tokenizer: of the target.
+    """
+    accepted = [False]
+    for record in records:
+        drafts = min(record.accepted, record.returned)
+        accepted += [True] * drafts + [False] * (record.returned - drafts)
+    pieces, begin, length = [], 0, 0
+    for is_draft, run in itertools.groupby(accepted[: len(tokens)]):
+        length += len(list(run))
+        # Decode the text up to here, not the piece alone, whose leading space a tokenizer may drop. Bytes of a
+        # character that the next piece completes belong to that piece.
+        end = len(str(tokenizer.decode(tokens[:length])).rstrip("\ufffd"))
+        pieces.append((begin, end, is_draft))
+        begin = end
+    text = str(tokenizer.decode(tokens[:length]))
+    return [(text[begin:end], is_draft) for begin, end, is_draft in pieces if end > begin]
+
+
+@torch.inference_mode()
+def fingerprint(target: Target, head: DraftHead) -> dict[str, list[float]]:
+    """Draft along a fixed text: the head's best token at every depth, teacher-forced, and its log-probability.
+
+    Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a little less;
+    its own drafts can. `headstart verify` repeats them and compares.
+    """
+    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
+    vocab = target.info.vocab_size
+    length = FINGERPRINT_ENDS[-1] + head.max_depth
+    text_1T = torch.tensor([[(7919 * i + 31) % vocab for i in range(length)]], device=target.device)
+    output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
+    tokens: list[float] = []
+    scores: list[float] = []
+    for end in FINGERPRINT_ENDS:
+        state = served.begin(target.modules, 1, length, head.max_depth, head.max_depth)
+        read_B = torch.tensor([end - 1], device=target.device)
+        state = served.observe(state, output.features_BNF[:, : end - 1], text_1T[:, 1:end], read_B)
+        for depth in range(head.max_depth):
+            parent_11 = torch.full_like(text_1T[:, :1], 0 if depth else -1)
+            logits_11V, state = served.expand(state, text_1T[:, end - 1 + depth : end + depth], parent_11)
+            best = at_least_fp32(logits_11V).log_softmax(-1).max(-1)
+            tokens.append(int(served.target_tokens(best.indices)))  # sync: once for each checkpoint
+            scores.append(float(best.values))
+    return {"tokens": tokens, "scores": scores}
+
+
+def fingerprint_difference(found: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
+    """Return the share of drafts that differ, and the mean difference of their log-probabilities."""
+    others = [one != other for one, other in zip(found["tokens"], saved["tokens"], strict=True)]
+    differences = [abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)]
+    return sum(others) / len(others), sum(differences) / len(differences)

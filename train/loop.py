@@ -1,10 +1,17 @@
-"""The training loop: conversations -> the frozen target's features -> the head's loss -> a step.
+"""The training loop: conversations -> the frozen target's features -> the head's loss -> an optimizer step.
 
     accelerate launch scripts/train.py --config configs/smollm2-medusa.yaml
 
-A run's folder holds `best/` and `last/` (head checkpoints), `checkpoints/` (everything needed to go on), `log.jsonl`
-and `config.yaml`. Started again, a run goes on from its newest checkpoint and ends with the weights that it would
-have had without the interruption.
+A run's folder holds `best/` and `last/` (head checkpoints), `checkpoints/` (everything needed to resume), `log.jsonl`
+and `config.yaml`. Started again, a run resumes from its newest checkpoint and ends with the weights that it would have
+had without the interruption. Callbacks run code of the caller's own between its steps:
+
+    class Stop(Callback):
+        def on_evaluation(self, progress, row):
+            if progress.best_length > 3.0:
+                raise Stopped("good enough")
+
+    train(config, callbacks=[Stop()])
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,71 +35,146 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import PreTrainedTokenizerBase
 
 from ..heads import CheckpointMetadata, DraftHead, HeadOutput, build_head
-from .callbacks import Callback, Callbacks
-from .config import TrainConfig, dtype_of
+from ..heads.by_name import head_config
+from ..heads.checkpoints.save_load import copy_weights, save_head
+from ..inference import Target, load_tokenizer
+from .config import TrainConfig, dtype_of, head_options
 from .console import ProgressBar, Stopped, StopRequest, log
-from .data.batches import Batch, Order, Share, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Example
-from .data.token_cache import digest_of, lengths_of
-from .engine import Shared
+from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
+from .data.chat_template import Example, check_tokenizer, data_origin
+from .data.conversations import open_sources
+from .data.split import rendering, split_cache
+from .data.token_cache import cached_sequences, count_answer_tokens, digest_of, lengths_of
 from .engines import (
+    actual_engine,
     alone,
     autocast,
     end_together,
-    engine_got,
     exchanged,
     from_main,
     gradient_scale,
     prepare,
+    resolved,
     shard,
     start,
     whole_state,
 )
-from .evaluate import Evaluation, eval_prompts, evaluate
+from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
 from .features.online import FeatureSource, OnlineFeatures, feature_source
-from .fingerprint import probe
+from .features.placement import SharedTarget, load_target
 from .optim import build_optimizer
-from .precision import as_begun, resolved
-from .provenance import provenance
-from .report import Report, count_flops, due
-from .run_folder import Progress, Run
-from .samples import Sample, sample_answers, tokenizer_of
-from .setup import Setup, head_options, set_up, split_as_begun
-from .tracking import check_tracker
+from .report import MetricsLogger, StepClock, count_flops, due, write_report
+from .run_folder import Progress, RunFolder, as_begun, provenance
+from .tracking import Tracker, check_tracker
 
 TIMED_STEPS = 3
-"""By which the time of a step is told."""
+"""Steps whose mean time is a step's time."""
 SAMPLE = 4
 """Sequences on which a step's arithmetic is counted."""
+
+
+class Callback:
+    """Methods that a run calls, on its main process only; a subclass overrides those that it needs.
+
+    An exception ends the run as Ctrl-C does, with a checkpoint from which the same options continue it, and `train`
+    raises it again once that is written. A callback raises `Stopped` to end the run. Losses and weights do not depend
+    on callbacks, unless they draw from torch's global generator.
+    """
+
+    def on_step(self, progress: Progress, row: dict[str, Any] | None) -> None:
+        """Called after each optimizer step.
+
+        Args:
+            progress: state of the run; a copy.
+            row: the line of log.jsonl if this step wrote one (`loop.log_every`), else None.
+        """
+
+    def on_evaluation(self, progress: Progress, row: dict[str, Any]) -> None:
+        """Called after each evaluation, once the best head has been saved.
+
+        Args:
+            progress: state of the run; a copy.
+            row: the line of log.jsonl: `eval`, `held_out_loss`, `tree`.
+        """
+
+    def on_save(self, progress: Progress, checkpoint: Path) -> None:
+        """Called after a checkpoint to resume from has been written.
+
+        Args:
+            progress: state of the run; a copy.
+            checkpoint: its folder.
+        """
+
+    def on_end(self, progress: Progress, folder: Path) -> None:
+        """Called once all steps are done and best/, last/ and report.md are written; not if the run was stopped.
+
+        Args:
+            progress: state of the run; a copy.
+            folder: the run's folder.
+        """
+
+
+class Callbacks:
+    """The callbacks of one process, with the first exception that one of them raised."""
+
+    def __init__(self, callbacks: Sequence[Callback], main_process: bool) -> None:
+        self._callbacks = list(callbacks) if main_process else []
+        self.error: BaseException | None = None
+
+    def call(self, name: str, progress: Progress, given: Any, stop: StopRequest | None = None) -> None:
+        """Call a method of all callbacks; after an exception no callback is called any more.
+
+        Args:
+            name: of the method.
+            progress: state of the run.
+            given: the method's other argument.
+            stop: is set after an exception, so that all processes stop at the same step.
+        """
+        for callback in self._callbacks:
+            if self.error is not None:
+                return
+            try:
+                getattr(callback, name)(dataclasses.replace(progress), given)
+            except (Exception, Stopped) as error:
+                self.error = error
+                log.warning(f"{type(callback).__name__}.{name} ends the run: {error!r}")
+                if stop is not None:
+                    stop.wanted = True
+
+    def check(self) -> None:
+        """Raise what a callback raised, if one did."""
+        if self.error is not None:
+            raise self.error
 
 
 def train(
     config: TrainConfig,
     deadline: float = math.inf,
-    shared: Shared | None = None,
+    shared: SharedTarget | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Path:
     """Run or continue a training run; return its folder.
 
     Args:
-        config: of the run.
-        deadline: on the main process's `time.monotonic`; a run begins no step after it and judges the head as it then
-            is.
-        shared: the target, if others use it too.
+        config: options of the run.
+        deadline: on the main process's `time.monotonic`; a run begins no step after it, but evaluates the head that it
+            then has.
+        shared: the target, if other work in this process uses it too.
         callbacks: are called between steps, on the main process.
 
     Raises:
-        ValueError: anything wrong with the options, the data, the tracker, or the run that is to be continued.
+        ValueError: invalid options or data, a tracker that cannot run, or a run that cannot be resumed.
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
-        Exception: what a callback raised, once a checkpoint has been written.
+        Exception: a callback's, once a checkpoint has been written.
     """
-    config = split_as_begun(as_begun(config))
+    config = as_begun(config)
     accelerator, share = start(config)
     config = resolved(config, accelerator)
     set_seed(config.loop.seed)
-    run = Run(Path(config.output), accelerator)
+    run = RunFolder(Path(config.output), accelerator)
     run.claim(config)
     if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
@@ -100,16 +183,16 @@ def train(
         end_together(accelerator)
         return run.folder
     check_tracker(config)
-    called, failed = Callbacks(callbacks, accelerator.is_main_process), True
+    tracker, called, failed = Tracker(accelerator), Callbacks(callbacks, accelerator.is_main_process), True
     try:
-        run_steps(run, share, config, deadline, shared, called)
+        run_steps(run, share, config, deadline, shared, tracker, called)
         failed = False
     except Stopped:
         failed = False
         called.check()
         raise
     finally:
-        run.tracker.close(run.best, failed)
+        tracker.close(run.best, failed)
         if not failed:
             accelerator.end_training()
     called.check()
@@ -117,34 +200,40 @@ def train(
 
 
 def run_steps(
-    run: Run, share: Share, config: TrainConfig, deadline: float, shared: Shared | None, callbacks: Callbacks
+    run: RunFolder,
+    share: Share,
+    config: TrainConfig,
+    deadline: float,
+    shared: SharedTarget | None,
+    tracker: Tracker,
+    callbacks: Callbacks,
 ) -> None:
-    """Make the steps that a run has left, evaluations and checkpoints among them; see `train`."""
+    """Make a run's remaining steps, with evaluations and checkpoints between them; `train` documents the arguments."""
     accelerator = run.accelerator
-    setup = set_up(config, accelerator, shared)
-    head, training = setup.head.to(accelerator.device), setup.training
+    inputs = load_inputs(config, accelerator, shared)
+    target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
-    order = order_of(setup, config)
+    order = order_of(inputs, config)
     steps = config.loop.max_steps or order.count(config.loop.epochs)
     flops = count_flops(
-        setup.target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
+        target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
     )
-    engine = build_engine(accelerator, share, run, setup, config, steps)
-    run.tracker.start(config, run.id, run.newest_step)
-    torch.manual_seed(config.loop.seed + share.process)  # what heads draw while training differs between processes
-    progress = run.resume(engine_got(engine.module))
+    state = build_state(accelerator, share, run, inputs, config, steps)
+    newest = run.newest()
+    tracker.start(config, 0 if newest is None else int(newest.name.removeprefix("step-")))
+    torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
+    progress = run.resume(actual_engine(state.module))
     if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
         steps = progress.step
     log.info(
-        f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover {setup.coverage:.2%} "
-        f"of the answers; {len(training)} sequences to train on, {len(setup.held_out)} held out; {progress.engine}; "
+        f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover {inputs.coverage:.2%} "
+        f"of the answers; {len(training)} sequences to train on, {len(inputs.held_out)} held out; {progress.engine}; "
         f"step {progress.step} of {steps}"
     )
     epochs = steps / order.steps_in(0)
-    run.epochs_per_step = epochs / steps
-    features = feature_source(accelerator, setup.target, head, setup.provenance, training, config, epochs)
-    report = Report(run, config.loop.log_every, steps, progress, flops)
+    features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs)
+    metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
     # As long as the deepest draft, so that every depth gives every process a gradient.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
@@ -152,9 +241,8 @@ def run_steps(
     workers = (2 if accelerator.device.type != "cpu" else 0) if config.data.workers is None else config.data.workers
 
     def save() -> None:
-        features.settle(accelerator)  # a run that goes on from here finds the states that it has trained on
-        run.save(progress, config.loop.keep)
-        callbacks.call("on_save", progress, run.checkpoint(progress.step), stop)
+        features.settle(accelerator)  # a run that resumes from here finds the states that it has trained on
+        callbacks.call("on_save", progress, run.save(progress, config.loop.keep), stop)
 
     with StopRequest() as stop, worker_deaths_explained():
         with (
@@ -165,7 +253,7 @@ def run_steps(
             last_epoch, stopping = None, False
             while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
-                    found = judge(engine, setup, config, progress, stop, callbacks)
+                    found = evaluate_and_save(state, inputs, config, metrics, stop, callbacks)
                     if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
                 if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
@@ -176,99 +264,158 @@ def run_steps(
                     break
                 if stopping or (alone(accelerator) and stop.wanted):
                     break
-                report.start_step()
+                metrics.start_step()
                 data = next(batches)
                 if data.epoch != last_epoch:
                     features.settle(accelerator)
                 last_epoch = data.epoch
-                lr = float(engine.schedule.get_last_lr()[0])
+                lr = float(state.schedule.get_last_lr()[0])
                 adapt = progress.step >= joint_from
-                with stop.at_once(alone(accelerator)), drawn_again_if_stopped():
+                with stop.at_once(alone(accelerator)), random_state_kept_if_stopped():
                     outputs, norm, stopping = gradients(
-                        engine, data.batches, features, data.answer_tokens, report, adapt, stop.wanted
+                        state, data, features, metrics.clock, progress.step + 1, adapt, stop.wanted
                     )
-                update(engine)
+                update(state)
                 progress.step += 1
                 progress.answer_tokens += data.answer_tokens
-                row = report.end_step(outputs, norm, lr)
+                row = metrics.end_step(outputs, norm, lr)
                 callbacks.call("on_step", progress, row, stop)
-                bar.update(progress.step, report.note)
+                bar.update(progress.step, metrics.note)
         save()
         if progress.step < steps:
-            raise Stopped(f"stopped at step {progress.step} of {steps}; the same command goes on from there")
-        judge(engine, setup, config, progress, stop, callbacks, last=True)
+            raise Stopped(f"stopped at step {progress.step} of {steps}; the same command continues from there")
+        evaluate_and_save(state, inputs, config, metrics, stop, callbacks, last=True)
         with stop.at_once(alone(accelerator)):
             report_on(run)
         callbacks.call("on_end", progress, run.folder)
         end_together(accelerator)
 
 
-def report_on(run: Run) -> None:
-    """Write the page on a finished run, by the main process."""
+def report_on(run: RunFolder) -> None:
+    """Write report.md of a finished run, on the main process."""
     if run.accelerator.is_main_process:
-        from .final_report import write_report  # brings matplotlib along
-
         log.info(f"the report: {write_report(run.folder)}")
 
 
-def seconds_per_step(config: TrainConfig, shared: Shared | None = None) -> float:
-    """What a step of a run takes here: the mean of a few, which change nothing, after one to be warm.
+def seconds_per_step(config: TrainConfig, shared: SharedTarget | None = None) -> float:
+    """Measure the time of a step: the mean of `TIMED_STEPS` after one warm-up. Nothing is changed or written.
 
     Raises:
-        ValueError: anything wrong with the options or the data.
+        ValueError: invalid options or data.
     """
     accelerator, share = start(config)
     config = resolved(config, accelerator)
-    setup = set_up(config, accelerator, shared)
-    run, training = Run(Path(config.output), accelerator), setup.training
-    engine = build_engine(accelerator, share, run, setup, config, steps=1)
-    report, features = Report(run, 0, 1, Progress(), 0.0), OnlineFeatures(setup.target, setup.head)
-    order, reader = order_of(setup, config), Steps(training, share, setup.head.max_depth + 2)
+    inputs = load_inputs(config, accelerator, shared)
+    run = RunFolder(Path(config.output), accelerator)
+    state = build_state(accelerator, share, run, inputs, config, steps=1)
+    clock, features = StepClock(accelerator.device), OnlineFeatures(inputs.target, inputs.head)
+    reader = Steps(inputs.training, share, inputs.head.max_depth + 2)
     taken = []
-    for rows in itertools.islice(order.from_step(0), 1 + TIMED_STEPS):
+    for rows in itertools.islice(order_of(inputs, config).from_step(0), 1 + TIMED_STEPS):
         began = time.monotonic()
-        gradients(engine, reader[rows].batches, features, 1, report, adapt=False)
+        gradients(state, reader[rows], features, clock, step=1, adapt=False)
         taken.append(time.monotonic() - began)
     return statistics.mean(taken[1:])
 
 
-def order_of(setup: Setup, config: TrainConfig) -> Order:
-    """The order of the data that the options ask for."""
-    data, loop = config.data, config.loop
-    lengths = lengths_of(setup.training)
-    return Order(lengths, loop.batch_size, loop.seed, data.pack, setup.sources, data.weights, loop.batch_tokens)
+@dataclass(frozen=True)
+class Inputs:
+    """Target, head and data of a run, loaded and checked."""
+
+    target: Target
+    head: DraftHead
+    tokenizer: PreTrainedTokenizerBase
+    provenance: dict[str, Any]
+    """Identity of target and tokenizer, saved with the head."""
+    training: Sequence[Example]
+    """Read from the cache as they are accessed."""
+    held_out: list[Example]
+    sources: list[int]
+    """Index of the source of each sequence to train on."""
+    coverage: float
+    """Share of the answers' tokens that are in the draft vocabulary."""
+
+
+def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None = None) -> Inputs:
+    """Load target, head and data, and check all of them before any long work.
+
+    Raises:
+        ValueError: invalid options or data.
+    """
+    kind, options = head_options(config)
+    head_config(kind, options)  # mistakes in the options or the data are reported before a model is loaded
+    sources = open_sources(config.data.sources, config.data.max_conversations)
+    target = shared.target if shared else load_target(config, accelerator)
+    head = build_head(kind, options, target.info)
+    head.recompute = config.loop.recompute
+    target.check_layers(head.feature_layers)
+    tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
+    check_tokenizer(tokenizer, config.target)
+    provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking)}
+    cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
+    training, held_out = split_cache(cache, config)
+    eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none
+    counts_V = count_answer_tokens(training, target.info.vocab_size)
+    if config.init_from is None:
+        head.initialize(target.modules, counts_V)
+    else:
+        warm_start(head, config.init_from, provenance)
+    covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
+    own = cache.sources_of(training.conversations)
+    return Inputs(target, head, tokenizer, provenance, training, held_out, own, float(covered))
+
+
+def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None:
+    """Copy the weights and the draft vocabulary of another head.
+
+    Raises:
+        ValueError: it does not fit, or its vocabulary belongs to another tokenizer.
+    """
+    metadata = copy_weights(head, source)
+    trained = metadata.provenance.get("tokenizer")
+    if trained not in (None, provenance["tokenizer"]):
+        raise ValueError(
+            f"init_from {source!r} was trained with tokenizer {trained}, not {provenance['tokenizer']}: its draft "
+            "vocabulary means other tokens; choose a head of the same tokenizer, or null"
+        )
+
+
+def order_of(inputs: Inputs, config: TrainConfig) -> Order:
+    """Build the order of the data from the options."""
+    data, loop, lengths = config.data, config.loop, lengths_of(inputs.training)
+    return Order(lengths, loop.batch_size, loop.seed, data.pack, inputs.sources, data.weights, loop.batch_tokens)
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What makes steps: the module as an engine drives it, and all that belongs to it."""
+class TrainState:
+    """The module, its optimizer and schedule, as an engine drives them."""
 
     accelerator: Accelerator
     share: Share
-    run: Run
+    run: RunFolder
     head: DraftHead
     module: nn.Module
     """The head as the engine drives it, with the adapter if there is one."""
     adapted: nn.Module | None
-    """The target with its adapter, if there is one; the module then reads the target itself."""
+    """The target with its adapter, if there is one; the module then runs the target itself."""
     averaged: AveragedModel | None
-    """The running mean of the head's weights, if one is kept."""
+    """The exponential moving average of the head's weights, if optim.ema is set."""
     optimizer: Optimizer
     schedule: LRScheduler
     precision: str
     clip: float
 
 
-def build_engine(
-    accelerator: Accelerator, share: Share, run: Run, setup: Setup, config: TrainConfig, steps: int
-) -> Engine:
+def build_state(
+    accelerator: Accelerator, share: Share, run: RunFolder, inputs: Inputs, config: TrainConfig, steps: int
+) -> TrainState:
     """Hand head and optimizer to the engine that the launch file chose."""
-    trained: nn.Module = setup.head
+    trained: nn.Module = inputs.head
     adapted, slower = None, {}
     if config.adapter.rank > 0:
-        from .adapter import JointModule  # brings peft along, whose import takes a second
+        from .adapter import JointModule  # imports peft, which takes a second
 
-        trained = joint = JointModule(setup.target, setup.head, config.adapter)
+        trained = joint = JointModule(inputs.target, inputs.head, config.adapter)
         adapted = joint.peft
         slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
     trained = trained.to(accelerator.device)
@@ -278,13 +425,13 @@ def build_engine(
     accelerator.register_for_checkpointing(schedule)
     averaged = None
     if config.optim.ema > 0:
-        averaged = AveragedModel(setup.head, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))
+        averaged = AveragedModel(inputs.head, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))
         accelerator.register_for_checkpointing(averaged)
-    return Engine(
+    return TrainState(
         accelerator,
         share,
         run,
-        setup.head,
+        inputs.head,
         module,
         adapted,
         averaged,
@@ -296,62 +443,72 @@ def build_engine(
 
 
 def gradients(
-    engine: Engine,
-    group: list[Batch],
+    state: TrainState,
+    data: Step,
     features: FeatureSource,
-    answer_tokens: int,
-    report: Report,
+    clock: StepClock,
+    step: int,
     adapt: bool,
     stop: bool = False,
 ) -> tuple[list[HeadOutput], float, bool]:
     """Forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
 
+    Args:
+        state: the module and its engine.
+        data: this process's batches of the step.
+        features: source of the target's states.
+        clock: times the parts of the step.
+        step: number of the step, for errors.
+        adapt: whether the adapter learns, if there is one.
+        stop: whether this process was asked to stop.
+
     Returns:
         the outputs, the gradient norm, and whether any process was asked to stop.
 
     Raises:
-        ValueError: a loss or a gradient that is no number.
+        ValueError: a loss or a gradient that is not finite.
     """
-    accelerator, module, step = engine.accelerator, engine.module, report.progress.step + 1
-    scale = gradient_scale(accelerator, engine.share) / max(answer_tokens, 1)  # the loss is a mean over these tokens
+    accelerator, module, batches = state.accelerator, state.module, data.batches
+    # The loss is a mean over the step's answer tokens, over all processes.
+    scale = gradient_scale(accelerator, state.share) / max(data.answer_tokens, 1)
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     outputs: list[HeadOutput] = []
     loss, stopping = 0.0, False
-    for place, batch in enumerate(group, start=1):
-        with exchanged(accelerator, module, last=place == len(group)):
-            report.part("target")
-            given = (batch, adapt) if engine.adapted else (features(batch),)
-            report.part("head")
-            with autocast(accelerator, engine.precision):
+    for number, batch in enumerate(batches, start=1):
+        with exchanged(accelerator, module, last=number == len(batches)):
+            clock.part("target")
+            given = (batch, adapt) if state.adapted else (features(batch),)
+            clock.part("head")
+            with autocast(accelerator, state.precision):
                 output = module(*given)
             outputs.append(output)
-            if deepspeed and place == len(group):  # it takes its step in the backward
+            if deepspeed and number == len(batches):  # its backward makes the optimizer step
                 loss, _, stopping = agreed(accelerator, outputs, stop)
-                check_loss(loss, group, step, engine.run)
+                check_finite("loss", loss, batches, step, state.run)
             accelerator.backward(output.loss * scale)
-    report.part("optimizer")
-    found = accelerator.clip_grad_norm_(module.parameters(), engine.clip)
+    clock.part("optimizer")
+    found = accelerator.clip_grad_norm_(module.parameters(), state.clip)
     if deepspeed:
         norm = float(found)
     else:
         loss, norm, stopping = agreed(accelerator, outputs, stop, found)
-        check_loss(loss, group, step, engine.run)
-    check_norm(accelerator, norm, group, step, engine.run)
+        check_finite("loss", loss, batches, step, state.run)
+    check_finite("gradient norm", norm, batches, step, state.run)
     return outputs, norm, stopping
 
 
-def update(engine: Engine) -> None:
-    """The optimizer's step."""
-    engine.optimizer.step()
-    if engine.averaged:
-        engine.averaged.update_parameters(engine.head)
-    engine.schedule.step()
-    engine.optimizer.zero_grad()
+def update(state: TrainState) -> None:
+    """Make the optimizer's step."""
+    state.optimizer.step()
+    if state.averaged:
+        state.averaged.update_parameters(state.head)
+    state.schedule.step()
+    state.optimizer.zero_grad()
 
 
 @contextmanager
-def drawn_again_if_stopped() -> Iterator[None]:
-    """Of a step that is cut off, random draws are undone: the run goes on with this very step."""
+def random_state_kept_if_stopped() -> Iterator[None]:
+    """Restore the random state if a step is interrupted: the run resumes with this very step."""
     host, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         yield
@@ -361,63 +518,66 @@ def drawn_again_if_stopped() -> Iterator[None]:
         raise
 
 
-def judge(
-    engine: Engine,
-    setup: Setup,
+def evaluate_and_save(
+    state: TrainState,
+    inputs: Inputs,
     config: TrainConfig,
-    progress: Progress,
+    metrics: MetricsLogger,
     stop: StopRequest,
     callbacks: Callbacks,
     last: bool = False,
 ) -> Evaluation:
-    """Measure real acceptance; keep the head if it is the best so far, or the last.
+    """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last.
 
     Raises:
-        Stopped: Ctrl-C or SIGTERM, before anything is kept.
+        Stopped: Ctrl-C or SIGTERM, before anything is saved.
     """
-    copy = build_head(*head_options(config), setup.target.info)
-    copy.load_state_dict(whole_state(engine.averaged.module if engine.averaged else engine.head))
-    copy = copy.to(engine.accelerator.device, dtype_of(config.loop.save_dtype))
-    found = evaluate(setup.target, copy, setup.held_out, config.eval, engine.accelerator, stop)
-    found = from_main(engine.accelerator, found)  # what is best, and when to stop, is decided by it
-    with stop.at_once(alone(engine.accelerator)):
-        samples = answers_to_show(setup, copy, found, config)
+    accelerator, run, target, progress = state.accelerator, state.run, inputs.target, metrics.progress
+    copy = build_head(*head_options(config), target.info)
+    copy.load_state_dict(whole_state(state.averaged.module if state.averaged else state.head))
+    copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
+    found = evaluate(target, copy, inputs.held_out, config.eval, accelerator, stop)
+    found = from_main(accelerator, found)  # all processes decide by it which head is best, and when to stop
+    samples = []
+    with stop.at_once(alone(accelerator)):
+        if config.loop.tracker != "none" and config.tracking.samples > 0:
+            prompts = eval_prompts(target, inputs.held_out, config.eval)[: config.tracking.samples]
+            tree, tokens = found.policies[found.best], config.eval.new_tokens
+            samples = sample_answers(target, copy, tree, prompts, tokens, inputs.tokenizer)
     metadata = CheckpointMetadata(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-        measured={"coverage": setup.coverage, "probe": probe(setup.target, copy), **found.measured(config.eval)},
-        provenance=setup.provenance,
-        adapted=engine.adapted is not None,
+        measured={"coverage": inputs.coverage, "probe": fingerprint(target, copy), **found.measured(config.eval)},
+        provenance=inputs.provenance,
+        adapted=state.adapted is not None,
     )
-    row = engine.run.judged(progress, copy, found, metadata, engine.adapted, last, samples)
+    # Other processes may look for it once the main process has saved it already.
+    better = from_main(accelerator, found.acceptance_length > progress.best_length or not run.best.exists())
+    if better:
+        progress.best_step, progress.best_length = progress.step, found.acceptance_length
+    row = metrics.log_evaluation(found, samples)
+    for folder, wanted in ((run.best, better), (run.last, last)):
+        if wanted and accelerator.is_main_process:
+            save_head(copy, folder, metadata, state.adapted)
     progress.judged = progress.step
     callbacks.call("on_evaluation", progress, row, stop)
     return found
 
 
-def answers_to_show(setup: Setup, head: DraftHead, found: Evaluation, config: TrainConfig) -> list[Sample]:
-    """Sample answers for the tracker, if there is one, with the tree of the longest acceptance."""
-    if config.loop.tracker == "none" or config.tracking.samples == 0:
-        return []
-    prompts = eval_prompts(setup.target, setup.held_out, config.eval)[: config.tracking.samples]
-    tokenizer = tokenizer_of(config.target, config.target_revision)
-    return sample_answers(setup.target, head, found.policies[found.best], prompts, config.eval.new_tokens, tokenizer)
-
-
 def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
-    """Whether real acceptance fell in `patience` evaluations in a row while the held-out loss still sank."""
+    """Return whether acceptance was below the best in `patience` evaluations in a row while the held-out loss fell."""
     loss = sum(found.loss_K)
-    sank, progress.held_out_loss = loss < progress.held_out_loss, loss
-    progress.falling = progress.falling + 1 if sank and progress.best_step < progress.step else 0
+    fell, progress.held_out_loss = loss < progress.held_out_loss, loss
+    progress.falling = progress.falling + 1 if fell and progress.best_step < progress.step else 0
     return 0 < patience <= progress.falling
 
 
 def agreed(
     accelerator: Accelerator, outputs: list[HeadOutput], stop: bool, norm: Tensor | None = None
 ) -> tuple[float, float, bool]:
-    """The loss of all processes together, the gradient norm, and whether any process was asked to stop."""
+    """Return the loss summed over processes, the gradient norm, and whether any process was asked to stop."""
     loss = torch.stack([output.loss.detach() for output in outputs]).sum()
-    # Filled on the device: a tensor that is copied there would be waited for.
+    # Filled on the device: copying a tensor there would wait for it.
     everyone = accelerator.reduce(torch.stack([loss, torch.full_like(loss, float(stop))]), "sum")
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -427,39 +587,27 @@ def agreed(
     return total, own, stopping > 0
 
 
-def check_loss(loss: float, group: list[Batch], step: int, run: Run) -> None:
+def check_finite(what: str, value: float, batches: list[Batch], step: int, run: RunFolder) -> None:
     """Stop before a step that would spoil the weights.
 
     Raises:
-        ValueError: naming the step, this process's conversations, and where the run can be continued from.
+        ValueError: naming the step, this process's conversations, and the checkpoint to resume from.
     """
-    if not math.isfinite(loss):
-        raise ValueError(f"step {step}: the loss is {loss}; {_where_it_stands(group, run)}")
-
-
-def check_norm(accelerator: Accelerator, norm: float, group: list[Batch], step: int, run: Run) -> None:
-    """As `check_loss`, of the gradient.
-
-    Raises:
-        ValueError: see `check_loss`.
-    """
-    if not math.isfinite(norm):
-        raise ValueError(f"step {step}: the gradient norm is {norm}; {_where_it_stands(group, run)}")
-
-
-def _where_it_stands(group: list[Batch], run: Run) -> str:
-    numbers = sorted(number for batch in group for number in batch.conversations)
-    return (
-        f"training stops. Its batch held the conversations {numbers} (counted from 0 over all sources). The newest "
-        f"checkpoint is {run.newest or 'not yet written'}; a lower optim.lr or a larger optim.warmup often helps"
+    if math.isfinite(value):
+        return
+    numbers = sorted(number for batch in batches for number in batch.conversations)
+    raise ValueError(
+        f"step {step}: the {what} is {value}; training stops. Its batch held the conversations {numbers} (counted from "
+        f"0 over all sources). The newest checkpoint is {run.newest() or 'not yet written'}; a lower optim.lr or a "
+        "larger optim.warmup often helps"
     )
 
 
 def check_same_everywhere(accelerator: Accelerator, examples: Sequence[Example]) -> None:
-    """Refuse processes that read different data: their shares would not make up steps.
+    """Refuse processes that read different data, whose shares would not make up steps.
 
     Raises:
-        ValueError: naming a process whose data differs from the first one's.
+        ValueError: naming a process whose data differs from that of process 0.
     """
     own = torch.tensor([len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device)
     everyone = accelerator.gather(own).view(-1, 2).tolist()

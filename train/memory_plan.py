@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules, build_head
 from ..heads.losses import Objective, positions_at_once
 from ..inference import Target
-from .config import TrainConfig, dtype_of
+from .config import TrainConfig, dtype_of, head_options
 from .console import console, log
 from .data.batches import Share
-from .engines import check_engine
+from .engines import check_engine, formats, with_formats
 from .features.online import cache_bytes
 from .features.placement import empty_model
 from .optim import matrices_of
-from .precision import formats, with_formats
-from .setup import head_options
 
 SCALE = 16
 """The head on which activations are counted is so many times narrower."""

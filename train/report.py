@@ -1,26 +1,31 @@
-"""What a run reports while it trains: losses, rates, time by part and costs, on screen, in log.jsonl, to a tracker."""
+"""Reporting of a run: its metrics while it trains, on screen, in log.jsonl and to a tracker; report.md at its end."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import resource
+import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..heads import DraftHead, HeadOutput
+from ..heads.checkpoints.save_load import json_ready
 from ..inference import Target
-from .console import duration, log
+from .console import duration, log, number
 from .data.batches import collate
 from .data.chat_template import Example
+from .evaluate import Evaluation, Sample, summary
 from .features.online import online_features
-
-if TYPE_CHECKING:
-    from .run_folder import Progress, Run
+from .run_folder import Progress, RunFolder
+from .tracking import Tracker
 
 PEAK_TFLOPS = {
     r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,
@@ -43,21 +48,19 @@ PEAK_TFLOPS = {
     r"AMD Instinct MI300A": 980,
 }
 """Peak dense bfloat16 arithmetic in TFLOP/s, without sparsity, by a pattern of the device's whole name as torch gives
-it. One chip's name comes with several peaks (H100 SXM, PCIe, NVL), and a part of a name would also match what is
-slower (RTX 4090 Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device that is not listed has no peak."""
-
-
+it. One chip has several peaks (H100 SXM, PCIe, NVL), and part of a name would also match slower devices (RTX 4090
+Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device that is not listed has no peak."""
 PARTS = ("data", "target", "head", "optimizer")
-"""Of a step: waiting for its batch and for other processes; the target's states, computed or read from a cache; the
-head's forward and backward with the exchange of gradients; clipping and the optimizer. With an adapter the target's
-forward is a part of the head's."""
+"""Parts of a step: waiting for its batch and for other processes; the target's states, computed or read from a cache;
+the head's forward and backward with the exchange of gradients; clipping and the optimizer. With an adapter the target's
+forward belongs to the head's."""
 
 
 class StepClock:
-    """Times the parts of steps by the device's own clock where its work is asynchronous.
+    """Times the parts of steps, by the device's own clock where its work is asynchronous.
 
-    There the host only launches work, and its clock would tell how long launching takes. What a device waits for the
-    host counts as time of the part in which it waits.
+    The host's clock would measure how long launching the work takes. Time in which the device waits for the host counts
+    for the part in which it waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,21 +69,21 @@ class StepClock:
         self._done: list[tuple[str, Any, Any]] = []
 
     def part(self, name: str) -> None:
-        """Say which part begins now."""
+        """Begin a part of the step."""
         self._begun.append((name, self._moment()))
 
     def end(self) -> None:
-        """Say that a step ended now."""
+        """End the step."""
         names, moments = zip(*self._begun, strict=True)
         self._done += zip(names, moments, [*moments[1:], self._moment()], strict=True)
         self._begun = []
 
     def drop(self) -> None:
-        """Forget a step that did not end."""
+        """Discard a step that was interrupted."""
         self._begun = []
 
     def totals(self) -> dict[str, float]:
-        """Seconds by part, over all steps that ended since this was last asked."""
+        """Return seconds by part over all steps that ended since the last call."""
         if self._done and self._device.type != "cpu":
             self._done[-1][2].synchronize()  # sync: for the end of the newest step, once for several steps
         seconds = dict.fromkeys(PARTS, 0.0)
@@ -97,42 +100,49 @@ class StepClock:
         return event
 
 
-class Report:
-    """Losses, rates and what they cost, every `every` steps."""
+class MetricsLogger:
+    """Sends the metrics of steps and evaluations to the screen, to log.jsonl and to the tracker."""
 
-    def __init__(self, run: Run, every: int, steps: int, progress: Progress, flops_per_token: float) -> None:
-        """Begin.
+    def __init__(
+        self,
+        run: RunFolder,
+        tracker: Tracker,
+        every: int,
+        steps: int,
+        epochs_per_step: float,
+        progress: Progress,
+        flops_per_token: float,
+    ) -> None:
+        """Begin where a run stands.
 
         Args:
-            run: whose folder and tracker the lines go to.
+            run: its folder gets the lines.
+            tracker: gets the same numbers.
             every: steps between two lines.
             steps: of the whole run.
-            progress: where it stands.
+            epochs_per_step: unit of the axis "epoch".
+            progress: state of the run, of which the time in steps is counted here.
             flops_per_token: arithmetic of a step, for each answer token.
         """
-        self.run, self.every, self.steps, self.progress = run, every, steps, progress
-        self._clock = StepClock(run.accelerator.device)
+        self.run, self.tracker, self.every, self.steps, self.progress = run, tracker, every, steps, progress
+        self.clock = StepClock(run.accelerator.device)
         self.note = ""
+        self._epochs_per_step, self._flops_per_token = epochs_per_step, flops_per_token
         self._outputs: list[HeadOutput] = []
         self._step_started = time.perf_counter()
         self._since = dataclasses.replace(progress)
-        self._flops_per_token = flops_per_token
 
     def start_step(self) -> None:
-        """Only steps are timed: evaluations and checkpoints do not slow the reported rate down."""
+        """Begin to time a step; evaluations and checkpoints are not part of the reported rate."""
         self._step_started = time.perf_counter()
-        self._clock.drop()
-        self._clock.part("data")
-
-    def part(self, name: str) -> None:
-        """Say which of `PARTS` of a step begins now."""
-        self._clock.part(name)
+        self.clock.drop()
+        self.clock.part("data")
 
     def end_step(self, outputs: list[HeadOutput], norm: float, lr: float) -> dict[str, Any] | None:
-        """Take a step's outputs; return the line that was logged, if it was time for one."""
+        """Add a step's outputs; return the line that was logged, if this step is the `every`-th."""
         progress = self.progress
         progress.seconds += time.perf_counter() - self._step_started
-        self._clock.end()
+        self.clock.end()
         self._outputs.extend(outputs)
         if not due(progress.step, self.every):
             return None
@@ -140,11 +150,10 @@ class Report:
         seconds, steps = progress.seconds - self._since.seconds, progress.step - self._since.step
         accuracy_K = hits_K / counts_K
         rate = (progress.answer_tokens - self._since.answer_tokens) / seconds
-        parts = self._clock.totals()
+        parts = self.clock.totals()
         row: dict[str, Any] = {
             "step": progress.step,
-            "epoch": self.run.epochs_per_step * progress.step,
-            "answer_tokens": progress.answer_tokens,
+            **self._axes(),
             "loss": (losses_K / counts_K).tolist(),
             "accuracy": accuracy_K.tolist(),
             "estimated_acceptance_length": 1 + float(accuracy_K.cumprod(0).sum()),
@@ -156,9 +165,9 @@ class Report:
         }
         self._outputs, self._since = [], dataclasses.replace(progress)
         self.note = f"loss {row['loss'][0]:.3f}"
-        axes = {"epoch": row["epoch"], "answer_tokens": row["answer_tokens"]}
+        axes = self._axes()
         curves = {name: value for name, value in row.items() if name not in ("step", *axes)}
-        self.run.tracker.log({**axes, "train": curves}, progress.step)
+        self.tracker.log({**axes, "train": curves}, progress.step)
         if self.run.accelerator.is_main_process:
             self.run.log(row)
             log.info(
@@ -169,31 +178,56 @@ class Report:
             )
         return row
 
+    def log_evaluation(self, found: Evaluation, samples: list[Sample]) -> dict[str, Any]:
+        """Log an evaluation, on the main process; return the line of log.jsonl, on every process."""
+        step, rows = self.progress.step, {name: summary(stats) for name, stats in found.trees.items()}
+        row: dict[str, Any] = json_ready(
+            {"step": step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
+        )
+        if not self.run.accelerator.is_main_process:
+            return row
+        curves: dict[str, Any] = {
+            "loss": found.loss_K,
+            "accuracy": [accuracy_I[0] for accuracy_I in found.accuracy_KI],
+            "best_acceptance_length": self.progress.best_length,
+        }
+        for tree, figures in rows.items():
+            low, high = figures.pop("interval")
+            curves[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
+        self.tracker.log({**self._axes(), "eval": curves}, step)
+        self.tracker.show({tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()}, samples, step)
+        self.run.log(row)
+        log.info(
+            f"step {step}  acceptance length: "
+            + ", ".join(f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items())
+            + f" on {len(found.trees['chain'].rows)} held-out prompts; best so far {self.progress.best_length:.3f}"
+        )
+        return row
+
+    def _axes(self) -> dict[str, float]:
+        progress = self.progress
+        return {"epoch": self._epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
+
     def _costs(self, rate: float, parts: dict[str, float]) -> dict[str, float | list[float] | None]:
-        """Costs per device: rate, arithmetic, memory, and the shares of time in which the head waits."""
+        """Compute costs per device: rate, arithmetic, memory, and the shares of time in which the head waits."""
         devices = self.run.accelerator.num_processes
         tflops = rate / devices * self._flops_per_token / 1e12
         peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         seconds = sum(parts.values())
-        memory = torch.tensor([self._peak_memory()], device=self.run.accelerator.device)
+        peak_memory = peak_memory_gib()
+        memory = torch.tensor([peak_memory], device=self.run.accelerator.device)
         return {
             "answer_tokens_per_second_per_device": rate / devices,
             "teraflops_per_device": tflops,
             "model_flop_utilisation": None if peak is None else tflops / peak,
-            "peak_memory_gib": self._peak_memory(),
+            "peak_memory_gib": peak_memory,
             "peak_memory_gib_by_process": self.run.accelerator.gather(memory).tolist(),
             "share_waiting_for_features": parts["target"] / seconds,
             "share_waiting_for_data": parts["data"] / seconds,
         }
 
-    def _peak_memory(self) -> float:
-        """GiB that this process held at most: of its GPU, else of the host."""
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated() / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
     def _totals(self) -> torch.Tensor:
-        """Loss, count and hits per depth, summed over the reported steps and over processes."""
+        """Sum loss, count and hits per depth over the reported steps and over processes."""
         depths = max(len(output.counts_K) for output in self._outputs)
         totals = torch.zeros(3, depths, dtype=torch.float64, device=self.run.accelerator.device)
         for output in self._outputs:
@@ -205,11 +239,23 @@ class Report:
         return totals
 
 
+def peak_memory_gib() -> float:
+    """Return the most GiB that this process ever held: of its GPU, else of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    status = Path("/proc/self/status")
+    if status.exists():  # on Linux getrusage also counts the process that started this one, before it ran its own code
+        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
 def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], cached: bool, adapted: bool) -> float:
-    """Arithmetic of a training step, for each answer token, counted on some sequences.
+    """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
-    Counted apart from training: what counts changes how operations are carried out, and so their last digits.
+    Not counted while training: the counter changes how operations are dispatched, and so their last digits.
     """
     batch = collate(examples)
     with torch.random.fork_rng(), torch.no_grad():
@@ -222,14 +268,90 @@ def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], ca
 
 
 def peak_tflops(name: str) -> float | None:
-    """Peak dense bfloat16 arithmetic of a device by its name, in TFLOP/s; None if it is not known."""
+    """Return a device's peak dense bfloat16 arithmetic in TFLOP/s, or None if its name is unknown."""
     return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens now."""
+    """Return whether a step is a multiple of `every`, where 0 means never."""
     return every > 0 and step % every == 0
 
 
 def _figures(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.md with its curves, from a run's log.jsonl and config.yaml alone; return its path."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "eval" in row]
+    plots = folder / "plots"
+    plots.mkdir(exist_ok=True)
+    _plot(plots / "loss.png", "loss (nats a token)", by_depth(steps, "loss"))
+    _plot(plots / "accuracy.png", "accuracy", by_depth(steps, "accuracy"))
+    lengths = {
+        tree: [(row["step"], row["eval"][tree]["acceptance_length"]) for row in evaluations]
+        for tree in evaluations[-1]["eval"]
+    }
+    estimated = [(row["step"], row["estimated_acceptance_length"]) for row in steps]
+    _plot(plots / "acceptance.png", "acceptance length (tokens a round)", {**lengths, "estimated, chain": estimated})
+    _plot(
+        plots / "rate.png",
+        "answer tokens a second",
+        {"": [(row["step"], row["answer_tokens_per_second"]) for row in steps]},
+    )
+    path = folder / "report.md"
+    path.write_text("\n".join(_page(folder, steps, evaluations)) + "\n", encoding="utf-8")
+    return path
+
+
+def by_depth(rows: list[dict[str, Any]], name: str) -> dict[str, list[tuple[int, float]]]:
+    """Return a curve of points (step, value) for each depth."""
+    depths = max((len(row[name]) for row in rows), default=0)
+    return {f"depth {k}": [(row["step"], row[name][k]) for row in rows if len(row[name]) > k] for k in range(depths)}
+
+
+def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[str]:
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    lines = [f"# {config['head']['type']} for {config['target']}", ""]
+    trees = list(evaluations[-1]["eval"])
+    lines += ["## Real acceptance length on held-out prompts", ""]
+    lines += ["| step | held-out loss by depth | " + " | ".join(trees) + " |", "|---|---|" + "---|" * len(trees)]
+    for row in evaluations:
+        losses = " ".join(map(number, row["held_out_loss"]))
+        lengths = [_length(found) for found in row["eval"].values()]
+        lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
+    lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
+    lines += ["![loss](plots/loss.png)", "", "![accuracy](plots/accuracy.png)", "", "![rate](plots/rate.png)", ""]
+    if steps:
+        costs = {name: value for name, value in steps[-1]["costs"].items() if isinstance(value, float)}
+        lines += ["| at the last step | |", "|---|---|"]
+        lines += [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in costs.items()]
+    return [*lines, "", "## Options", "", "```yaml", yaml.safe_dump(config, sort_keys=False).rstrip(), "```"]
+
+
+def _length(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{number(found['acceptance_length'], 3)} ({number(low)} to {number(high)})"
+
+
+def _plot(path: Path, title: str, curves: dict[str, list[tuple[int, float]]]) -> None:
+    from matplotlib.figure import Figure  # imported once, at the end of a run
+
+    curves = {name: [point for point in points if point[1] is not None] for name, points in curves.items()}
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot(
+            [step for step, _ in points],
+            [value for _, value in points],
+            label=name,
+            marker="." if len(points) < 20 else None,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel(title)
+    axes.grid(alpha=0.3)
+    if len(curves) > 1:
+        axes.legend()
+    figure.savefig(path, dpi=110)

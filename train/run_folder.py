@@ -1,38 +1,41 @@
-"""The folder of a training run: what it was asked to do, where it stands, what it found.
+"""The folder of a training run, and files that survive a kill.
 
-config.yaml        the resolved options; a run is continued only with the same ones
-log.jsonl          losses, accuracies and real acceptance, a line each
-checkpoints/step-N everything needed to go on: weights, optimizer, schedule, random state, position in the data
-best/, last/       head checkpoints: by acceptance length, and after the last step
+config.yaml        the resolved options; a run resumes only with the same ones
+log.jsonl          losses, accuracies and measured acceptance, one line each
+checkpoints/step-N all that resuming needs: weights, optimizer, schedule, random state, position in the data
+best/, last/       head checkpoints: of the longest acceptance length, and after the last step
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import importlib.metadata
 import json
 import math
+import os
+import platform
 import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from ..heads import CheckpointMetadata, DraftHead
 from ..heads.checkpoints.files import finish_replacing, json_ready
-from ..heads.checkpoints.save_load import save_head
+from ..inference.models.loading import default_device
+from ..inference.tuning import machine
 from .config import TrainConfig
 from .console import log
-from .engines import from_main
-from .evaluate import Evaluation, summary
-from .files import check_options, whole_lines, write_whole
-from .samples import Sample
-from .tracking import Tracker, flat
 
-CHECKPOINTS = "checkpoints"
+PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
+"""Packages whose versions are saved with every result."""
 FREE_TO_CHANGE = (
     "loop.log_every",
     "loop.eval_every",
@@ -49,12 +52,73 @@ FREE_TO_CHANGE = (
     "output",
     "tracking",
 )
-"""Options, or groups of them, that may differ when a run is continued: they do not change its weights."""
+"""Options, or groups of them, that may differ when a run resumes: they do not change its weights."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`: it becomes `path` as the block ends, and is removed if the block raises."""
+    partial = path.with_suffix(".partial")
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that a reader, or a process that resumes, never finds half-written."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def check_options(
+    holder: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str, free: Sequence[str] = ()
+) -> None:
+    """Refuse to continue work with other options than it was begun with.
+
+    Args:
+        holder: begins the error's text, such as "runs/x holds a run with".
+        before: the options of the earlier start, by dotted names.
+        now: the options of this one.
+        advice: ends the error's text.
+        free: options, or groups of them, that may differ.
+
+    Raises:
+        ValueError: naming the first option that differs, with both values.
+    """
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not {name, name.split(".")[0]} & set(free):
+            raise ValueError(f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}")
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Cut off the last line of a file if it is half-written; return the others."""
+    text = path.read_bytes()
+    length = text.rfind(b"\n") + 1
+    os.truncate(path, length)
+    return text[:length].splitlines()
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Flatten nested options or numbers to one level of dotted names, without those that are None."""
+    if isinstance(value, dict):
+        children: Any = value.items()
+    elif isinstance(value, list) and any(isinstance(item, float) for item in value):
+        children = enumerate(value)
+    else:
+        plain = value if isinstance(value, (int, float, str, bool)) else str(value)
+        return {} if value is None else {name: plain}
+    rows: dict[str, Any] = {}
+    for key, child in children:
+        rows |= flat(child, f"{name}.{key}" if name else str(key))
+    return rows
 
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """State of a run; saved with every checkpoint."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -67,11 +131,11 @@ class Progress:
     best_length: float = 0.0
     """Its acceptance length."""
     falling: int = 0
-    """Evaluations in a row in which acceptance was below the best while the held-out loss sank."""
+    """Evaluations in a row in which acceptance was below the best while the held-out loss fell."""
     held_out_loss: float = math.inf
-    """At the last evaluation, all depths together."""
+    """At the last evaluation, summed over depths."""
     judged: int = 0
-    """The step of the last evaluation; one that was cut off is made again when the run goes on."""
+    """The step of the last evaluation; one that was interrupted is repeated when the run resumes."""
     processes: int = 1
     """How many processes wrote the checkpoint."""
     engine: str = "one process"
@@ -79,61 +143,69 @@ class Progress:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Those of a run's folder that were written to their end, oldest first."""
-    found = (folder / CHECKPOINTS).glob("step-*[0-9]")
+    """List the checkpoints of a run's folder that were written completely, oldest first."""
+    found = (folder / "checkpoints").glob("step-*[0-9]")
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
-    """The options, by dotted names, of the run that a folder holds; none as long as it has no checkpoint."""
+    """Read the options, by dotted names, of the run that a folder holds; none as long as it has no checkpoint."""
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
     return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-class Run:
-    """One run's folder; only the main process writes, except for `save`."""
+def as_begun(config: TrainConfig) -> TrainConfig:
+    """Return the options of a run that resumes as they were at its beginning, where the command leaves them open.
+
+    "auto" is the format that it began with, and a run that began before held_out_limit existed has no limit.
+    """
+    before = earlier_options(Path(config.output))
+    if not before:
+        return config
+    data, loop, target_dtype = config.data, config.loop, config.target_dtype
+    if "data.held_out_limit" not in before:
+        data = dataclasses.replace(data, held_out_limit=None)
+    if loop.precision == "auto":
+        loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
+    if target_dtype == "auto":
+        target_dtype = before.get("target_dtype", "auto")
+    return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
+
+
+class RunFolder:
+    """One run's files. Only the main process writes, except in `save`."""
 
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder = folder
         self.accelerator = accelerator
-        self.tracker = Tracker(accelerator)
-        self.epochs_per_step = 0.0
-        self.best, self.last = folder / "best", folder / "last"
-        self.checkpoints = folder / CHECKPOINTS
+        self.best, self.last, self.checkpoints = folder / "best", folder / "last", folder / "checkpoints"
 
     def claim(self, config: TrainConfig) -> None:
-        """Write down the options, or check that they are those of the run that is already there.
+        """Save the options, or check that they are those of the run that is already there.
 
         Raises:
             ValueError: naming the first option that differs, with both values.
         """
-        path = self.folder / "config.yaml"
-        asked = dataclasses.asdict(config)
+        asked = json_ready(dataclasses.asdict(config))
         if before := earlier_options(self.folder):
             advice = "continue it with its own options, or choose another output folder"
-            check_options(f"{self.folder} holds a run with", before, flat(json_ready(asked)), advice, FREE_TO_CHANGE)
+            check_options(f"{self.folder} holds a run with", before, flat(asked), advice, FREE_TO_CHANGE)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, yaml.safe_dump(json_ready(asked), sort_keys=False))
+            write_whole(self.folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
         self.accelerator.wait_for_everyone()
 
-    @property
-    def id(self) -> str:
-        """By which a tracker knows the run again when it goes on: the folder."""
-        place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()
-        return f"{self.folder.name}-{place[:8]}"
-
     def resume(self, engine: str) -> Progress:
-        """Load the newest whole checkpoint, if there is one, and name those that are half-written.
+        """Load the newest complete checkpoint, if there is one, and name those that are half-written.
 
         Raises:
             ValueError: it was written by an engine, or a number of processes, that this run cannot take over.
         """
         processes = self.accelerator.num_processes
         progress = Progress(processes=processes, engine=engine)
-        whole = from_main(self.accelerator, whole_checkpoints(self.folder))
+        whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]  # the main process's
         for partial in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{partial} is half-written and passed over")
         if whole:
@@ -143,54 +215,46 @@ class Run:
             if not same and not movable:
                 raise ValueError(
                     f"{whole[-1]} was written by {found.engine} on {found.processes} processes, which {engine} on "
-                    f"{processes} cannot go on from; launch it as before, or begin a new run with init_from {self.best}"
+                    f"{processes} cannot resume from; launch it as before, or begin a new run with init_from "
+                    f"{self.best}"
                 )
             if not same:
                 log.info(
-                    f"{whole[-1]} was written by {found.engine} on {found.processes} processes: the data goes on at "
-                    f"the same place, but sums in another order and draws of other processes make the weights of "
-                    f"{engine} on {processes} differ in their last digits"
+                    f"{whole[-1]} was written by {found.engine} on {found.processes} processes: the data continues at "
+                    f"the same place, but sums in another order and random draws of other processes make the weights "
+                    f"of {engine} on {processes} differ in their last digits"
                 )
             self.accelerator.load_state(str(whole[-1]))
             progress = dataclasses.replace(found, processes=processes, engine=engine)
-        if self.accelerator.is_main_process and (self.folder / "log.jsonl").exists():
-            lines = [line.decode() for line in whole_lines(self.folder / "log.jsonl")]
-            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= progress.step]
-            write_whole(self.folder / "log.jsonl", "".join(kept))
         if self.accelerator.is_main_process:
+            rows = self.folder / "log.jsonl"
+            if rows.exists():
+                lines = [line.decode() for line in whole_lines(rows)]
+                kept = [line + "\n" for line in lines if json.loads(line)["step"] <= progress.step]
+                write_whole(rows, "".join(kept))
             finish_replacing(self.best)
         return progress
 
-    @property
     def newest(self) -> Path | None:
-        """The checkpoint that a run would go on from."""
+        """Return the checkpoint that a run would resume from."""
         return next(reversed(whole_checkpoints(self.folder)), None)
 
-    @property
-    def newest_step(self) -> int:
-        """The step of that checkpoint; 0 if there is none."""
-        return 0 if self.newest is None else int(self.newest.name.removeprefix("step-"))
+    def save(self, progress: Progress, keep: int) -> Path:
+        """Write a checkpoint completely or not at all, then remove those older than the newest `keep`.
 
-    def checkpoint(self, step: int) -> Path:
-        """The folder of a step's checkpoint."""
-        return self.checkpoints / f"step-{step:08d}"
-
-    def save(self, progress: Progress, keep: int) -> None:
-        """Write a checkpoint whole or not at all, then remove those older than the newest `keep`."""
-        final = self.checkpoint(progress.step)
-        if from_main(self.accelerator, final.exists()):
-            return
+        Returns:
+            its folder.
+        """
+        final = self.checkpoints / f"step-{progress.step:08d}"
+        if broadcast_object_list([final.exists()])[0]:
+            return final
         partial = final.with_name(final.name + ".partial")
         if self.accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
             self.accelerator.save_state(str(partial))
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # torch and safetensors have their own for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by Python, torch and safetensors
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()  # every process writes a part
@@ -200,47 +264,7 @@ class Run:
             for old in whole_checkpoints(self.folder)[:-keep]:
                 shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
-
-    def judged(
-        self,
-        progress: Progress,
-        head: DraftHead,
-        found: Evaluation,
-        metadata: CheckpointMetadata,
-        adapter: Any,
-        last: bool,
-        samples: list[Sample],
-    ) -> dict[str, Any]:
-        """Log an evaluation; save the head, and its adapter if there is one, if it is the best so far, or the last.
-
-        Returns:
-            The line that was logged.
-        """
-        rows = {name: summary(stats) for name, stats in found.trees.items()}
-        # The others might look when the main process has saved it already.
-        better = from_main(self.accelerator, found.acceptance_length > progress.best_length or not self.best.exists())
-        if better:
-            progress.best_step, progress.best_length = progress.step, found.acceptance_length
-        row: dict[str, Any] = json_ready(
-            {"step": progress.step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
-        )
-        if not self.accelerator.is_main_process:
-            return row
-        axes = {"epoch": self.epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
-        self.tracker.log({**axes, "eval": curves(found, progress)}, progress.step)
-        rates = {tree: figures["acceptance_rate_by_depth"] for tree, figures in row["eval"].items()}
-        self.tracker.show(rates, samples, progress.step)
-        self.log(row)
-        log.info(
-            f"step {progress.step}  acceptance length: "
-            + ", ".join(f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items())
-            + f" on {len(found.trees['chain'].rows)} held-out prompts; best so far {progress.best_length:.3f}"
-        )
-        if better:
-            save_head(head, self.best, metadata, adapter)
-        if last:
-            save_head(head, self.last, metadata, adapter)
-        return row
+        return final
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a line to log.jsonl."""
@@ -248,12 +272,22 @@ class Run:
             file.write(json.dumps(json_ready(row)) + "\n")
 
 
-def curves(found: Evaluation, progress: Progress) -> dict[str, Any]:
-    """An evaluation as a tracker's numbers: held-out loss and accuracy by depth, and acceptance of each tree."""
-    trees = {}
-    for tree, stats in found.trees.items():
-        figures = summary(stats)
-        low, high = figures.pop("interval")
-        trees[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
-    accuracy_K = [row[0] for row in found.accuracy_KI]
-    return {"loss": found.loss_K, "accuracy": accuracy_K, "best_acceptance_length": progress.best_length, **trees}
+def provenance() -> dict[str, Any]:
+    """Return package versions, the processor or GPU with its threads, and the git revision of a checkout."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        revision = None
+    return {"versions": versions, "hardware": hardware(), "git_revision": revision}
+
+
+def hardware() -> str:
+    """Return the first GPU's name; or the processor's, the instruction set that torch uses, and torch's threads."""
+    return machine.hardware(torch.device(default_device()))

@@ -1,13 +1,14 @@
-"""What a run sends to a tracker: numbers under train/ and eval/, acceptance by depth, sample answers, the best head.
+"""Experiment trackers: numbers under train/ and eval/, acceptance by depth, sample answers, the best head.
 
-accelerate's trackers send the numbers; what is more than a number goes to wandb or TensorBoard by their own functions.
-Training never waits for a tracker that cannot be reached, nor ends because of it: numbers wait for the next attempt,
-and all of them are in log.jsonl anyway.
+accelerate's trackers send the numbers; figures, tables and artifacts go to wandb or TensorBoard by their own functions.
+Training neither waits for a tracker that cannot be reached nor ends because of it: numbers wait for the next attempt,
+and log.jsonl has all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import time
@@ -24,23 +25,24 @@ from accelerate.utils import broadcast_object_list
 from ..heads.checkpoints.files import json_ready
 from .config import TrainConfig
 from .console import log
-from .samples import COLUMNS, Sample
+from .evaluate import COLUMNS, Sample
+from .run_folder import flat
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run as WandbRun
 
 RETRY_SECONDS = 60.0
-"""Between a failure and the next attempt, at least."""
+"""Least time between a failure and the next attempt."""
 RETRY_SHARE = 0.05
-"""Most of a run's time that failing attempts may take: wandb gives up on a server after 90 seconds."""
+"""Largest share of a run's time that failing attempts may take: wandb gives up on a server after 90 seconds."""
 MISSED = 10_000
-"""Rows that wait for a tracker, at most; older ones it never gets."""
+"""Most rows that wait for a tracker; older ones are dropped."""
 REFUSALS = r"\b40[0134]\b|permission|not found"
-"""How wandb's server says that a key, an entity or a project is wrong."""
+"""Patterns of the errors with which wandb's server refuses a key, an entity or a project."""
 
 
 class Tracker:
-    """The tracker of a run. Only the main process sends; `start` is called on every process."""
+    """The tracker that `loop.tracker` names. Only the main process sends; `start` is called on every process."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -51,23 +53,24 @@ class Tracker:
         self._name = "none"
         self._upload = False
 
-    def start(self, config: TrainConfig, run_id: str, step: int) -> None:
-        """Begin, or continue, the run of this id.
+    def start(self, config: TrainConfig, step: int) -> None:
+        """Begin the tracker's run, or continue it: its id is the output folder's name and a digest of its path.
 
         Args:
-            config: the resolved options; the tracker gets all of them.
-            run_id: by which the tracker knows the run again.
-            step: of the checkpoint that the run continues from.
+            config: the resolved options, all of which the tracker gets.
+            step: of the checkpoint that the run resumes from.
 
         Raises:
-            ValueError: the tracker refuses a key or an option; on every process.
+            ValueError: on every process, if the tracker refuses a key or an option.
         """
         if config.loop.tracker == "none":
             return
         refused: list[str | None] = [None]
         if self.accelerator.is_main_process:
             self._name, self._upload = config.loop.tracker, config.tracking.upload
-            self._begin = partial(self._init, config, run_id, step)
+            folder = Path(config.output)
+            digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+            self._begin = partial(self._init, config, f"{folder.name}-{digest[:8]}", step)
             try:
                 self._attempt()
             except ValueError as error:
@@ -76,23 +79,15 @@ class Tracker:
             raise ValueError(message)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Send numbers, after those that are still waiting.
-
-        Args:
-            values: nested; names become `train/loss/0`.
-            step: that they belong to.
-        """
+        """Send numbers, after those that are still waiting; nested names become `train/loss/0`."""
         if self._begin is not None:
             self._missed.append((slashed(values), step))
             self._attempt()
 
     def show(self, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
-        """Send what an evaluation found besides numbers; lost if the tracker cannot be reached.
+        """Send an evaluation's acceptance rates by depth, for each tree, and its sample answers.
 
-        Args:
-            rates: acceptance rate by depth, for each tree.
-            samples: answers with their accepted tokens marked.
-            step: of the evaluation.
+        They are lost if the tracker cannot be reached.
         """
         show = {"wandb": _show_in_wandb, "tensorboard": _show_in_tensorboard}.get(self._name)
         if show is not None and self._reached:
@@ -100,12 +95,7 @@ class Tracker:
             self._forgiven(lambda: show(tracker, rates, samples, step))
 
     def close(self, best: Path, failed: bool = False) -> None:
-        """Send what is waiting and the best head, and end the tracker's run.
-
-        Args:
-            best: the head's folder.
-            failed: whether the run ends by an error.
-        """
+        """Send the waiting rows and the best head's folder, and end the tracker's run, as failed or finished."""
         if self._begin is None:
             return
         self._next_attempt = 0.0
@@ -121,11 +111,7 @@ class Tracker:
         self.accelerator.trackers, self._begin, self._reached = [], None, False
 
     def _attempt(self, last: bool = False) -> None:
-        """Send all rows that wait, unless an attempt failed a short while ago.
-
-        Raises:
-            ValueError: the tracker refuses a key or an option at its first start.
-        """
+        """Send all waiting rows, unless an attempt failed recently; a tracker's refusal is a ValueError."""
         began = time.monotonic()
         if began < self._next_attempt:
             return
@@ -165,7 +151,7 @@ class Tracker:
             self.accelerator.log(values, step=step)
 
     def _init(self, config: TrainConfig, run_id: str, step: int) -> None:
-        self.accelerator.trackers = []  # without one that failed to start
+        self.accelerator.trackers = []  # drop one that failed to start
         names, options = config.tracking, json_ready(dataclasses.asdict(config))
         given = os.environ.get("WANDB_PROJECT") if self._name == "wandb" else None
         project = names.project or given or "headstart"
@@ -182,7 +168,7 @@ class Tracker:
         elif self._name == "trackio":
             more = {"name": names.name or run_id, "resume": "allow", **({"group": names.group} if names.group else {})}
         elif step > 0:
-            more = {"purge_step": step + 1}  # what a killed run wrote after its checkpoint is written again
+            more = {"purge_step": step + 1}  # a killed run's rows after its checkpoint are sent again
         self.accelerator.init_trackers(
             project, config=options if self._name == "wandb" else flat(options), init_kwargs={self._name: more}
         )
@@ -197,7 +183,7 @@ class Tracker:
 
 
 def check_tracker(config: TrainConfig) -> None:
-    """Refuse, before any long work, a tracker that cannot work here.
+    """Refuse, before any long work, a tracker that cannot run here.
 
     Raises:
         ValueError: its package is not installed, or wandb has no key.
@@ -215,7 +201,7 @@ def check_tracker(config: TrainConfig) -> None:
     if (os.environ.get("WANDB_MODE") or wandb.setup().settings.mode) not in ("online", "shared"):
         return
     try:
-        wandb.login(verify=False)  # whether there is a key, not whether the server can be asked about it
+        wandb.login(verify=False)  # checks that there is a key, without asking the server
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise ValueError(
             f"loop.tracker wandb has no key that it could use: {error} Run `wandb login`, set WANDB_API_KEY, or choose "
@@ -224,7 +210,7 @@ def check_tracker(config: TrainConfig) -> None:
 
 
 def _refuses(name: str, error: Exception) -> bool:
-    """Whether a failure to start is the user's to mend, and not the network's."""
+    """Return whether a failure to start is an error of the user's, and not of the network."""
     if name != "wandb":
         return isinstance(error, (TypeError, ValueError))
     import wandb
@@ -278,21 +264,6 @@ def _upload(run: WandbRun, best: Path) -> None:
     run.log_artifact(artifact, aliases=["best"])
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested options or numbers as one level of dotted names; those that are not set are left out."""
-    if isinstance(value, dict):
-        children: Any = value.items()
-    elif isinstance(value, list) and any(isinstance(item, float) for item in value):
-        children = enumerate(value)
-    else:
-        plain = value if isinstance(value, (int, float, str, bool)) else str(value)
-        return {} if value is None else {name: plain}
-    rows: dict[str, Any] = {}
-    for key, child in children:
-        rows |= flat(child, f"{name}.{key}" if name else str(key))
-    return rows
-
-
 def slashed(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested numbers under names by which trackers group them, `train/loss/0`; what was not measured is left out."""
+    """Flatten nested numbers to the names by which trackers group them, `train/loss/0`, without those not measured."""
     return {name.replace(".", "/"): value for name, value in flat(json_ready(values)).items()}

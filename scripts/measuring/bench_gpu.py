@@ -71,7 +71,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
     from headstart.scripts.measuring import gpu_rounds
     from headstart.scripts.measuring.bandwidth import memory_bandwidth
     from headstart.scripts.measuring.gpu_training import head_options, told_training, training_of
-    from headstart.train.provenance import provenance
+    from headstart.train.run_folder import provenance
 
     unknown = sorted(set(config.shapes) - set(gpu_rounds.SHAPES))
     if unknown:

@@ -13,12 +13,11 @@ from headstart.heads import HEADS
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.config import DataConfig, LoopConfig, TrainConfig
-from headstart.train.data.batches import Share, collate
+from headstart.train.data.batches import Share, Step, collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import OnlineFeatures
-from headstart.train.report import Report
-from headstart.train.run_folder import Progress, Run
-from headstart.train.setup import Setup
+from headstart.train.report import StepClock
+from headstart.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.gpu
 STEPS = 2
@@ -53,14 +52,13 @@ def trained(target, head, config, monkeypatch, after_step=lambda: None):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(accelerator.state, "device", target.device)  # which all accelerators of a process share
     share = Share(0, 1, 2)
-    run = Run(loop.Path(config.output), accelerator)
-    setup = Setup(target, head, {}, [], [], [], 1.0)
-    engine = loop.build_engine(accelerator, share, run, setup, config, STEPS)
-    report = Report(run, 1000, STEPS, Progress(), 0.0)
-    features, found = OnlineFeatures(target, head), []
-    for _ in range(STEPS):
-        outputs, norm, _ = loop.gradients(engine, batches(), features, 40, report, adapt=True)
-        loop.update(engine)
+    run = RunFolder(loop.Path(config.output), accelerator)
+    inputs = loop.Inputs(target, head, None, {}, [], [], [], 1.0)
+    state = loop.build_state(accelerator, share, run, inputs, config, STEPS)
+    clock, features, found = StepClock(accelerator.device), OnlineFeatures(target, head), []
+    for step in range(1, STEPS + 1):
+        outputs, norm, _ = loop.gradients(state, Step(0, batches(), 40), features, clock, step, adapt=True)
+        loop.update(state)
         after_step()
         found.append([*(float(output.loss.detach()) for output in outputs), norm])
     return found

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from headstart.heads import TargetInfo, build_head
 from headstart.scripts.command_line import options
-from headstart.train import precision
+from headstart.train import engines
 from headstart.train.config import TrainConfig
 from headstart.train.memory_plan import plan_run
 
@@ -142,7 +142,7 @@ def planned(path, folder, **changes):
 @pytest.fixture(autouse=True)
 def bfloat16_is_faster(monkeypatch):
     """As on the machines that the files name."""
-    monkeypatch.setattr(precision, "_timed", lambda: 0.5)
+    monkeypatch.setattr(engines, "_timed", lambda: 0.5)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

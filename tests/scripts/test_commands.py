@@ -418,7 +418,7 @@ def test_a_head_that_cannot_be_built_is_refused_in_one_line(
 
 def test_a_stop_ends_a_command_with_status_0(run, monkeypatch):
     def stopped(_):
-        raise loop.Stopped("stopped at step 3 of 9; the same command goes on from there")
+        raise loop.Stopped("stopped at step 3 of 9; the same command continues from there")
 
     monkeypatch.setattr(loop, "train", stopped)
     status, shown, errors = run("train", *REQUIRED["train"])

@@ -25,7 +25,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from headstart.scripts.command_line import options
-from headstart.train import evaluate, loop, precision
+from headstart.train import engines, evaluate, loop
 from headstart.train.config import TrainConfig
 from headstart.train.console import Stopped, show_on_console
 from headstart.train.features import online as features
@@ -67,7 +67,12 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
             seen.dtypes.add(str(output.dtype))
 
     patched.append(nn.modules.module.register_module_forward_hook(linear))
-    answer, judge, end_step, find = evaluate.real_acceptance, loop.evaluate, loop.Report.end_step, features.by_length
+    answer, judge, end_step, find = (
+        evaluate.real_acceptance,
+        loop.evaluate,
+        loop.MetricsLogger.end_step,
+        features.by_length,
+    )
     rounds = [0]
 
     def real_acceptance(target: Any, head: Any, tree: Any, prompts: Any, tokens: int, between: Any) -> Any:
@@ -101,10 +106,10 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
 
     patch(evaluate, "real_acceptance", real_acceptance)
     patch(loop, "evaluate", judged)
-    patch(loop.Report, "end_step", ended)
+    patch(loop.MetricsLogger, "end_step", ended)
     patch(features, "by_length", by_length)
     patch(features, "BATCH_TOKENS", job.get("batch_tokens", features.BATCH_TOKENS))
-    patch(precision, "formats", lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)))
+    patch(engines, "formats", lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)))
 
 
 def main() -> None:

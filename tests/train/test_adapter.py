@@ -25,9 +25,9 @@ from headstart.train.config import AdapterConfig
 from headstart.train.console import Stopped
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
+from headstart.train.data.split import split_examples
 from headstart.train.evaluate import prompt_of
 from headstart.train.loop import train
-from headstart.train.setup import split_examples
 
 STEPS, JOINT_FROM = 12, 6
 MODULES = ["q_proj", "o_proj", "down_proj"]

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import headstart.train
 from headstart.train import Callback, Progress, Stopped, TrainConfig, train
-from headstart.train.callbacks import Callbacks
 from headstart.train.console import StopRequest
+from headstart.train.loop import Callbacks
 
 ROOT = Path(__file__).parents[2]
 

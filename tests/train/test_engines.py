@@ -26,7 +26,7 @@ from accelerate import Accelerator
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target
-from headstart.train import precision
+from headstart.train import engines
 from headstart.train.config import AdapterConfig, FeaturesConfig, OptimConfig
 from headstart.train.data.batches import Share
 from headstart.train.data.chat_template import Example
@@ -85,7 +85,7 @@ def alone_in_bfloat16(options, tmp_path_factory):
     kinds = {"head": in_bfloat16(options), "adapter": with_adapter(options)}
     folder = tmp_path_factory.mktemp("bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision, "formats", lambda config, _: (config.target_dtype, "bfloat16"))
+        patch.setattr(engines, "formats", lambda config, _: (config.target_dtype, "bfloat16"))
         return {kind: train(dataclasses.replace(config, output=str(folder / kind))) for kind, config in kinds.items()}
 
 
@@ -527,14 +527,14 @@ import sys, torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 from headstart.inference import Target
-from headstart.train.features.placement import cut_blocks
+from headstart.train.features.placement import shard_blocks
 
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval().requires_grad_(False)
 tokens_BT = torch.randint(250, (2, 9))
 before = Target(model).read(tokens_BT, (0, -1))
 whole = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-cut_blocks(model)
+shard_blocks(model)
 target = Target(model)
 assert all(map(torch.equal, before, target.read(tokens_BT, (0, -1))))
 states = [block._get_fsdp_state() for block in target.modules.blocks]

@@ -16,9 +16,9 @@ from headstart.inference import Target, load_tokenizer
 from headstart.train import loop
 from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import read_conversations
+from headstart.train.data.split import split_examples
 from headstart.train.features import online as features
 from headstart.train.loop import train
-from headstart.train.setup import split_examples
 
 STEP = 9
 
@@ -118,8 +118,8 @@ def test_a_poisoned_weight_is_noticed_too(options, seen, monkeypatch):
         if self.progress.step == 3:
             seen[-1][1].blocks[1].layers[0].bias.data[0] = float("nan")
 
-    original = loop.Report.end_step
-    monkeypatch.setattr(loop.Report, "end_step", end_step)
+    original = loop.MetricsLogger.end_step
+    monkeypatch.setattr(loop.MetricsLogger, "end_step", end_step)
     with pytest.raises(ValueError, match="step 4: the loss is nan"):
         train(options)
 

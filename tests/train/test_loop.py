@@ -33,12 +33,12 @@ from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.console import Stopped, StopRequest
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
+from headstart.train.data.split import split_examples
 from headstart.train.data.token_cache import count_answer_tokens
 from headstart.train.evaluate import prompt_of
 from headstart.train.features import online as features
 from headstart.train.features.online import online_features
 from headstart.train.loop import train
-from headstart.train.setup import split_examples
 
 STEPS = 48
 
@@ -415,8 +415,10 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it_whole(options,
             train(changed(options, loop={"keep": 1}))
     assert "step-00000007" in checkpoints_of(folder)
     assert not (folder / "checkpoints" / "step-00000014").exists()
-    steps, stepping = [], loop.Report.start_step
-    monkeypatch.setattr(loop.Report, "start_step", lambda self: steps.append(self.progress.step) or stepping(self))
+    steps, stepping = [], loop.MetricsLogger.start_step
+    monkeypatch.setattr(
+        loop.MetricsLogger, "start_step", lambda self: steps.append(self.progress.step) or stepping(self)
+    )
     train(options)
     assert steps[0] == 7
     assert same_outcome(folder, undisturbed)
@@ -450,17 +452,21 @@ def test_killed_while_the_options_are_written_down_a_run_can_start_again(options
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(options, undisturbed, monkeypatch, when):
-    folder, original = Path(options.output), loop.Run.judged
+    folder, original = Path(options.output), loop.MetricsLogger.log_evaluation
 
-    def judged(self, progress, *arguments, **settings):
-        if progress.step == STEPS and when == "before":
+    def log_evaluation(self, *given):
+        if self.progress.step == STEPS:
             raise Killed
-        original(self, progress, *arguments, **settings)
-        if progress.step == STEPS:
-            raise Killed
+        return original(self, *given)
+
+    def killed(run):
+        raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "judged", judged)
+        if when == "before":
+            patch.setattr(loop.MetricsLogger, "log_evaluation", log_evaluation)
+        else:  # the first that happens once the last head is saved
+            patch.setattr(loop, "report_on", killed)
         with pytest.raises(Killed):
             train(options)
     train(options)
@@ -505,7 +511,7 @@ def asks(original, at):
     def asking(*given, **named):
         found = original(*given, **named)
         calls.append(found)
-        for parameter in given[0].module.parameters() if isinstance(given[0], loop.Engine) else ():
+        for parameter in given[0].module.parameters() if isinstance(given[0], loop.TrainState) else ():
             parameter.grad += 1e-3 * torch.rand_like(parameter)  # as if the head drew noise
         if len(calls) == at:
             signal.raise_signal(signal.SIGTERM)
@@ -542,7 +548,7 @@ def test_draws_of_a_step_that_is_cut_off_are_drawn_again():
     torch.manual_seed(5)
     with StopRequest() as stop:
         before = torch.get_rng_state()
-        with suppress(Stopped), stop.at_once(), loop.drawn_again_if_stopped():
+        with suppress(Stopped), stop.at_once(), loop.random_state_kept_if_stopped():
             torch.rand(3)
             signal.raise_signal(signal.SIGTERM)
         assert torch.equal(torch.get_rng_state(), before)
@@ -565,7 +571,7 @@ def test_when_the_time_is_over_a_run_ends_with_the_head_that_it_has(options, mon
     folder = train(short, deadline=0.0)
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 1] and "eval" in rows[1]
-    monkeypatch.setattr(loop, "set_up", lambda *_: pytest.fail("began again"))
+    monkeypatch.setattr(loop, "load_inputs", lambda *_: pytest.fail("began again"))
     assert train(short) == folder
 
 
@@ -629,10 +635,14 @@ def test_a_step_waits_for_the_device_once(options, changed, monkeypatch):
             return original(self)
 
         monkeypatch.setattr(torch.Tensor, name, asked)
-    current, stepping = [None], loop.Report.start_step
-    monkeypatch.setattr(loop.Report, "start_step", lambda self: current.append(self.progress.step) or stepping(self))
-    ended = loop.Report.end_step
-    monkeypatch.setattr(loop.Report, "end_step", lambda self, *given: current.append(None) or ended(self, *given))
+    current, stepping = [None], loop.MetricsLogger.start_step
+    monkeypatch.setattr(
+        loop.MetricsLogger, "start_step", lambda self: current.append(self.progress.step) or stepping(self)
+    )
+    ended = loop.MetricsLogger.end_step
+    monkeypatch.setattr(
+        loop.MetricsLogger, "end_step", lambda self, *given: current.append(None) or ended(self, *given)
+    )
     train(changed(options, loop={"max_steps": 4, "eval_every": 0, "save_every": 0, "micro_batch": 2}))
     assert [wait for wait in waits if wait[0] is not None] == [(step, "tolist") for step in range(4)]
 

@@ -13,9 +13,8 @@ from transformers import LlamaConfig
 from headstart.heads import build_head
 from headstart.scripts.command_line import options
 from headstart.train import memory_plan as plan
-from headstart.train.config import OptimConfig, TrainConfig
-from headstart.train.precision import with_formats
-from headstart.train.setup import head_options
+from headstart.train.config import OptimConfig, TrainConfig, head_options
+from headstart.train.engines import with_formats
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LLAMAS = {

@@ -14,11 +14,12 @@ from accelerate import Accelerator
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference.tuning import machine
-from headstart.train import loop, precision
+from headstart.train import engines, loop
 from headstart.train.config import DataConfig, LoopConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
+from headstart.train.engines import formats, resolved, with_formats
 from headstart.train.loop import train
-from headstart.train.precision import as_begun, formats, resolved, with_formats
+from headstart.train.run_folder import as_begun
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WORDS = ("auto", "float32", "bfloat16", "float16")
@@ -48,7 +49,7 @@ def config(tmp_path):
 
 
 def slow(monkeypatch, ratio):
-    monkeypatch.setattr(precision, "_timed", lambda: ratio)
+    monkeypatch.setattr(engines, "_timed", lambda: ratio)
 
 
 def possible(own, target, head):
@@ -77,7 +78,7 @@ def test_formats_fit_each_other_and_what_was_named(config, monkeypatch, own, tar
 
 @pytest.mark.parametrize(("own", "target", "head"), EVERY)
 def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target, head):
-    monkeypatch.setattr(precision, "_timed", lambda: pytest.fail("measured a CPU"))
+    monkeypatch.setattr(engines, "_timed", lambda: pytest.fail("measured a CPU"))
     words = formats(config(own, target, head), GPU)
     assert words[1] == ("bfloat16" if head == "auto" else head)
     if target == "auto":
@@ -117,15 +118,15 @@ def test_arithmetic_that_is_named_and_slow_is_told_once(config, monkeypatch, hea
 
 def test_the_probe_times_steps_with_autocast_and_without(monkeypatch):
     monkeypatch.undo()
-    clock, linear = [0.0], precision.F.linear
+    clock, linear = [0.0], engines.F.linear
 
     def counted(rows_RD, weight_OI):
         clock[0] += 3.0 if torch.is_autocast_enabled("cpu") else 2.0
         return linear(rows_RD, weight_OI)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(precision.F, "linear", counted)
-    assert precision._timed() == pytest.approx(1.5)
+    monkeypatch.setattr(engines.F, "linear", counted)
+    assert engines._timed() == pytest.approx(1.5)
 
 
 @pytest.fixture
@@ -139,7 +140,9 @@ def test_a_run_logs_and_saves_what_auto_became(automatic, monkeypatch, ratio):
     slow(monkeypatch, ratio)
     begun = []
     monkeypatch.setattr(
-        loop.Run, "claim", lambda run, config, claim=loop.Run.claim: begun.append(config) or claim(run, config)
+        loop.RunFolder,
+        "claim",
+        lambda run, config, claim=loop.RunFolder.claim: begun.append(config) or claim(run, config),
     )
     folder = train(automatic)
     expected = ("float32", "bfloat16" if ratio < 1 else "float32")  # the checkpoint is in float32

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from headstart.heads import build_head
 from headstart.inference import Stats
 from headstart.inference.metrics import RoundRecord
-from headstart.train import final_report, loop, report
+from headstart.train import loop, report
 from headstart.train.console import Stopped
 from headstart.train.data.chat_template import Example
 from headstart.train.loop import train
@@ -159,7 +159,7 @@ def test_the_report_shows_every_evaluation_and_every_option(run_options, tmp_pat
     for name in ("loss", "accuracy", "acceptance", "rate"):
         assert f"(plots/{name}.png)" in text
         assert (folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    curves = final_report.by_depth([{"step": 1, "loss": [3.0, 4.0]}, {"step": 2, "loss": [2.0]}], "loss")
+    curves = report.by_depth([{"step": 1, "loss": [3.0, 4.0]}, {"step": 2, "loss": [2.0]}], "loss")
     assert curves == {"depth 0": [(1, 3.0), (2, 2.0)], "depth 1": [(1, 4.0)]}
 
 
@@ -235,7 +235,7 @@ def test_a_run_stops_when_acceptance_falls_while_the_loss_sinks(
 def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_on(short, changed, monkeypatch):
     config = changed(short, loop={"eval_every": 3, "patience": 1})
     judged_as(monkeypatch, [3, 2, 2], [5, 4, 3])
-    original = loop.judge
+    original = loop.evaluate_and_save
 
     def killed(*given, **more):
         if "last" in more:
@@ -243,10 +243,10 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
         return original(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "judge", killed)
+        patch.setattr(loop, "evaluate_and_save", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     folder = train(config)
     assert max(row["step"] for row in log_of(folder)) == 6
-    head = build_head("medusa", {"num_heads": 2}, loop.set_up(config, Accelerator()).target.info)
+    head = build_head("medusa", {"num_heads": 2}, loop.load_inputs(config, Accelerator()).target.info)
     head.load_state_dict(last(folder))

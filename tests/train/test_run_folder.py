@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
-from headstart.train.run_folder import Run
+from headstart.train.run_folder import RunFolder
 
 
 def config(target, folder):
@@ -17,7 +17,7 @@ def config(target, folder):
 
 
 def test_options_that_never_trained_do_not_claim_the_folder(tmp_path):
-    run = Run(tmp_path / "run", Accelerator())
+    run = RunFolder(tmp_path / "run", Accelerator())
     run.claim(config("typo", run.folder))
     run.claim(config("right", run.folder))
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["target"] == "right"
@@ -34,7 +34,7 @@ def test_options_that_made_no_conversation_do_not_claim_the_file(tmp_path):
 
 
 def test_a_log_without_a_checkpoint_starts_anew(tmp_path):
-    run = Run(tmp_path / "run", Accelerator())
+    run = RunFolder(tmp_path / "run", Accelerator())
     run.folder.mkdir()
     run.log({"step": 10})
     assert run.resume("one process").step == 0

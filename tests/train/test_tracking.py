@@ -23,9 +23,10 @@ from headstart.inference.metrics import RoundRecord
 from headstart.train import loop, tracking
 from headstart.train.config import TrackingConfig
 from headstart.train.console import Stopped
+from headstart.train.evaluate import Sample, marked
 from headstart.train.loop import train
-from headstart.train.samples import Sample, marked
-from headstart.train.tracking import flat, slashed
+from headstart.train.run_folder import flat
+from headstart.train.tracking import slashed
 
 
 def last(folder):
@@ -292,7 +293,7 @@ def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
     def broken(*given):
         raise ValueError("no number")
 
-    monkeypatch.setattr(loop, "check_norm", broken)
+    monkeypatch.setattr(loop, "check_finite", broken)
     with pytest.raises(ValueError, match="no number"):
         train(tracked("wandb"))
     (found,) = runs(offline)
@@ -330,7 +331,7 @@ def test_without_a_key_nothing_is_loaded(tracked, offline, monkeypatch):
     def loaded(*given):
         pytest.fail("the target was loaded")
 
-    monkeypatch.setattr(loop, "set_up", loaded)
+    monkeypatch.setattr(loop, "load_inputs", loaded)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("NETRC", str(offline / "none"))
     with pytest.raises(ValueError, match=r"loop\.tracker wandb has no key .*WANDB_API_KEY.*WANDB_MODE=offline"):

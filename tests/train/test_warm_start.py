@@ -15,8 +15,7 @@ from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.features import online as features
-from headstart.train.loop import train
-from headstart.train.setup import warm_start
+from headstart.train.loop import train, warm_start
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from ...inference import SpeculativeLM
 from ...inference.sequences import Sequences
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..engine import Shared, load
-from ..files import check_options, write_whole
+from ..features.placement import SharedTarget, load_speculative_lm
+from ..run_folder import check_options, write_whole
 from .chat_template import check_lengths, prompt_ids, render
 from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
 
@@ -127,7 +127,7 @@ class _TimeIsOver(Exception):
         self.rows = rows
 
 
-def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: Shared | None = None) -> Path:
+def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> Path:
     """Write the file, or resume it; return its path.
 
     Args:
@@ -149,7 +149,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
-    lm, tokenizer = load(config.target, config.head, output.config.target_dtype, shared)
+    lm, tokenizer = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
     if output.prompts is not None:

@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletion
 
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..files import check_options, whole_lines, write_whole
+from ..run_folder import check_options, whole_lines, write_whole
 from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
 
 RETRIES = 6

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ..console import console
-from ..files import write_whole
+from ..run_folder import write_whole
 from .chat_template import Example, encode
 from .conversations import Source, check_conversation, format_of, values
 

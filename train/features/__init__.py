@@ -1,1 +1,1 @@
-"""What a head trains on: the target's hidden states, online, cached or written by a server."""
+"""Features that a head trains on: the target's hidden states, computed online, cached, or from a server."""

@@ -1,9 +1,9 @@
-"""The target's states on disk: written once, read at random through a memory map.
+"""The feature cache: the target's states on disk, written once, read at random through a memory map.
 
-manifest.json     what the states are of: target, layers, tokenizer, format; anything else is refused
-*.safetensors     shards, each written whole or not at all, named by what it holds
+manifest.json     identity of the states: target, layers, tokenizer, format; a run with another one is refused
+*.safetensors     shards, each written completely or not at all, named by a hash of its sequences
 
-A shard holds sequences one behind the other, all their tokens together N:
+A shard holds sequences one after the other, N tokens in all:
 
     keys       [n, 2] int64     hash of each sequence's tokens
     ends       [n] int64        where each ends
@@ -28,17 +28,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import check_options, replacing, write_whole
+from ..run_folder import check_options, replacing, write_whole
 
 SHARD_BYTES = 2**28
-"""A shard is written as soon as it is this large."""
+"""Size at which a shard is written."""
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
-"""How a state is stored, by word."""
+"""Dtype of a stored state, by the name of the format."""
 Key = bytes
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     shard: Path
     start: int
     stop: int
@@ -46,21 +46,21 @@ class _Place:
 
 
 class FeatureCache:
-    """One folder of states."""
+    """One folder of states, by the hash of a sequence's tokens."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
-        """Open the folder, or begin it.
+        """Open the folder, or create it.
 
         Args:
-            folder: of the manifest and the shards.
-            manifest: what the states are of, with its `format`.
-            shard_bytes: see `SHARD_BYTES`.
+            folder: holds the manifest and the shards.
+            manifest: identity of the states, with their `format`.
+            shard_bytes: size at which a shard is written.
 
         Raises:
-            ValueError: states of something else, with both named, or a shard that cannot be read.
+            ValueError: the folder has another manifest, or a shard that cannot be read.
         """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
-        self._places: dict[Key, _Place] = {}
+        self._locations: dict[Key, _Location] = {}
         self._open: dict[Path, Any] = {}
         self._checked: set[Key] = set()
         self._new: dict[Key, tuple[Tensor, Tensor | None]] = {}
@@ -75,7 +75,7 @@ class FeatureCache:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in the shards that others wrote."""
+        """Open the shards that other processes wrote."""
         for path in sorted(self.folder.glob("*.safetensors")):
             if path in self._open:
                 continue
@@ -83,14 +83,14 @@ class FeatureCache:
             ends = file.get_tensor("ends").tolist()
             keys, checksums = file.get_tensor("keys").numpy(), file.get_tensor("checksums").tolist()
             for key, start, stop, checksum in zip(keys, [0, *ends[:-1]], ends, checksums, strict=True):
-                self._places.setdefault(key.tobytes(), _Place(path, start, stop, checksum))
+                self._locations.setdefault(key.tobytes(), _Location(path, start, stop, checksum))
             self._open[path] = file
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._places or key in self._new
+        return key in self._locations or key in self._new
 
     def add(self, key: Key, states_TLD: Tensor) -> None:
-        """Take a sequence's states; they are on disk after the next `flush`, or once there is a shard's worth."""
+        """Add a sequence's states; they are on disk after the next `flush`, or once they fill a shard."""
         if key in self:
             return
         states, scales = encoded(states_TLD.cpu(), self.format)
@@ -100,33 +100,33 @@ class FeatureCache:
             self.flush()
 
     def read(self, key: Key) -> Tensor:
-        """A sequence's states_TLD, in bfloat16 or float32.
+        """Return a sequence's states_TLD, in bfloat16 or float32.
 
         Raises:
-            ValueError: see `stored`.
+            ValueError: the bytes on disk are corrupt.
         """
         return decoded(*self.stored(key))
 
     def stored(self, key: Key) -> tuple[Tensor, Tensor | None]:
-        """A sequence's states_TLD in the cache's format, and the scales_TL of int8.
+        """Return a sequence's states_TLD in the cache's format, and the scales_TL of int8.
 
         Raises:
-            ValueError: the bytes are not those that were written; the shard is named.
+            ValueError: naming a shard whose bytes are not those that were written.
         """
         if key in self._new:
             return self._new[key]
-        place = self._places[key]
-        file, rows = self._open[place.shard], slice(place.start, place.stop)
+        location = self._locations[key]
+        file, rows = self._open[location.shard], slice(location.start, location.stop)
         states = file.get_slice("states")[rows]
         scales = file.get_slice("scales")[rows] if self.format == "int8" else None
         if key not in self._checked:
-            if _checksum(states, scales) != place.checksum:
-                raise ValueError(f"{place.shard} is corrupt; `--features.repair` has it made anew")
+            if _checksum(states, scales) != location.checksum:
+                raise ValueError(f"{location.shard} is corrupt; `--features.repair` computes it again")
             self._checked.add(key)
         return states, scales
 
     def flush(self) -> None:
-        """Write what is not yet on disk.
+        """Write the states that are not yet on disk as a shard.
 
         Raises:
             OSError: it cannot be written; nothing half-written is left.
@@ -155,7 +155,7 @@ class FeatureCache:
 
 
 def corrupt_shards(folder: Path) -> list[Path]:
-    """The shards of which some sequence is not what was written."""
+    """List the shards in which the bytes of some sequence are not those that were written."""
     return [path for path in sorted(folder.glob("*.safetensors")) if not _intact(path)]
 
 
@@ -174,26 +174,26 @@ def _intact(path: Path) -> bool:
 
 
 def opened(path: Path) -> Any:
-    """A shard's file.
+    """Open a shard.
 
     Raises:
-        ValueError: it is no shard, or was cut off.
+        ValueError: it is no shard, or is truncated.
     """
     try:
         file = safe_open(path, "pt")
         assert {"keys", "ends", "checksums", "states"} <= set(file.keys())
         return file
     except (SafetensorError, OSError, AssertionError) as error:
-        raise ValueError(f"{path} is corrupt ({error}); `--features.repair` has it made anew") from error
+        raise ValueError(f"{path} is corrupt ({error}); `--features.repair` computes it again") from error
 
 
 def key_of(tokens_T: Tensor) -> Key:
-    """By what a sequence's states are found: a hash of its tokens."""
+    """Return the key of a sequence's states: a hash of its tokens."""
     return hashlib.blake2b(tokens_T.to(torch.int32).cpu().numpy().tobytes(), digest_size=16).digest()
 
 
 def encoded(states_TLD: Tensor, word: str) -> tuple[Tensor, Tensor | None]:
-    """States as they are stored, and the scales of int8: the largest number of each token and layer becomes 127."""
+    """Encode states for storage, with the scales of int8: the largest number of each token and layer becomes 127."""
     if word != "int8":
         return states_TLD.to(FORMATS[word]), None
     scales_TL = (states_TLD.float().abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
@@ -201,12 +201,12 @@ def encoded(states_TLD: Tensor, word: str) -> tuple[Tensor, Tensor | None]:
 
 
 def decoded(states_TLD: Tensor, scales_TL: Tensor | None) -> Tensor:
-    """What `encoded` was given, as well as it was kept."""
+    """Decode stored states, exactly but for the rounding of their format."""
     return states_TLD if scales_TL is None else states_TLD.float() * scales_TL[..., None]
 
 
 def bytes_per_token(layers: int, hidden_size: int, word: str) -> int:
-    """What a token's states take on disk."""
+    """Return the bytes that a token's states take on disk."""
     return layers * (hidden_size * FORMATS[word].itemsize + (4 if word == "int8" else 0))
 
 

@@ -1,4 +1,4 @@
-"""What a head trains on: the frozen target's states, computed on the way or read from a cache."""
+"""Sources of features: the frozen target's states, computed in every step or read from a cache."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
 from ..engines import alone, any_process
 from .cached import FORMATS, FeatureCache, bytes_per_token, corrupt_shards, decoded, key_of
-from .placement import cut_over_processes
+from .placement import is_sharded
 from .server_states import take_server_states
 
 BATCH_TOKENS = 8192
-"""Tokens of a batch, padding included, when states are computed before training."""
+"""Tokens of a batch, padding included, of states that are computed before training."""
 
 
 class FeatureSource(Protocol):
-    """What gives a batch's features."""
+    """Gives the features of batches."""
 
     def __call__(self, batch: Batch) -> TargetFeatures:
         """The features of a batch."""
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        """A batch with what of its features can be read before its step, by a worker of the loader."""
+        """Read the features of a batch that are on disk, in a worker of the loader, before its step."""
 
     def settle(self, accelerator: Accelerator) -> None:
-        """Called on every process, where a run may go on from: what was computed so far is on disk afterwards."""
+        """Write all features computed so far to disk; called on every process before a checkpoint."""
 
 
 def online_features(
@@ -48,7 +48,7 @@ def online_features(
 
     Args:
         target: the frozen model.
-        head: says which layers it wants.
+        head: reads the layers `feature_layers`.
         batch: right-padded conversations.
         dtype: of the features, as the head's weights.
     """
@@ -60,54 +60,52 @@ def online_features(
 
 @dataclass(frozen=True)
 class OnlineFeatures:
-    """Computed in every epoch anew."""
+    """Features that are computed in every step."""
 
     target: Target
     head: DraftHead
 
     def __call__(self, batch: Batch) -> TargetFeatures:
-        """See `online_features`."""
         return online_features(self.target, self.head, batch)
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        """Nothing is kept."""
         return batch
 
     def settle(self, accelerator: Accelerator) -> None:
-        """Nothing is kept."""
+        pass
 
 
 def kept_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers whose states a cache holds for a head that reads `layers`: the last one is always among them."""
+    """Return the layers whose states a cache holds for a head that reads `layers`, the last one among them."""
     return tuple(dict.fromkeys((*layers, -1)))
 
 
 class CachedFeatures:
-    """As `online_features`, of states that a cache holds; what it does not hold is computed and added.
+    """Features from a cache, to which missing states are added as they are computed.
 
-    A batch is computed as a whole, and what is trained on is what the cache gives back, also right after it was
-    computed: so a run that was interrupted trains on the same numbers.
+    A batch is computed as a whole, and training reads back what the cache stores, also right after it was computed, so
+    that a run that was interrupted trains on the same numbers.
     """
 
     def __init__(
         self, target: Target, head: DraftHead, cache: FeatureCache, accelerator: Accelerator | None = None
     ) -> None:
-        """Begin.
+        """Read and fill a cache of this model and the head's layers.
 
         Args:
             target: the frozen model.
-            head: says which layers it wants.
-            cache: of this model and these layers.
-            accelerator: of the processes that a target is cut over, each of whose forwards all of them take part in.
+            head: reads the layers `feature_layers`.
+            cache: holds the states.
+            accelerator: of the processes over which the target is sharded, all of which take part in every forward.
         """
         self.target, self.cache, self.layers = target, cache, kept_layers(head.feature_layers)
-        self._together = accelerator if cut_over_processes(target) else None
+        self._together = accelerator if is_sharded(target) else None
         self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
         self._last = self.layers.index(-1)
         self._epoch: int | None = None
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
-        """The features of a batch; on the device they get their dtype, so that few bytes travel."""
+        # Decoded on the device, so that fewer bytes are copied.
         if batch.states_BTLD is None:
             batch = self._stored(batch, self.fill(batch))
         states_BTLD = decoded(_on(self.target, batch.states_BTLD), _on(self.target, batch.scales_BTL)).to(dtype)
@@ -115,15 +113,14 @@ class CachedFeatures:
         return together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        """A batch with its states, if the cache holds all of them."""
-        if epoch != self._epoch:  # a worker has the cache as it was when it was forked
+        if epoch != self._epoch:  # a worker forked the cache as it was then
             self.cache.refresh()
             self._epoch = epoch
         keys = keys_of(batch)
         return self._stored(batch, keys) if all(key in self.cache for key in keys) else batch
 
     def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
-        """A batch with its states out of the cache, in the format in which it holds them."""
+        """Return a batch with its states from the cache, in the cache's format."""
         shape = (*batch.tokens_BT.shape, len(self.layers))
         states_BTLD = torch.zeros((*shape, self.target.info.hidden_size), dtype=FORMATS[self.cache.format])
         scales_BTL = torch.zeros(shape) if self.cache.format == "int8" else None
@@ -135,10 +132,10 @@ class CachedFeatures:
         return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
 
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
-        """Compute all that is missing, every process its part of the batches; Ctrl-C and SIGTERM lose nothing.
+        """Compute all missing states, each process its part of the batches; Ctrl-C and SIGTERM lose nothing.
 
         Raises:
-            Stopped: once what was computed has been written.
+            Stopped: once the computed states have been written.
         """
         lengths = lengths_of(examples)
         batches = by_length(lengths, BATCH_TOKENS)
@@ -148,25 +145,24 @@ class CachedFeatures:
                     group = batches[start : start + accelerator.num_processes]
                     if any_process(accelerator, stop.wanted):
                         break
-                    own = group[accelerator.process_index :][:1]  # the last group may have none for this process
+                    own = group[accelerator.process_index :][:1]  # empty, if the last group has none for this process
                     with stop.at_once(alone(accelerator)):
                         self.fill(collate([examples[i] for batch in own for i in batch]))
                     bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
             self.settle(accelerator)
             if any_process(accelerator, stop.wanted):
-                raise Stopped("stopped; the same command goes on from there")
+                raise Stopped("stopped; the same command continues from there")
 
     def settle(self, accelerator: Accelerator) -> None:
-        """Write what is new, and take in what other processes wrote."""
         self.cache.flush()
         accelerator.wait_for_everyone()
         self.cache.refresh()
 
     def fill(self, batch: Batch) -> list[bytes]:
-        """Compute a batch of which the cache misses something; the keys of its sequences.
+        """Compute the states of a batch, unless the cache has all of them; return the keys of its sequences.
 
-        With a target that is cut over processes, all of them call this at the same time, and run the target if the
-        batch of any misses something.
+        With a target that is sharded over processes, all of them call this at the same time, and run the target if the
+        states of any batch are missing.
         """
         keys = keys_of(batch)
         missing = any(key not in self.cache for key in keys)
@@ -188,7 +184,7 @@ def feature_source(
     config: TrainConfig,
     epochs: float,
 ) -> FeatureSource:
-    """What `features.mode` asks for; `auto` keeps states if they are read again and take no more than its limit."""
+    """Build the source that `features.mode` names; `auto` caches states that are read again and fit in its limit."""
     options = config.features
     gib = cache_bytes(target, head, config) * sum(lengths_of(examples)) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
@@ -209,10 +205,10 @@ def feature_source(
 def open_cache(
     accelerator: Accelerator, target: Target, head: DraftHead, origin: dict[str, Any], config: TrainConfig
 ) -> FeatureCache:
-    """The run's cache, begun by the first process.
+    """Open the run's cache, created by the main process.
 
     Raises:
-        ValueError: what is there belongs to another target, head or tokenizer.
+        ValueError: the folder holds states of another target, head or tokenizer.
     """
     model = {name: origin[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
     manifest = {
@@ -231,12 +227,12 @@ def open_cache(
 
 
 def cache_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
-    """What a token's states take on disk."""
+    """Return the bytes that a token's states take on disk."""
     return bytes_per_token(len(kept_layers(head.feature_layers)), target.info.hidden_size, config.features.format)
 
 
 def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
-    """A batch with its states, on the target's device."""
+    """Combine a batch with its states, on the target's device."""
     return TargetFeatures(
         features_BTF=features_BTF,
         last_BTD=last_BTD,
@@ -248,7 +244,7 @@ def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tenso
 
 
 def by_length(lengths: list[int], tokens: int) -> list[list[int]]:
-    """Sequences of similar lengths in batches, the longest first, of at most so many tokens with their padding."""
+    """Batch sequences of similar lengths, the longest first, to at most `tokens` with padding; return their indices."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []
     first = 0
@@ -260,7 +256,7 @@ def by_length(lengths: list[int], tokens: int) -> list[list[int]]:
 
 
 def keys_of(batch: Batch) -> list[bytes]:
-    """By what the cache finds the states of each sequence of a batch."""
+    """Return the cache's key of each sequence of a batch."""
     return [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
 
 

@@ -1,13 +1,15 @@
-"""Targets that do not fit on one device: cut over the processes, or spread over the devices of one.
+"""Loading the frozen target: whole on every process, sharded over the processes, or spread over one's devices.
 
-`shard` cuts every decoder block over the processes (torch's fully_shard, whatever engine trains the head): a block is
-gathered while the one before it runs, and forgotten after it. `spread` lays whole blocks on one device after the other.
-Embedding, final norm and LM head stay whole on every process, for heads read their weights.
+`shard` shards every decoder block over the processes (torch's fully_shard, whatever engine trains the head): a block is
+gathered while the one before it runs, and freed after it. `spread` places whole blocks on one device after the other.
+Embedding, final norm and LM head stay whole on every process, since heads read their weights.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -15,18 +17,57 @@ from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...inference import Target
+from ...inference import SpeculativeLM, Target, load_tokenizer
 from ...inference.models.loading import locate
 from ..config import TrainConfig, dtype_of
+from ..console import log
+from ..data.chat_template import check_tokenizer
+
+
+@dataclass(frozen=True)
+class SharedTarget:
+    """A target and its tokenizer for several pieces of work in one process, loaded once, at their first use."""
+
+    name: str
+    dtype: str
+
+    @cached_property
+    def target(self) -> Target:
+        """The model in inference mode."""
+        self.tokenizer  # noqa: B018  # its errors come before a long download
+        log.info(f"loading {self.name}")
+        return Target.from_pretrained(self.name, self.dtype)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, checked to have a chat template."""
+        tokenizer = load_tokenizer(self.name)
+        check_tokenizer(tokenizer, self.name)
+        return tokenizer
+
+
+def load_speculative_lm(
+    target: str, head: str | None, dtype: str, shared: SharedTarget | None = None, **options: Any
+) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    """Load a tokenizer and a target, unless they are shared, and a drafter for it.
+
+    Raises:
+        ValueError: a target, head or option that `SpeculativeLM.from_pretrained` refuses.
+    """
+    if shared is not None:
+        return SpeculativeLM.from_pretrained(shared.target, head, **options), shared.tokenizer
+    tokenizer = load_tokenizer(target)  # first: its errors come before a long download
+    check_tokenizer(tokenizer, target)
+    return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """The config's target, placed as `target_placement` says.
+    """Load the config's target, placed by `target_placement`.
 
     Raises:
-        ValueError: nothing to load, or a placement that this launch cannot give.
+        ValueError: no such model, or a placement that this launch does not allow.
     """
     dtype, placement = dtype_of(config.target_dtype), config.target_placement
     options = loading_options(config)
@@ -50,18 +91,18 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
 
 
 def loading_options(config: TrainConfig) -> dict[str, Any]:
-    """The config's options for transformers' `from_pretrained`; those that are null are left to it."""
+    """Return the config's options for transformers' `from_pretrained`, without those that are null."""
     given = {"attn_implementation": config.target_attention, "quantization_config": config.target_quantization}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def cut_over_processes(target: Target) -> bool:
-    """Whether each forward is one of all processes together: its blocks are gathered from them."""
+def is_sharded(target: Target) -> bool:
+    """Return whether every forward needs all processes, from which its blocks are gathered."""
     return any(isinstance(module, FSDPModule) for module in target.model.modules())
 
 
 def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) -> Target:
-    """Only the first process reads the weights; the others get their parts from it."""
+    """Load a target on the main process only; the others get their shards from it."""
     weights: dict[str, Any] = {}
     provenance: list[Any] = [None]
     if accelerator.is_main_process:
@@ -70,7 +111,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     else:
         model = empty_model(config, dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    cut_blocks(model)
+    shard_blocks(model)
     model.to_empty(device=accelerator.device)
     model.tie_weights()
     for name, buffer in model.named_buffers():
@@ -82,18 +123,18 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     return target
 
 
-def cut_blocks(model: PreTrainedModel) -> None:
-    """Cut every block over the processes, each to be gathered while the block before it runs.
+def shard_blocks(model: PreTrainedModel) -> None:
+    """Shard every block over the processes, each to be gathered while the block before it runs.
 
-    The model itself is wrapped, too, although nothing of it is cut: blocks with no wrapped module around them would
-    each wait for all that was launched before, and no gathering would overlap with computing. Not its decoder, whose
-    class transformers looks up to return hidden states.
+    The model itself is wrapped, too, although none of it is sharded: blocks without a wrapped module around them would
+    each wait for all work launched before, and no gathering would overlap with computing. Not its decoder: transformers
+    looks up its class to return hidden states.
     """
-    ends = Target(model).modules
-    blocks = cast(list[FSDPModule], list(ends.blocks))
-    for block in ends.blocks:
+    modules = Target(model).modules
+    blocks = cast(list[FSDPModule], list(modules.blocks))
+    for block in modules.blocks:
         fully_shard(block, reshard_after_forward=True)
-    own = {id(parameter) for block in ends.blocks for parameter in block.parameters()}
+    own = {id(parameter) for block in modules.blocks for parameter in block.parameters()}
     whole = {parameter for parameter in model.parameters() if id(parameter) not in own}
     fully_shard(model, reshard_after_forward=True, ignored_params=whole)
     for current, following in itertools.pairwise(blocks):
@@ -101,25 +142,25 @@ def cut_blocks(model: PreTrainedModel) -> None:
 
 
 def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
-    """Whole blocks on one device after the other; what does not fit on any stays in the host's memory."""
+    """Place whole blocks on one device after the other; those that fit on none stay in the host's memory."""
     model = empty_model(config, dtype)
     keep = model._no_split_modules
-    places = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep)
-    first = next(iter(places.values()))
-    ends = {
+    devices = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep)
+    first = next(iter(devices.values()))
+    outer = {
         id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings(), Target(model).modules.norm)
     }
-    places |= {name: first for name, part in model.named_modules() if id(part) in ends}
-    return Target.load(config.target, dtype, places, config.target_revision, loading_options(config))
+    devices |= {name: first for name, part in model.named_modules() if id(part) in outer}
+    return Target.load(config.target, dtype, devices, config.target_revision, loading_options(config))
 
 
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights, its buffers computed."""
+    """Build the model without weights, its buffers computed."""
     folder, gguf = locate(config.target)
     options = {"gguf_file": gguf} if gguf else {}
     shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
     with init_empty_weights(include_buffers=False):
         given = {} if config.target_attention is None else {"attn_implementation": config.target_attention}
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype, **given))
-    model.tie_weights()  # every parameter was made anew, shared ones twice
+    model.tie_weights()  # shared parameters were made twice
     return model

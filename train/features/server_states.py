@@ -1,14 +1,14 @@
-"""States of the target that a vLLM server made, in the files of the package speculators, put into a run's cache.
+"""Import of the target's states that a vLLM server computed, in the files of the package speculators, into a cache.
 
-hs_NUMBER.safetensors holds one sequence of T tokens, NUMBER being its place in the data:
+hs_NUMBER.safetensors holds one sequence of T tokens; NUMBER is its index in the data:
 
     token_ids      [T]        the tokens
-    hidden_states  [T, L, D]  a residual stream for each layer that the server was asked for; the last one lies behind
+    hidden_states  [T, L, D]  the residual stream at each layer that the server was asked for; the last one is after
                               the last block, before the final norm
 
-speculators names a layer by the block whose input it is: its k is our feature layer k - 1, and the number of blocks
-names the stream behind the last one. So the target that makes the states and the trainer may be on different machines;
-the trainer still loads its own for the embedding, the LM head, the final norm and the evaluation.
+speculators numbers a layer by the block whose input it is: its k is our feature layer k - 1, and the number of blocks
+stands for the stream after the last one. The server and the trainer may be different machines; the trainer still loads
+the target for its embedding, LM head, final norm and the evaluation.
 """
 
 from __future__ import annotations
@@ -34,20 +34,27 @@ def take_server_states(
     folder: Path,
     server_layers: Sequence[int],
 ) -> int:
-    """Put the states of every example into the cache; the number of sequences that were added.
+    """Add the states of every example to the cache; return the number of sequences that were added.
 
     Args:
-        cache: of the run.
-        target: whose states they are.
-        layers: that the cache holds of a token, in our count, -1 for the state after the final norm.
+        cache: the run's cache.
+        target: the model that the server ran.
+        layers: feature layers that the cache holds, -1 for the state after the final norm.
         examples: the sequences to train on.
-        folder: of the server's files.
-        server_layers: what the files hold of a token, in speculators' count and their order.
+        folder: holds the server's files.
+        server_layers: layers that the files hold, in their order and by speculators' numbers.
 
     Raises:
-        ValueError: a file that is not as it should be, or examples whose states are in none; named.
+        ValueError: naming an invalid file, or examples whose states are missing.
     """
-    columns = _columns(target, layers, server_layers)
+    blocks = target.info.num_layers
+    wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
+    if lacking := [layer for layer in wanted if layer not in server_layers]:
+        raise ValueError(
+            f"features.server_layers {list(server_layers)} lack {lacking}: the head reads {wanted} in the server's "
+            f"count (the input of a block; {blocks} is what leaves the last one)"
+        )
+    columns = [list(server_layers).index(layer) for layer in wanted]
     files = sorted(folder.glob("hs_*.safetensors"))
     if not files:
         raise ValueError(f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors")
@@ -58,29 +65,16 @@ def take_server_states(
         tokens_T, states_TLD = _read(path, target, len(server_layers))
         key = key_of(tokens_T)
         if key in missing:
-            cache.add(key, _chosen(states_TLD, target, layers, columns))
+            cache.add(key, _selected(states_TLD, target, layers, columns))
             del missing[key]
             added += 1
     if missing:
-        raise ValueError(_what_is_missing(list(missing.values()), len(examples), folder))
+        raise ValueError(_missing_states(list(missing.values()), len(examples), folder))
     return added
 
 
-def _columns(target: Target, layers: Sequence[int], server_layers: Sequence[int]) -> list[int]:
-    """For each of our layers, which of the server's it is."""
-    blocks = target.info.num_layers
-    wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
-    lacking = [layer for layer in wanted if layer not in server_layers]
-    if lacking:
-        raise ValueError(
-            f"features.server_layers {list(server_layers)} lack {lacking}: the head reads {wanted} in the server's "
-            f"count (the input of a block; {blocks} is what leaves the last one)"
-        )
-    return [list(server_layers).index(layer) for layer in wanted]
-
-
 def _read(path: Path, target: Target, count: int) -> tuple[Tensor, Tensor]:
-    """The tokens and the states of a file, checked."""
+    """Read and check the tokens and the states of a file."""
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -107,8 +101,8 @@ def _read(path: Path, target: Target, count: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _chosen(states_TLD: Tensor, target: Target, layers: Sequence[int], columns: Sequence[int]) -> Tensor:
-    """The states that the cache holds; the one that heads know as -1 is behind the final norm."""
+def _selected(states_TLD: Tensor, target: Target, layers: Sequence[int], columns: Sequence[int]) -> Tensor:
+    """Select the states that the cache holds, and apply the final norm to the one that heads know as -1."""
     parts = []
     for layer, column in zip(layers, columns, strict=True):
         states_TD = states_TLD[:, column].to(target.device, target.dtype)
@@ -116,8 +110,8 @@ def _chosen(states_TLD: Tensor, target: Target, layers: Sequence[int], columns: 
     return torch.stack(parts, dim=1)
 
 
-def _what_is_missing(missing: list[Example], count: int, folder: Path) -> str:
-    """An error's text: how many there are, and how the first one differs from the file of its number."""
+def _missing_states(missing: list[Example], count: int, folder: Path) -> str:
+    """Tell how many sequences have no states, and how the first one differs from the file of its number."""
     first = missing[0]
     told = f"{len(missing)} of {count} sequences to train on have no states in {str(folder)!r}"
     path = folder / f"hs_{first.conversation}.safetensors"

@@ -10,7 +10,7 @@ import torch
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.scripts.measuring.comparison import first_difference
-from headstart.train.provenance import hardware
+from headstart.train.run_folder import hardware
 
 pytestmark = pytest.mark.isa
 VOCAB, PROMPT = 97, 9

@@ -190,7 +190,7 @@ def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_p
 
 def test_a_finished_file_is_left_alone(config, monkeypatch):
     content = made(config)
-    monkeypatch.setattr(selfmade, "load", lambda *_: pytest.fail("loaded something"))
+    monkeypatch.setattr(selfmade, "load_speculative_lm", lambda *_: pytest.fail("loaded something"))
     assert made(config) == content
 
 
@@ -252,7 +252,7 @@ def test_when_the_time_is_over_what_has_ended_is_kept_and_the_file_is_finished(c
     rows = rows_of(make_conversations(config, deadline=0.0).read_bytes())
     assert selfmade.ENOUGH <= len(rows) < 50
     assert all(row["finished"] or row["tokens"] == 14 for row in rows)
-    monkeypatch.setattr(selfmade, "load", lambda *_: pytest.fail("loaded something"))
+    monkeypatch.setattr(selfmade, "load_speculative_lm", lambda *_: pytest.fail("loaded something"))
     assert rows_of(made(config)) == rows
 
 

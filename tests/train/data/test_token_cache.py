@@ -19,6 +19,7 @@ from headstart.inference import Target, load_tokenizer
 from headstart.train import setup
 from headstart.train.data import token_cache
 from headstart.train.data.conversations import open_sources, read_sources
+from headstart.train.data.split import rendering, split_cache, split_examples
 from headstart.train.data.token_cache import (
     Rendering,
     answers_of,
@@ -28,7 +29,7 @@ from headstart.train.data.token_cache import (
     lengths_of,
 )
 from headstart.train.loop import check_same_everywhere, train
-from headstart.train.setup import split_as_begun, split_cache, split_examples
+from headstart.train.run_folder import as_begun
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened,
     rows, numbers = read_sources(config.data.sources, limit)
     expected = split_examples(rows, config, target, tokenizer)
     sources = open_sources(config.data.sources, limit)
-    cache = cached_sequences(sources, setup.rendering(config, target, tokenizer), config.data.cache, num_proc)
+    cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, num_proc)
     training, held_out = split_cache(cache, config)
     assert (list(training), held_out) == expected
     assert len(expected[0]) + len(expected[1]) == (37 if limit is None else 18)
@@ -259,12 +260,12 @@ def test_a_limit_on_what_is_held_out_counts(config, opened, changed):
 
 
 def test_a_run_that_began_before_there_was_a_limit_goes_on_without_one(config, changed):
-    assert split_as_begun(config) == config
+    assert as_begun(config) == config
     (Path(config.output) / "checkpoints" / "step-00000001").mkdir(parents=True)
     options = dataclasses.asdict(config)
     for before, limit in (({"held_out_limit": 7}, 1000), ({}, None)):
         del options["data"]["held_out_limit"]
         options["data"] |= before
         (Path(config.output) / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(options))))
-        assert split_as_begun(config).data.held_out_limit == limit
+        assert as_begun(config).data.held_out_limit == limit
         options["data"]["held_out_limit"] = None
