@@ -34,13 +34,14 @@ from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
-from headstart.train.config import TrainConfig, head_options, set_up
+from headstart.train.config import TrainConfig, head_options
 from headstart.train.console import console
 from headstart.train.data.batches import Batch, Order, collate
 from headstart.train.engines import autocast, resolved
 from headstart.train.features.cached import FORMATS, FeatureCache, bytes_per_token
 from headstart.train.features.online import CachedFeatures, kept_layers, online_features
 from headstart.train.features.placement import load_target
+from headstart.train.loop import load_inputs
 from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
 from headstart.train.run_folder import hardware

@@ -16,7 +16,6 @@ import yaml
 from accelerate import Accelerator
 
 from headstart.inference import Target, load_tokenizer
-from headstart.train import setup
 from headstart.train.data import token_cache
 from headstart.train.data.conversations import open_sources, read_sources
 from headstart.train.data.split import rendering, split_cache, split_examples
