@@ -17,7 +17,7 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..heads import DraftHead, HeadOutput
-from ..heads.checkpoints.save_load import json_ready
+from ..heads.checkpoints.files import json_ready
 from ..inference import Target
 from .console import duration, log, number
 from .data.batches import collate
