@@ -1,4 +1,4 @@
-"""What decodes: the frozen target, its cache, trees, verification and the loop."""
+"""Speculative decoding: the frozen target, its KV cache, draft trees, acceptance rules and the loop."""
 
 from .custom_generate import custom_generate, generate_from
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult

@@ -36,7 +36,7 @@ def custom_generate(
     compile: bool | str = "auto",
     dtype: torch.dtype | str = "auto",
 ) -> Callable[..., Tensor | GenerateOutput]:
-    """What drafts for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
+    """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
     Args:
         head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none.
@@ -110,7 +110,7 @@ def generate_from(
 
 
 class _Engines(WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], SpeculativeLM]]):
-    """What decodes a model for whoever asks, with its options: for each its last one.
+    """The latest `SpeculativeLM` of a model for each caller, with its options.
 
     An engine holds its model, so whatever holds the engine keeps the model alive; the model itself may. Copies of the
     model, and files that it is pickled to, get None in its place.

@@ -1,8 +1,8 @@
-"""Logits to scores and probabilities, by transformers' own processors, and the draws from them.
+"""Logits processors for trees, and the samplers that draw from the probabilities.
 
-A processor that looks at the logits alone runs on all nodes of a tree at once. One that reads the text before them
-runs once per row and depth of the tree, every node with the text that it would have if its path were accepted. All of
-a list run in its order; rows are shown to processors without their padding.
+A processor that reads the logits alone runs on all nodes of a tree at once. One that reads the text runs once per row
+and depth of the tree, each node with the text that it would have if its path were accepted. Processors run in their
+order, on rows without padding.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def finest(device: torch.device) -> torch.dtype:
 
 
 class Sampler(Protocol):
-    """Where drafts and verdicts get their randomness, so that a test can enumerate instead of sampling."""
+    """Source of randomness for drafts and acceptance rules; a test's enumerates instead of sampling."""
 
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution: [..., V] to [...]."""
@@ -88,7 +88,7 @@ class RandomSampler:
         self.generator = generator
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers in [0, 1), float64 where there is that."""
+        """Uniform numbers in [0, 1), float64 where the device has it."""
         return torch.rand(shape, dtype=finest(device), device=device, generator=self.generator)
 
     def on_host(self) -> RandomSampler:
@@ -99,7 +99,7 @@ class RandomSampler:
         return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """By inverting the cumulative distribution."""
+        """Inverse transform sampling."""
         cumulative = probs.cumsum(-1, dtype=finest(probs.device))
         uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
@@ -107,7 +107,7 @@ class RandomSampler:
         return drawn.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers: the caller finds out
 
     def accept(self, probs: Tensor) -> Tensor:
-        """By comparing with a uniform number in [0, 1)."""
+        """Comparison with a uniform number in [0, 1)."""
         return self.uniform(probs.shape, probs.device) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
@@ -189,7 +189,7 @@ def _signed(number: np.uint64) -> int:
 
 @lru_cache(maxsize=8)
 def _steps(width: int, device: torch.device) -> Tensor:
-    """What SplitMix64 adds to its counter for each of so many numbers."""
+    """Offsets of SplitMix64's counter for `width` numbers."""
     return torch.arange(width, device=device) * _signed(GOLDEN)
 
 
@@ -208,7 +208,7 @@ def exponential(keys_BK: Tensor, width: int) -> Tensor:
 
 
 class PositionSampler(RandomSampler):
-    """Draws of one class per node, by numbers of the node's place: see `PositionNoise`."""
+    """One draw per node, with the random numbers of the node's position: see `PositionNoise`."""
 
     def __init__(self, exponential_BNV: Tensor) -> None:
         """Take the numbers of a tree's nodes."""
@@ -225,7 +225,7 @@ class PositionSampler(RandomSampler):
 
 
 class PrecomputedSampler(RandomSampler):
-    """Draws by uniform numbers that were drawn before, each used once."""
+    """Draws with precomputed uniform numbers, each used once."""
 
     def __init__(self, uniform_BU: Tensor) -> None:
         """Take the numbers, as many for each row as will be asked for or more."""
@@ -303,7 +303,7 @@ class TreeLogitsProcessor:
         return math.prod(float(each.temperature) for each in warpers)
 
     def draft_probs(self, logits: Tensor) -> Tensor:
-        """What a draft draws from, [..., V] to [..., V]: warped as the target, but for what reads the text."""
+        """Draft logits [..., V] to the probabilities to sample from: processed like the target's, but for the text."""
         return self._flat(logits).softmax(-1)
 
     def _flat(self, logits: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class TreeLogitsProcessor:
         return self._for(logits.device)[0](no_text, flat).reshape(logits.shape)
 
     def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
-        """See `_on`; `generate` made the processors on the inputs' device, which need not be the model's."""
+        """Processors with their tensors on a device; `generate` made them on the inputs' device."""
         if device not in self._on:
             here = [_moved(processor, device) for processor in self._processors]
             by_row = [
@@ -364,7 +364,7 @@ def _moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
 
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """As one row by itself, without padding, would have it."""
+    """The processor as `generate` would make it for one row by itself, without padding."""
     # A tensor is how `generate` tells the penalty of the padding.
     told = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(told, Tensor):

@@ -2,7 +2,7 @@
 
 Settings, logits processors and stopping rules are resolved by `model.generate` itself: it calls our loop through its
 `custom_generate` hook, so they mean here what they mean there. Rows are decoded without their padding, so that each
-is what `generate` writes for it alone.
+gets the tokens that `generate` returns for it alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NOT_RETURNED = ("output_attentions", "output_hidden_states")
 
 @dataclass
 class GenerateOutput(ModelOutput):
-    """What `SpeculativeLM.generate` returns: transformers' `GenerateDecoderOnlyOutput` with statistics."""
+    """Output of `SpeculativeLM.generate`: transformers' `GenerateDecoderOnlyOutput` with statistics."""
 
     sequences: Tensor
     """The prompts as given and what was written after them, padded on the right."""
@@ -78,9 +78,9 @@ class GenerateOutput(ModelOutput):
 
 
 class SpeculativeLM:
-    """A target model and a drafter: `generate` writes what the target alone would write, sooner.
+    """A target model and a drafter: `generate` returns the target's own tokens, faster.
 
-    Threads may share it: their generations wait for each other.
+    Threads may share it; their generations wait for each other.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class SpeculativeLM:
 
     @cached_property
     def costs(self) -> RoundCosts:
-        """What rounds cost on this machine; measured, in about a second, if that is not known here."""
+        """Cost of rounds on this machine; measured, in about a second, if it is not known."""
         heads = [each.head for each in self.drafter.nested() if isinstance(each, HeadDrafter)]
         return measured_costs(self.target, next((head for head in heads if isinstance(head, DraftHead)), None))
 
@@ -413,7 +413,7 @@ class SpeculativeLM:
         max_batch_size: int | None = None,
         past: Conversation | None = None,
     ) -> Callable[..., GenerateOutput]:
-        """What `model.generate` takes as `custom_generate`, for this target's model."""
+        """A function that `model.generate` of this target's model takes as `custom_generate`."""
 
         def decode(
             model: PreTrainedModel,
@@ -608,11 +608,11 @@ class _Listener:
         self._prompt = False
 
     def end(self) -> None:
-        """See `stream`."""
+        """Do nothing: `stream` notices the end."""
 
 
 def wanted(compile: bool | str, device: torch.device) -> bool:
-    """What a user's word means here: "auto" is for what need not be waited for.
+    """Whether to compile; "auto" does where compiling takes no time.
 
     Raises:
         ValueError: another word.

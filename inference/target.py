@@ -1,6 +1,6 @@
-"""The frozen model: an unmodified Hugging Face causal LM, asked for logits and features at trees of tokens.
+"""The target: an unmodified, frozen Hugging Face causal LM, with forwards over trees of tokens.
 
-A 4-D mask, explicit positions and our own cache are all that a decoder with `position_ids` needs.
+A 4-D attention mask, explicit position ids and a KV cache of ours are all that a decoder needs for a tree.
 
 Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width of the chosen layers side by side.
 """
@@ -44,7 +44,7 @@ PIECE = 512
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What the target says of every node of a tree."""
+    """The target's logits and features at every node of a tree."""
 
     logits_BNV: Tensor
     features_BNF: Tensor
@@ -146,7 +146,7 @@ class Target:
         revision: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Target:
-        """As `from_pretrained`, in a dtype that is chosen already."""
+        """`from_pretrained` with a dtype that is chosen already."""
         return cls(load_model(cls.loader, source, dtype, where, revision, options), str(source))
 
     def compile(self) -> None:
@@ -233,7 +233,7 @@ class Target:
                 )
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Of keys and values of so many tokens in each row."""
+        """Bytes of KV cache for `rows` × `tokens`."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
@@ -420,7 +420,7 @@ class Target:
     def read(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `states`, without gradients: what training on a frozen model needs."""
+        """`states` without gradients, for training on a frozen model."""
         return self.states(tokens_BT, layers, positions_BT)
 
     def states(
@@ -503,6 +503,6 @@ class Target:
 
 @lru_cache(maxsize=8)
 def _seen_or_not(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What an additive mask adds to the scores of what is seen, and of what is not."""
+    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number."""
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
     return torch.zeros_like(lowest), lowest

@@ -62,7 +62,7 @@ def attending(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def masks(*given: Any, **named: Any) -> Any:
-    """What transformers asks for a mask: none in a forward of ours, which brings its own; else sdpa's."""
+    """Mask function for transformers: none in a forward of ours, which brings its own mask; else sdpa's."""
     return None if getattr(_here, "inside", False) else sdpa_mask(*given, **named)
 
 
@@ -75,7 +75,7 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers expects of an attention function: [B, N, H, E], and no weights.
+    """Attention function for transformers: returns [B, N, H, E], and no weights.
 
     Without a mask the queries are the last N of S tokens, each seeing itself and all before. Slots behind the end of a
     mask are not looked at.

@@ -1,4 +1,4 @@
-"""What a person sees of long work, and how they stop it."""
+"""Progress of long work on screen and in logs, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ and sees warnings only if it configures none."""
 
 
 def _first_process(record: logging.LogRecord) -> bool:
-    """Of the processes of a launch, the first one reports; warnings come from all of them."""
+    """Filter: the first process of a launch reports; warnings come from all of them."""
     return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""What a training run needs, told before anything is loaded: `headstart train --config ... --plan`.
+"""Memory plan of a training run, computed before anything is loaded: `headstart train --config ... --plan`.
 
 Parameters are counted on models without weights. Activations are counted on a head of the same kind that is a
 fraction as wide, which keeps tensors for its backward in the same proportion.
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Of each process."""
+        """Bytes of each process."""
         return sum(self.memory.values())
 
 

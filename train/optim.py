@@ -124,7 +124,7 @@ def build_optimizer(
 
 
 def matrices_of(module: nn.Module) -> list[nn.Parameter]:
-    """What Muon trains: embeddings and LM heads are tables of tokens, not maps between states, and left to AdamW."""
+    """The matrices that Muon trains; embeddings and LM heads, tables of tokens and not maps, are left to AdamW."""
     return [
         parameter
         for name, parameter in module.named_parameters()

@@ -174,7 +174,7 @@ def _layer_keys(keys: Keys) -> Keys:
 
 
 def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str]) -> dict[str, Any]:
-    """What Llama-like layers are; null where it is the target's own."""
+    """Options of Llama-like layers; null where they equal the target's."""
     heads, width = keys["num_attention_heads"], keys["hidden_size"]
     if keys["vocab_size"] != target.vocab_size:
         raise ValueError(

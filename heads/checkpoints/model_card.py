@@ -16,7 +16,7 @@ SELF = "THIS FOLDER OR ITS HUB ID"
 
 @dataclass(frozen=True)
 class Listing:
-    """What the Hub is to list a head under; the rest of a card is in the checkpoint."""
+    """Hub metadata of a head; the rest of a model card is in the checkpoint."""
 
     repo: str = SELF
     """Its own id."""
@@ -122,7 +122,7 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
 
 
 def _front_matter(section: dict[str, Any], listing: Listing, target: str) -> dict[str, Any]:
-    """What the Hub reads; it takes no folder and no package for a model."""
+    """YAML front matter for the Hub, which takes no folder and no package for a base model."""
     front: dict[str, Any] = {"library_name": "headstart", "tags": ["speculative-decoding", section["head"]]}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():
         front |= {"base_model": target, "base_model_relation": "adapter"}

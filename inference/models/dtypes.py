@@ -56,7 +56,7 @@ def chosen_dtype(
     revision: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> torch.dtype:
-    """What "auto" means for a checkpoint; or the format that was named, with a warning if it is known to be slow here.
+    """The dtype for a checkpoint: the fastest right one for "auto", or the named one, with a warning if it is slow.
 
     Args:
         dtype: as the user gave it.

@@ -55,7 +55,6 @@ class Seq2SeqTarget(Target):
 
     @staticmethod
     def kinds(model: PreTrainedModel) -> tuple[str, ...]:
-        """See `Target.kinds`."""
         if model.config.model_type not in FAMILIES:
             raise ValueError(
                 f"{type(model).__name__} is an encoder-decoder of type {model.config.model_type!r}; choose from "
@@ -119,12 +118,11 @@ class Seq2SeqTarget(Target):
 
     @cached_property
     def state_shapes(self) -> list[StateShape]:
-        """See `Target.state_shapes`."""
         shape = StateShape(self.config.num_heads, self.config.d_kv, self.dtype, self.device)
         return [shape] * (2 * self.config.num_decoder_layers)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """See `Target.forward_tree`.
+        """One forward over all nodes.
 
         Raises:
             ValueError: a tree that is no chain.

@@ -1,4 +1,4 @@
-"""What is known of a model: its dimensions, the names of its parts, and by what its weights are known again."""
+"""Model info: dimensions, modules by their usual names, and a fingerprint of the weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def norm_and_blocks(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[t
 
 
 def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
-    """What a model does to its LM head's product, by transformers' three words: see `TargetModules`."""
+    """Scale and soft cap of a model's logits, from transformers' three config keys: see `TargetModules`."""
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     return float(scale), getattr(config, "final_logit_softcapping", None)
 

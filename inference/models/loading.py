@@ -194,7 +194,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None, **options: A
 
 
 def tokenizer_origin(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What a head remembers of the tokenizer and chat template that its data went through."""
+    """Fingerprints of a tokenizer and its chat template, which a head remembers of its training data."""
 
     def short_hash(text: str) -> str:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
