@@ -44,14 +44,14 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A hash of a few values of every weight, rounded to bfloat16: the same in all dtypes, another after training."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        for part in _plain(weight):
+        for part in _unpacked(weight):
             first = part.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
             digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _plain(weight: Tensor) -> list[Tensor]:
-    """Weight-only quantisation (torchao) keeps its weights in tensors that know few operations."""
+def _unpacked(weight: Tensor) -> list[Tensor]:
+    """The tensors of a weight that weight-only quantization (torchao) packs into one that knows few operations."""
     if not is_traceable_wrapper_subclass(weight):
         return [weight]
     try:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
-from headstart.inference import SpeculativeLM
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.drafters.by_name import load_fitting_head
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {str(ROOT / package): package for package in ("heads", "inference")}
@@ -100,12 +100,11 @@ def test_a_round_enters_few_functions(saved, target_folder, capsys):
 
 
 def test_loading_a_head_enters_few_functions(saved, target_folder, capsys):
-    """From a folder to a head that drafts: what `SpeculativeLM.from_pretrained` enters because a head is given."""
-    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
-    with entered() as without:
-        SpeculativeLM.from_pretrained(model, compile=False, fallback=False)
+    """From a folder to a head that fits a target, whose own fingerprint is known."""
+    target = Target.from_pretrained(target_folder, dtype="float32")
+    assert target.provenance
     with entered() as names:
-        SpeculativeLM.from_pretrained(model, head=str(saved), tree="dynamic:16:4:4", compile=False, fallback=False)
+        load_fitting_head(saved, target, revision=None, loaded_here=True)
     with capsys.disabled():
-        functions, files = told("loading a head", names - without)
+        functions, files = told("loading a head", names)
     assert functions <= 30 and files <= 10
