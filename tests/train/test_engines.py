@@ -260,7 +260,7 @@ def test_stopped_on_two_processes_a_run_goes_on_alone_at_the_same_place_in_the_d
     config, checkpoint = stopped("ddp")
     train(config)
     said = capsys.readouterr().out
-    assert f"{checkpoint} was written by DDP on 2 processes: the data goes on at the same place" in said
+    assert f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place" in said
     assert_same_curve(config.output, alone)
 
 
@@ -410,7 +410,7 @@ BATCH_TOKENS = 120
 def states_in(folder):
     """The states of a cache, by their keys."""
     cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
-    return {key: cache.read(key) for key in cache._places}
+    return {key: cache.read(key) for key in cache._locations}
 
 
 def without_some(folder, to):
