@@ -252,7 +252,7 @@ def test_workers_end_with_the_loop_and_signals_to_the_group_leave_them_alone():
     order = Order([len(example.tokens) for example in data], 4, 0)
     before = children()
     steps = loaded(Steps(data, Share.of(4, None, 0, 1), 1), order, 0, 2, pin=False)
-    next(steps)
+    next(steps), next(steps)  # one of each worker, which then is ready for signals
     workers = children() - before
     for worker in workers:
         os.kill(worker, signal.SIGINT)
