@@ -84,14 +84,7 @@ class SpeculativeOptions(DecodingOptions):
     """Seed of the sampling."""
 
     def load(self, shared: SharedTarget | None = None) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts.
-
-        Args:
-            shared: target and tokenizer, if other commands of this process use them too.
-
-        Raises:
-            ValueError: a target, head or option of `SpeculativeLM.from_pretrained` that cannot be used.
-        """
+        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
         from headstart.train.data.chat_template import warn_of_other_data
         from headstart.train.features.placement import load_speculative_lm
 

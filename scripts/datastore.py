@@ -40,11 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def build_datastore(config: DatastoreConfig) -> Datastore:
-    """Encode, sort and write the corpus, whole or not at all.
-
-    Raises:
-        ValueError: a source that cannot be read, or sources without a token.
-    """
+    """Encode, sort and write the corpus, whole or not at all."""
     from headstart.heads.checkpoints.files import new_folder
     from headstart.inference import load_tokenizer
     from headstart.inference.drafters.ngram_index import Datastore

@@ -116,12 +116,7 @@ class Budget:
 
 
 def demo(config: DemoConfig) -> None:
-    """Show the shipped head; then make conversations, train heads on them, and compare speeds.
-
-    Raises:
-        ValueError: a target, head or prompt file that cannot be used.
-        Stopped: Ctrl-C or SIGTERM; the same command resumes.
-    """
+    """Show the shipped head; then make conversations, train heads on them, and compare speeds."""
     from headstart.train.data.conversations import read_prompts
 
     read_prompts(config.prompts)  # a missing file is reported now, not after the training

@@ -56,15 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
 def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) -> dict[str, float]:
     """Stream the answer to one prompt and print its rate, if asked for beside that of stock `generate`.
 
-    Args:
-        config: of the command.
-        shared: target and tokenizer, if other commands of this process use them too.
-
     Returns:
         tokens per second by side: `headstart`, and with `compare` also `generate`.
-
-    Raises:
-        ValueError: a target, head, tree or prompt that cannot be used.
     """
     import torch
     from transformers import TextStreamer

@@ -78,11 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def calibrate(config: TreeConfig) -> TreePolicy:
-    """Find a head's fastest tree and save it in the head's checkpoint.
-
-    Raises:
-        ValueError: a target, head or prompt file that cannot be used.
-    """
+    """Find a head's fastest tree and save it in the head's checkpoint."""
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.inference import SpeculativeLM, load_tokenizer
     from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
@@ -226,11 +222,7 @@ def _drafter(head: DraftHead, policy: TreePolicy, modules: TargetModules, compil
 
 
 def explain_chains(config: TreeConfig) -> list[Explained]:
-    """Print the gain of chains of each length, by the formulas and measured.
-
-    Raises:
-        ValueError: a target, head, drafter or prompt file that cannot be used, or a drafter without chains.
-    """
+    """Print the gain of chains of each length, by the formulas and measured."""
     from headstart.inference import SpeculativeLM, TreeShape, load_tokenizer
     from headstart.inference.drafters.by_name import tree_drafter
     from headstart.inference.drafters.head_drafter import HeadDrafter

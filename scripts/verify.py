@@ -56,11 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def verify_head(config: VerifyConfig) -> None:
-    """Print a head's accuracy beside that of a healthy one.
-
-    Raises:
-        ValueError: a head that does not fit the target, has values that are not finite, or is never right.
-    """
+    """Print a head's accuracy beside that of a healthy one."""
     from rich.table import Table
 
     from headstart.heads.checkpoints.save_load import differences, load_head

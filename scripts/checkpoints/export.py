@@ -49,11 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def export_foreign(config: ExportConfig) -> None:
-    """Write a head for another project.
-
-    Raises:
-        ValueError: no head there, or one that the project cannot have.
-    """
+    """Write a head for another project."""
     from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.scripts.checkpoints.original import embedding_of, original_target
@@ -88,11 +84,7 @@ def _target_of(
 
 
 def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter.
-
-    Raises:
-        ValueError: a head without an adapter.
-    """
+    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter."""
     from headstart.heads.checkpoints.files import new_folder
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
@@ -117,11 +109,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
 
 
 def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a head with int8 weights, and report the change in acceptance length.
-
-    Raises:
-        ValueError: a head with an adapter, which stays in its own folder; torchao is not installed.
-    """
+    """Write a head with int8 weights, and report the change in acceptance length."""
     from headstart.heads.checkpoints.quantized import torchao
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.inference import TreeShape
@@ -150,11 +138,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
 
 
 def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a truncated head as a model by itself, in transformers' format.
-
-    Raises:
-        ValueError: a head that is no model.
-    """
+    """Write a truncated head as a model by itself, in transformers' format."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -50,11 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def push_head(config: PushConfig) -> None:
-    """Upload a head's checkpoint, or show what would be uploaded.
-
-    Raises:
-        ValueError: no head there, or the Hub refuses.
-    """
+    """Upload a head's checkpoint, or show what would be uploaded."""
     from headstart.heads.checkpoints.hub import push_folder
     from headstart.heads.checkpoints.model_card import Listing
     from headstart.heads.checkpoints.quantized import unread_by

@@ -58,11 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
-    """Measure, print, write JSON and a table; what is measured already stays if a later shape fails.
-
-    Raises:
-        ValueError: an unknown shape.
-    """
+    """Measure, print, write JSON and a table; what is measured already stays if a later shape fails."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -74,13 +74,7 @@ def time_factor(
 
 
 def operations_factor(rates: Sequence[float], gamma: int, draft_operations: float) -> float:
-    """Operations per token, relative to plain decoding (arXiv:2211.17192, theorem 3.11).
-
-    Args:
-        rates: see `chain_length`.
-        gamma: draft length.
-        draft_operations: operations of one draft step over those of a plain one.
-    """
+    """Operations per token, relative to plain decoding (arXiv:2211.17192, theorem 3.11)."""
     return (gamma * draft_operations + gamma + 1) / chain_length(rates, gamma)
 
 
@@ -99,16 +93,7 @@ def explain(
     settings: dict[str, Any],
     draft_operations: float | None = None,
 ) -> list[Explained]:
-    """Answer the prompts plainly and with a chain of every length; print the expected and the measured gain.
-
-    Args:
-        target: the model.
-        chain_of: makes the drafter of chains of a length.
-        depth: of the longest chain.
-        prompts: token ids, each [1, time].
-        settings: arguments of `generate`.
-        draft_operations: see `operations_of`.
-    """
+    """Answer the prompts plainly and with a chain of every length; print the expected and the measured gain."""
     lengths = range(1, min(depth, LONGEST) + 1)
     engines = {0: SpeculativeLM(target)} | {gamma: SpeculativeLM(target, chain_of(gamma)) for gamma in lengths}
     answered = in_turns(engines, prompts, settings)

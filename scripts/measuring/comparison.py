@@ -22,11 +22,7 @@ Prompts = dict[str, list[list[dict[str, str]]]]
 
 
 def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
-    """Read the first `limit` prompts of each file.
-
-    Raises:
-        ValueError: a file that cannot be read or holds no prompts.
-    """
+    """Read the first `limit` prompts of each file."""
     prompts = {path: read_prompts(path, limit) for path in paths}
     for path, rows in prompts.items():
         if not rows:
@@ -37,11 +33,7 @@ def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
 def encode_prompts(
     prompts: Prompts, tokenizer: PreTrainedTokenizerBase, target: Target, new_tokens: int, thinking: bool | None
 ) -> dict[str, list[Tensor]]:
-    """Token ids of every prompt, each [1, time], on the target's device.
-
-    Raises:
-        ValueError: a prompt that leaves no room for `new_tokens`.
-    """
+    """Token ids of every prompt, each [1, time], on the target's device."""
     encoded = {
         path: [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
         for path, rows in prompts.items()
@@ -59,13 +51,7 @@ def answer_settings(new_tokens: int, temperature: float) -> dict[str, Any]:
 
 
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
-    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike.
-
-    Args:
-        engines: by any key; each first answers the first prompt once more, to be warm and compiled.
-        prompts: token ids, each [1, time].
-        settings: arguments of `generate`.
-    """
+    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike."""
     found: dict[Key, list[Stats]] = {key: [] for key in engines}
     with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
         for lm in engines.values():

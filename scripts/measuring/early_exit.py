@@ -52,11 +52,7 @@ class Recorder(EarlyExitChain):
 
 
 def fit(rounds: list[ChainRound]) -> tuple[float, ...]:
-    """Fit weights for `confidence` by maximum likelihood, with a small ridge penalty for separable data.
-
-    Raises:
-        ValueError: all drafts were accepted, or none.
-    """
+    """Fit weights for `confidence` by maximum likelihood, with a small ridge penalty for separable data."""
     examples = [(each.features_KX[: each.accepted + 1], each.accepted) for each in rounds]
     features_NX = torch.cat([features for features, _ in examples]).double()
     right_N = torch.cat([torch.arange(len(features)) < accepted for features, accepted in examples]).double()

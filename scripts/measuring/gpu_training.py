@@ -30,13 +30,6 @@ from headstart.train.report import PEAK_TFLOPS, count_flops
 def training_of(target: Target, options: dict[str, Any], rows: int, length: int, repeats: int) -> dict[str, Any]:
     """Time training steps.
 
-    Args:
-        target: the frozen model.
-        options: of the EAGLE-3 head.
-        rows: of a step.
-        length: tokens of each row, all of them in the loss mask.
-        repeats: steps that are timed, of which the median counts, after a warm-up step.
-
     Returns:
         Tokens per second, TFLOP/s and their share of the device's peak (None where that is unknown), milliseconds by
         part, and the peak of memory, bytes (None on a CPU).

@@ -122,11 +122,7 @@ class Share:
 
     @classmethod
     def of(cls, batch_size: int, micro_batch: int | None, process: int, processes: int) -> Share:
-        """Divide a step evenly among processes and forwards.
-
-        Raises:
-            ValueError: a step that cannot be divided evenly.
-        """
+        """Divide a step evenly among processes and forwards."""
         rows, rest = divmod(batch_size, processes)
         forwards, left = divmod(rows, micro_batch or max(rows, 1))
         if rest or left or forwards == 0:
@@ -141,11 +137,7 @@ class Share:
 
     @classmethod
     def of_loop(cls, loop: LoopConfig, process: int, processes: int) -> Share:
-        """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`.
-
-        Raises:
-            ValueError: a step that cannot be divided evenly.
-        """
+        """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`."""
         if loop.batch_tokens is None:
             return cls.of(loop.batch_size, loop.micro_batch, process, processes)
         return cls(
@@ -346,18 +338,7 @@ class Steps(Dataset[Step]):
 
 
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
-    """Read every step from number `first` on, in order, without end.
-
-    Args:
-        steps: collates them.
-        order: of the data.
-        first: number of the first step.
-        workers: processes that read ahead; 0 reads each step when it is requested.
-        pin: whether batches are copied to pinned memory.
-
-    Raises:
-        RuntimeError: a worker has died.
-    """
+    """Read every step from number `first` on, in order, without end."""
     options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
     loader = DataLoader(
         steps,
@@ -386,9 +367,6 @@ def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
 
     Args:
         others: exceptions besides torch's own that mean a worker's death here.
-
-    Raises:
-        RuntimeError: a worker has died.
     """
     caught: tuple[type[Exception], ...] = (RuntimeError, *others)
     try:

@@ -89,18 +89,7 @@ def render(
     thinking: bool | None = None,
     tools: list[Any] | None = None,
 ) -> str:
-    """Render messages as the text that the model reads.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: transformers leaves out null values, such as content beside tool calls.
-        add_generation_prompt: append what comes before the assistant's answer.
-        thinking: the template's `enable_thinking`; None leaves it out.
-        tools: JSON schemas of functions that the assistant may call.
-
-    Raises:
-        ValueError: the template refuses the messages.
-    """
+    """Render messages as the text that the model reads."""
     options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     try:
         text = tokenizer.apply_chat_template(
@@ -122,11 +111,7 @@ def prompt_ids(
 
 
 def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where: str) -> None:
-    """Refuse prompts that leave no room for their answers.
-
-    Raises:
-        ValueError: naming the first such prompt and the numbers.
-    """
+    """Refuse prompts that leave no room for their answers."""
     for number, ids_1T in enumerate(prompts, start=1):
         if ids_1T.shape[1] + new_tokens > positions:
             raise ValueError(
@@ -147,11 +132,7 @@ def warn_of_other_data(trained: dict[str, Any], tokenizer: PreTrainedTokenizerBa
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a tokenizer from which no loss mask can be made.
-
-    Raises:
-        ValueError: no chat template, or no character offsets.
-    """
+    """Refuse a tokenizer from which no loss mask can be made."""
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it")
     if not tokenizer.is_fast:

@@ -83,11 +83,7 @@ class Source:
         return rows if self.limit is None or self.limit >= len(rows) else rows.select(range(self.limit))
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Place of every row, for error messages, and its value; the first one without delay.
-
-        Raises:
-            ValueError: a row that is no JSON.
-        """
+        """Place of every row, for error messages, and its value; the first one without delay."""
         if self.kind == "lines":
             with Path(self.name).open("rb") as file:  # bytes: only a line feed ends a line, not U+2028 and the like
                 full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
@@ -100,11 +96,7 @@ class Source:
 
 
 def open_source(name: str, limit: int | None = None) -> Source:
-    """Open a source, of which at most the first `limit` rows are read.
-
-    Raises:
-        ValueError: nothing there, an unknown config or split, or columns that fit no format.
-    """
+    """Open a source, of which at most the first `limit` rows are read."""
     is_file = name.endswith((".jsonl", ".json", ".parquet")) or Path(name).is_file()
     source = dataclasses.replace(open_file(name) if is_file else _data_set(name, limit), limit=limit)
     if source.kind == "columns" and len(source.rows) > 0:
@@ -113,11 +105,7 @@ def open_source(name: str, limit: int | None = None) -> Source:
 
 
 def open_file(name: str) -> Source:
-    """Open a file.
-
-    Raises:
-        ValueError: no file, or none that can be read.
-    """
+    """Open a file."""
     if not Path(name).is_file():
         raise ValueError(f"no file at {name!r}")
     return _parquet(name) if name.endswith(".parquet") else _json(name)
@@ -144,21 +132,13 @@ def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
 
 
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the first `limit` conversations of a source, each with its `messages`.
-
-    Raises:
-        ValueError: nothing at `source`, or a row that is no conversation, with file and line number.
-    """
+    """Read the first `limit` conversations of a source, each with its `messages`."""
     rows = itertools.islice(open_source(source, limit).read(), limit)
     return [check_conversation(row, where) for where, row in rows]
 
 
 def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the first `limit` conversations of all sources together, and the index of the source of each.
-
-    Raises:
-        ValueError: a source that is not there, or a row that is no conversation, with file and line number.
-    """
+    """Read the first `limit` conversations of all sources together, and the index of the source of each."""
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
     for number, source in enumerate(sources):
@@ -173,9 +153,6 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
 
     A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
     (the first turn is the prompt), or {"prompt": ...}.
-
-    Raises:
-        ValueError: no file, or a row in none of these forms, with its number.
     """
     prompts: list[Messages] = []
     for where, row in itertools.islice(open_file(str(path)).read(), limit):
@@ -196,11 +173,7 @@ def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
 
 
 def check_columns(columns: list[str], where: str) -> str:
-    """Return the format of these columns.
-
-    Raises:
-        ValueError: naming the columns, and what each format lacks.
-    """
+    """Return the format of these columns."""
     for name, needed in FORMATS.items():
         if set(needed) <= set(columns):
             return name
@@ -213,11 +186,7 @@ def check_columns(columns: list[str], where: str) -> str:
 
 
 def format_of(row: Any, where: str) -> str:
-    """Return the format of a row, whose columns without a value do not count.
-
-    Raises:
-        ValueError: none fits.
-    """
+    """Return the format of a row, whose columns without a value do not count."""
     if not isinstance(row, dict):
         raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
     return check_columns([name for name, value in row.items() if value is not None], where)
@@ -225,11 +194,6 @@ def format_of(row: Any, where: str) -> str:
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
     """Convert a row of any format to `messages`; its other columns stay.
-
-    Args:
-        row: a value out of a source.
-        where: its place, for error messages.
-        expected: the format that the row must have; None for any.
 
     Raises:
         ValueError: naming `where` and what is wrong.

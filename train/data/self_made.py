@@ -63,11 +63,7 @@ class _Output:
     """The file of conversations, and the state file beside it, by which it resumes."""
 
     def __init__(self, config: SelfMadeConfig, prompts: list[Messages] | None) -> None:
-        """Start the file, or cut off a half-written batch.
-
-        Raises:
-            ValueError: a file of another origin or of other options, or one that lost what was written to it.
-        """
+        """Start the file, or cut off a half-written batch."""
         self.path, self.progress, self.seen = Path(config.output), Progress(), set[str]()
         self.state_path = self.path.with_name(self.path.name + ".state.json")
         self.config, self.prompts = config, prompts
@@ -236,11 +232,7 @@ class _Watch:
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the chat template's text before the user's words.
-
-    Raises:
-        ValueError: a template that changes the user's words.
-    """
+    """Return the chat template's text before the user's words."""
     marker = "USER-WORDS-BEGIN-HERE"
     text = render(tokenizer, [{"role": "user", "content": marker}])
     if marker not in text:

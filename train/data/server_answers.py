@@ -32,12 +32,7 @@ KEY = "OPENAI_API_KEY"
 
 
 def ask_server(config: SelfMadeConfig) -> Path:
-    """Write the file, or resume it; return its path.
-
-    Raises:
-        ValueError: no prompts, a file of other options, or a server that gives no chat completions.
-        Stopped: Ctrl-C or SIGTERM; what was answered is in the file.
-    """
+    """Write the file, or resume it; return its path."""
     path = Path(config.output)
     prompts = read_prompts(str(config.prompts), config.conversations)
     answered = _resume(path, config)

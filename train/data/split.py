@@ -22,11 +22,7 @@ def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
 
 
 def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequences, list[Example]]:
-    """Split sequences into those to train on and those that are held out, whole conversations on either side.
-
-    Raises:
-        ValueError: fewer than two conversations.
-    """
+    """Split sequences into those to train on and those that are held out, whole conversations on either side."""
     data = config.data
     groups = cache.conversation_groups()
     parts = split_held_out(groups, data.held_out, config.loop.seed, data.held_out_limit)
@@ -40,11 +36,7 @@ def split_examples(
     target: Target,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[Example], list[Example]]:
-    """Tokenize and split conversations that are in memory, without a cache.
-
-    Raises:
-        ValueError: naming a conversation that cannot be used.
-    """
+    """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)
     encoded = []
     for number, row in enumerate(conversations):

@@ -173,11 +173,7 @@ def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
 
 
 def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
-    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one.
-
-    Raises:
-        ValueError: fewer than two examples.
-    """
+    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one."""
     if len(examples) < 2:
         raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -319,11 +315,7 @@ def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
 
 
 def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
-    """Map whole folders into memory, each given with the values that name it.
-
-    Raises:
-        ValueError: one was made of other values.
-    """
+    """Map whole folders into memory, each given with the values that name it."""
     parts: list[Dataset] = []
     counts, digests, firsts, conversations = [], [], [0], []
     for folder, made_of in places:
