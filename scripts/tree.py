@@ -92,16 +92,13 @@ def calibrate(config: TreeConfig) -> TreePolicy:
 
 def _load(config: TreeConfig, **options: Any) -> tuple[SpeculativeLM, list[Tensor]]:
     """Load the target with the head or drafter, and encode the prompts; warn if the head was trained on others."""
-    from headstart.inference import SpeculativeLM, load_tokenizer
     from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
-    from headstart.train.data.chat_template import check_tokenizer, warn_of_other_data
+    from headstart.train.data.chat_template import warn_of_other_data
+    from headstart.train.features.placement import load_speculative_lm
 
     prompts = read_prompt_files(config.prompts, config.limit)
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(
-        config.target, config.head or None, config.dtype, compile=config.compile, **options
-    )
+    options["compile"] = config.compile
+    lm, tokenizer = load_speculative_lm(config.target, config.head or None, config.dtype, **options)
     warn_of_other_data(lm.provenance, tokenizer, config.thinking)
     encoded = encode_prompts(prompts, tokenizer, lm.target, config.max_new_tokens, config.thinking)
     return lm, [ids for rows in encoded.values() for ids in rows]

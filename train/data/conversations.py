@@ -106,9 +106,21 @@ def open_source(name: str, limit: int | None = None) -> Source:
 
 def open_file(name: str) -> Source:
     """Open a file."""
-    if not Path(name).is_file():
+    path = Path(name)
+    if not path.is_file():
         raise ValueError(f"no file at {name!r}")
-    return _parquet(name) if name.endswith(".parquet") else _json(name)
+    if name.endswith(".parquet"):
+        try:
+            return _of_arrow(name, load_dataset("parquet", data_files=name, split="train"))
+        except (DatasetGenerationError, OSError, ValueError) as error:
+            raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
+    status = path.stat()
+    identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
+    with path.open("rb") as file:
+        first = next((text.lstrip() for text in file if text.strip()), b"")
+    if first.startswith(b"["):
+        return Source(name, "texts", identity, partial(_elements, path))
+    return Source(name, "lines", identity, partial(_places, path))
 
 
 def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
@@ -135,17 +147,6 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
     """Read the first `limit` conversations of a source, each with its `messages`."""
     rows = itertools.islice(open_source(source, limit).read(), limit)
     return [check_conversation(row, where) for where, row in rows]
-
-
-def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the first `limit` conversations of all sources together, and the index of the source of each."""
-    rows: list[dict[str, Any]] = []
-    numbers: list[int] = []
-    for number, source in enumerate(sources):
-        found = read_conversations(source, None if limit is None else limit - len(rows))
-        rows += found
-        numbers += [number] * len(found)
-    return rows, numbers
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
@@ -204,8 +205,13 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
             f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
             "have one format: split it into several sources"
         )
-    readers = {"messages": _openai, "conversations": _sharegpt, "prompt/completion": _pair}
-    messages = readers[found](row, where)
+    if found == "conversations":
+        messages = _sharegpt(row, where)
+    else:
+        messages = row["messages"] if found == "messages" else _pair(row, where)
+        if not isinstance(messages, list):
+            raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
+        messages = [_message(message, i, where) for i, message in enumerate(messages)]
     if not messages:
         raise ValueError(f"{where}: no conversation: {FORMATS[found][0]!r} is empty")
     tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
@@ -230,18 +236,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(own) for name, own in value.items() if own is not None or name == "content"}
     return [without_nulls(own) for own in value] if isinstance(value, list) else value
-
-
-def _json(name: str) -> Source:
-    """Open a JSONL file, or a file with one JSON array."""
-    path = Path(name)
-    status = path.stat()
-    identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
-    with path.open("rb") as file:
-        first = next((text.lstrip() for text in file if text.strip()), b"")
-    if first.startswith(b"["):
-        return Source(name, "texts", identity, partial(_elements, path))
-    return Source(name, "lines", identity, partial(_places, path))
 
 
 def _elements(path: Path) -> Dataset:
@@ -274,14 +268,6 @@ def _line(name: str, number: int, text: bytes) -> tuple[str, Any]:
         return where, json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-
-
-def _parquet(name: str) -> Source:
-    try:
-        rows = load_dataset("parquet", data_files=name, split="train")
-    except (DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
-    return _of_arrow(name, rows)
 
 
 def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
@@ -321,13 +307,6 @@ def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
     return place, revision or None, config, split or None
 
 
-def _openai(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    messages = row["messages"]
-    if not isinstance(messages, list):
-        raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
-    return [_message(message, i, where) for i, message in enumerate(messages)]
-
-
 def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     turns = row["conversations"]
     if not isinstance(turns, list):
@@ -344,7 +323,7 @@ def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _pair(row: dict[str, Any], where: str) -> list[Any]:
     """Join a prompt and its completion, each a text or messages."""
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
@@ -352,7 +331,7 @@ def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if not isinstance(part, (str, list)):
             raise ValueError(f"{where}: {name!r} must be a text or a list of messages, not {part!r}")
         messages += [{"role": role, "content": part}] if isinstance(part, str) else part
-    return [_message(message, i, where) for i, message in enumerate(messages)]
+    return messages
 
 
 def _message(message: Any, number: int, where: str) -> dict[str, Any]:
@@ -361,7 +340,13 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(content, number, where)
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(
+                    f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
+                )
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'")
     if message.get("role") not in ROLES:
@@ -370,16 +355,6 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
     return message
-
-
-def _joined(parts: list[Any], number: int, where: str) -> str:
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
-            )
-    return "".join(part["text"] for part in parts)
 
 
 def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +116,7 @@ class _Output:
 
 
 class _TimeIsOver(Exception):
-    """Raised inside a batch, with the rows that have ended; the others are empty."""
-
-    def __init__(self, rows: Sequence[list[int]] = ()) -> None:
-        self.rows = rows
+    """Raised inside a batch, with its rows of tokens as argument; those that have not ended are empty."""
 
 
 def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> Path:
@@ -152,8 +148,9 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         ids = [prompt_ids(tokenizer, messages) for messages in output.prompts[: config.conversations]]
         check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
-        with _Watch(output, deadline) as watch, suppress(_TimeIsOver, Stopped):
-            lm.round_callbacks.append(watch)
+        watch = _Watch(output, deadline)
+        lm.round_callbacks.append(watch)
+        with watch.bar, suppress(_TimeIsOver, Stopped):
             empty = 0
             while not output.state()[1]:
                 watch.begin_batch()
@@ -187,13 +184,6 @@ class _Watch:
         self.began, self.tokens = time.monotonic(), 0
         self.batch_began, self.batches = self.began, -1
         self.generations: list[Sequences] = []  # of the batch in progress
-
-    def __enter__(self) -> _Watch:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.__exit__(*error)
 
     def begin_batch(self) -> None:
         """Start counting a batch.
@@ -252,16 +242,8 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
         return []
     texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in prompts]
     sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
-    answers = _continue(
-        lm,
-        tokenizer,
-        texts,
-        config.batch_size,
-        config.answer_tokens,
-        generator,
-        do_sample=config.temperature > 0,
-        **sampling,
-    )
+    sampling["do_sample"] = config.temperature > 0
+    answers = _continue(lm, tokenizer, texts, config.batch_size, config.answer_tokens, generator, **sampling)
     rows = []
     for messages, (answer, finished) in zip(prompts, answers, strict=True):
         text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
@@ -320,7 +302,6 @@ def _continue(
     """Continue each text; new tokens without the end token, and whether the model ended by itself."""
     encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
     device = lm.target.device
-    rows: Sequence[list[int]]
     try:
         output = lm.generate(
             encoded["input_ids"].to(device),
@@ -333,7 +314,7 @@ def _continue(
         )
         rows = output.sequences[:, encoded["input_ids"].shape[1] :].tolist()
     except _TimeIsOver as over:
-        rows = over.rows
+        rows = over.args[0]
     ends = lm.target.end_tokens
     written = []
     for row in rows:
