@@ -84,11 +84,10 @@ def verify_head(config: VerifyConfig) -> None:
 
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
     plain, examples = SpeculativeLM(target), []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         ids_1T = prompt[None].to(target.device)
         answer_1T = plain.generate(ids_1T, max_new_tokens=config.max_new_tokens, do_sample=False).sequences
-        mask = [i >= len(prompt) for i in range(answer_1T.shape[1])]
-        examples.append(Example(tokens=answer_1T[0].tolist(), loss_mask=mask, conversation=number))
+        examples.append(Example(answer_1T[0].tolist(), [i >= len(prompt) for i in range(answer_1T.shape[1])]))
 
     def accuracy_of(head: DraftHead) -> list[float]:
         """Accuracy of the best draft at each depth, given the true tokens before it."""
@@ -103,9 +102,8 @@ def verify_head(config: VerifyConfig) -> None:
         trained = f"{before[depth]:.2f}" if depth < len(before) else "-"
         table.add_row(str(depth + 1), f"{own:.2f}", "-" if math.isnan(accepted) else f"{accepted:.2f}", trained)
     console.print(table)
-    log.info(
-        f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; accuracy: given the true tokens"
-    )
+    length = f"{chain.acceptance_length:.2f}"
+    log.info(f"acceptance length on a chain of {depths}: {length}; accuracy: given the true tokens")
     if "probe" in metadata.measured:
         others, noise = fingerprint_difference(fingerprint(target, head), metadata.measured["probe"])
         compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
@@ -129,7 +127,7 @@ def verify_head(config: VerifyConfig) -> None:
 
 
 def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
-    """The head as it would be under other options, and a description of these."""
+    """The head as it would be under other options, after a description of the change."""
     import torch
 
     from headstart.heads import Eagle3Head, EagleHead

@@ -172,7 +172,7 @@ class Order:
             lengths: tokens of every conversation.
             batch_size: rows of a step.
             seed: of the shuffling.
-            pack: tokens of a row that holds several conversations; None for one in each.
+            pack: tokens of a row of several conversations; None for one in each row.
             sources: index of each conversation's source.
             weights: passes of an epoch over each source; below 1, every epoch takes other conversations.
             batch_tokens: tokens of a step, padding included, instead of `batch_size` rows.
@@ -303,7 +303,7 @@ class Step:
 
 
 class Steps(Dataset[Step]):
-    """Dataset of steps, by epoch and rows: workers of the loader collate their batches."""
+    """Dataset of steps, by epoch and rows: workers of the loader collate the batches, and `read` adds what it can."""
 
     def __init__(
         self,
@@ -312,29 +312,20 @@ class Steps(Dataset[Step]):
         least: int,
         read: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
-        """Describe the data.
-
-        Args:
-            examples: all conversations as tokens.
-            share: of this process.
-            least: minimum length of a row, in tokens.
-            read: adds to a batch of an epoch what can be read ahead.
-        """
-        self.examples, self.share, self.least, self.read = examples, share, least, read
+        self.examples, self.share, self.read = examples, share, read
+        self.least = least  # tokens of a row
         self._answers_N, self._opens_N = answers_of(examples)
 
     def __getitem__(self, key: tuple[int, list[Row]]) -> Step:
         epoch, rows = key
-        batches = [
-            collate_rows([[self.examples[i] for i in row] for row in part], self.least)
-            for part in self.share.of_step(rows)
-        ]
-        return Step(epoch, [self.read(batch, epoch) for batch in batches] if self.read else batches, self.answers(rows))
-
-    def answers(self, rows: list[Row]) -> int:
-        """Answer tokens of a step on all processes, without the first tokens of packed sequences, as in collating."""
+        parts = self.share.of_step(rows)
+        batches = [collate_rows([[self.examples[i] for i in row] for row in part], self.least) for part in parts]
+        if self.read is not None:
+            batches = [self.read(batch, epoch) for batch in batches]
+        # As in collating, the first tokens of later sequences in a row do not count.
         later = [i for row in rows for i in row[1:]]
-        return int(self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum())
+        answers = self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum()
+        return Step(epoch, batches, int(answers))
 
 
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
@@ -365,13 +356,11 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
 def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
     """Explain the death of a loader's worker, which torch reports wherever the main process is at that moment.
 
-    Args:
-        others: exceptions besides torch's own that mean a worker's death here.
+    `others` are exceptions besides torch's own that mean a worker's death here.
     """
-    caught: tuple[type[Exception], ...] = (RuntimeError, *others)
     try:
         yield
-    except caught as error:
+    except (RuntimeError, *others) as error:
         if not isinstance(error, others) and not str(error).startswith("DataLoader worker"):
             raise
         raise RuntimeError(

@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -36,8 +36,6 @@ from ..console import console
 from ..run_folder import write_whole
 from .chat_template import Example, encode
 from .conversations import Source, check_conversation, format_of, values
-
-T = TypeVar("T")
 
 RECIPE = 1
 """Version of the tokenization: increased when the same conversations become other sequences."""
@@ -120,11 +118,6 @@ class TokenCache:
     first_of_source: list[int]
     """Index of each source's first conversation, over all sources."""
 
-    def conversation_groups(self) -> list[NDArray[np.int64]]:
-        """Indices of the sequences of each conversation that has any, in the order of the data."""
-        borders = np.flatnonzero(np.diff(self.conversations_N)) + 1
-        return np.split(np.arange(len(self.conversations_N)), borders) if len(self.conversations_N) else []
-
     def sources_of(self, conversations: list[int]) -> list[int]:
         """Index of the source of each conversation."""
         found: list[int] = (np.searchsorted(self.first_of_source, conversations, side="right") - 1).tolist()
@@ -170,15 +163,6 @@ def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
         token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own
     ]
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
-
-
-def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
-    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one."""
-    if len(examples) < 2:
-        raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
-    return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
 
 
 def cached_sequences(
