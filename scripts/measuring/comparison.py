@@ -24,9 +24,8 @@ Prompts = dict[str, list[list[dict[str, str]]]]
 def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
     """Read the first `limit` prompts of each file."""
     prompts = {path: read_prompts(path, limit) for path in paths}
-    for path, rows in prompts.items():
-        if not rows:
-            raise ValueError(f"{path} holds no prompts")
+    if empty := [path for path, rows in prompts.items() if not rows]:
+        raise ValueError(f"{empty[0]} holds no prompts")
     return prompts
 
 
@@ -34,12 +33,10 @@ def encode_prompts(
     prompts: Prompts, tokenizer: PreTrainedTokenizerBase, target: Target, new_tokens: int, thinking: bool | None
 ) -> dict[str, list[Tensor]]:
     """Token ids of every prompt, each [1, time], on the target's device."""
-    encoded = {
-        path: [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
-        for path, rows in prompts.items()
-    }
-    for path, ids in encoded.items():
-        check_lengths(ids, new_tokens, target.max_positions, path)
+    encoded = {}
+    for path, rows in prompts.items():
+        encoded[path] = [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
+        check_lengths(encoded[path], new_tokens, target.max_positions, path)
     return encoded
 
 
@@ -66,11 +63,9 @@ def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settin
 
 @torch.inference_mode()
 def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int) -> dict[str, float] | None:
-    """Find where two answers to a prompt of `prompt` tokens differ first.
+    """Find where two answers to a prompt of `prompt` tokens differ first; None if they are equal.
 
-    Returns:
-        `token`, counted from the first new one, and `logit_gap` between the two tokens there, by a forward of the
-        target over the text before; None if the answers are equal.
+    `token` counts from the first new one; `logit_gap` lies between the two tokens there, by a forward of the target.
     """
     shorter = min(stock_1T.shape[1], ours_1T.shape[1])
     differing = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()

@@ -76,14 +76,11 @@ def fit(rounds: list[ChainRound]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds on this machine."""
+    """Seconds of one draft, of the target's forward by number of nodes, and of the rest of a round."""
 
     draft: float
-    """One draft."""
     forward: dict[int, float]
-    """The target's forward, by number of nodes."""
     rest: float
-    """The rest of a round."""
 
 
 def simulated(
@@ -104,8 +101,7 @@ def train_stopper(
 ) -> tuple[EarlyExitShape, float, float]:
     """Decode with whole chains, fit, choose the threshold, given the seconds of a plain step's parts.
 
-    Returns:
-        The policy, with its expected tokens a round and tokens per second.
+    Returns the policy with its expected tokens a round and tokens per second.
     """
     recorder = Recorder(head, target)
     lm = SpeculativeLM(target, recorder)

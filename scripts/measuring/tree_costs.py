@@ -81,18 +81,12 @@ def dynamic_lengths(
                 for size in sizes:
                     accepted[size, depth].append(sum(rank < size for rank in ranks))
             drafter.prefill(_chunk(text_1T, output, place, place + 1))
-        for key, found_P in accepted.items():
-            lengths[key] += _rounds(found_P)
+        for key, accepted_P in accepted.items():
+            place = 0  # of a round's root in the answer
+            while place < len(accepted_P):
+                lengths[key].append(min(accepted_P[place] + 1, len(accepted_P) - place))
+                place += lengths[key][-1]
     return {key: statistics.mean(found) for key, found in lengths.items()}
-
-
-def _rounds(accepted_P: list[int]) -> list[int]:
-    """Tokens of each round through an answer, given the drafts that would be accepted at each of its places."""
-    place, returned = 0, []
-    while place < len(accepted_P):
-        returned.append(min(accepted_P[place] + 1, len(accepted_P) - place))
-        place += returned[-1]
-    return returned
 
 
 def _chunk(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> PrefillChunk:

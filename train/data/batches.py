@@ -207,34 +207,28 @@ class Order:
             count = len(self.lengths) if even else sum(last - first for first, last in self._laps(epoch))
             return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
-            self._counted[epoch] = len(self._sorted_steps(epoch)[0])
+            self.epoch(epoch)
         return self._counted[epoch]
 
     def epoch(self, number: int) -> list[list[Row]]:
         """Rows of every step of an epoch."""
-        steps, generator = self._sorted_steps(number)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = self._drawn(number, generator)
+        step_rows = self.batch_size
+        if self.batch_tokens is not None:
+            step_rows = max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
+        rows: list[Row] = []
+        steps: list[list[Row]] = []
+        for start in range(0, len(order), WINDOW * step_rows):
+            window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
+            window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
+            if self.batch_tokens is not None:
+                steps += budgeted(window, self.lengths, self.batch_tokens)
+            else:
+                rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
+        steps += [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         self._counted[number] = len(steps)
         return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
-
-    def _sorted_steps(self, epoch: int) -> tuple[list[list[Row]], torch.Generator]:
-        """Divide an epoch's shuffled conversations into steps, sorted by length in each window; and its generator."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        windows = self._windows(self._drawn(epoch, generator))
-        if self.batch_tokens is not None:
-            return [step for each in windows for step in budgeted(each, self.lengths, self.batch_tokens)], generator
-        rows: list[Row] = []
-        for window in windows:
-            rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
-        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)], generator
-
-    def _windows(self, order: list[int]) -> Iterator[list[int]]:
-        """Conversations of `WINDOW` steps at a time, sorted by length."""
-        span = WINDOW * self.batch_size
-        if self.batch_tokens is not None:
-            span = WINDOW * max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
-        for start in range(0, len(order), span):
-            window_N = np.asarray(order[start : start + span], dtype=np.int64)
-            yield window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
 
     def _laps(self, epoch: int) -> list[tuple[int, int]]:
         """First and last place in each source, if endless passes over it are divided into epochs of `weight` passes."""

@@ -47,11 +47,9 @@ class Progress:
     """Progress of the file, kept in a state file beside it."""
 
     batches: int = 0
-    """Batches made."""
     conversations: int = 0
-    """Conversations written."""
     tokens: int = 0
-    """Answer tokens written."""
+    """Answer tokens."""
     size: int = 0
     """Bytes of the file that belong to whole batches."""
     ended: bool = False

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +40,7 @@ def ask_server(config: SelfMadeConfig) -> Path:
     rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
     bar = ProgressBar("conversations", len(prompts), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
-        work = _Work(config, rest, len(answered), file, stop, bar)
+        work = _Work(config, rest, file, stop, bar, done=len(answered), written=len(answered))
         asyncio.run(work.run())
     log.info(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
     if stop.wanted and work.done < len(prompts):
@@ -47,22 +48,21 @@ def ask_server(config: SelfMadeConfig) -> Path:
     return path
 
 
+@dataclass
 class _Work:
     """State shared by `batch_size` concurrent workers, each of which takes one prompt after the other."""
 
-    def __init__(
-        self,
-        config: SelfMadeConfig,
-        prompts: Iterator[tuple[int, Messages]],
-        done: int,
-        file: TextIO,
-        stop: StopRequest,
-        bar: ProgressBar,
-    ) -> None:
-        self.config, self.prompts, self.file, self.stop, self.bar = config, prompts, file, stop, bar
-        self.done, self.written, self.dropped, self.tokens = done, done, 0, 0
-        self.failure: ValueError | None = None
-        self.began = time.monotonic()
+    config: SelfMadeConfig
+    prompts: Iterator[tuple[int, Messages]]
+    file: TextIO
+    stop: StopRequest
+    bar: ProgressBar
+    done: int
+    written: int
+    dropped: int = 0
+    tokens: int = 0
+    failure: ValueError | None = None
+    began: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         """Answer all prompts, or until one fails."""

@@ -206,24 +206,8 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
     if len(source.rows) >= ROWS_PER_PROCESS:
         console.print(f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes} processes")
     folder.mkdir(exist_ok=True)
-    files = _tokenized(source, folder / "sequences.arrow", rendering, processes)
-    for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
-        left.unlink()  # from a start with another number of processes
-    counts_V, digest = _summed(folder, files)
-    np.save(folder / "counts.npy", counts_V)
-    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
-    write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
-
-
-def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int) -> list[str]:
-    """Write the sequences of a source; file names in the order of the data."""
     place, row = next(source.read())
-    given = {
-        "name": source.name,
-        "kind": source.kind,
-        "expected": format_of(row, place),
-        "rendering": rendering,
-    }
+    given = {"name": source.name, "kind": source.kind, "expected": format_of(row, place), "rendering": rendering}
     try:
         rows = source.rows.map(
             _encoded_rows,
@@ -235,8 +219,8 @@ def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int)
             features=FEATURES,
             fn_kwargs=given,
             num_proc=processes if processes > 1 else None,
-            cache_file_name=str(path),
-            new_fingerprint=path.parent.name,
+            cache_file_name=str(folder / "sequences.arrow"),
+            new_fingerprint=folder.name,
             desc="tokenizing",
         )
     except RuntimeError as error:
@@ -246,7 +230,13 @@ def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int)
             f"one of the {processes} processes that tokenized {source.name} has died, perhaps for want of memory; "
             "lower data.num_proc: the same command resumes with the parts that are whole"
         ) from error
-    return [Path(file["filename"]).name for file in rows.cache_files]
+    files = [Path(file["filename"]).name for file in rows.cache_files]
+    for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
+        left.unlink()  # from a start with another number of processes
+    counts_V, digest = _summed(folder, files)
+    np.save(folder / "counts.npy", counts_V)
+    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
+    write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
 
 
 def _encoded_rows(
@@ -317,16 +307,16 @@ def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
         digests.append(manifest["digest"])
         firsts.append(firsts[-1] + manifest["rows"])
     rows = concatenate_datasets(parts)
-    columns = {name: rows.data.table.column(name) for name in ("tokens", "answers", "opens")}
+    table = rows.data.table
     counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
     for own_V in counts:
         counts_V[: len(own_V)] += own_V
     return TokenCache(
         rows,
-        pc.list_value_length(columns["tokens"]).to_numpy().astype(np.int64),
+        pc.list_value_length(table.column("tokens")).to_numpy().astype(np.int64),
         np.concatenate(conversations),
-        columns["answers"].to_numpy().astype(np.int64),
-        columns["opens"].to_numpy().astype(np.int64),
+        table.column("answers").to_numpy().astype(np.int64),
+        table.column("opens").to_numpy().astype(np.int64),
         counts_V,
         hashlib.sha256("".join(digests).encode()).hexdigest(),
         firsts[:-1],
