@@ -83,16 +83,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> dict[str, Any]:
-    """Compare the three sides, print the table, write the JSON.
+    """Compare the three sides on as many prompts as fit before the deadline; print the table, write the JSON.
 
     Args:
-        config: of the command.
-        deadline: on `time.monotonic`'s clock; as many prompts as fit before it are answered, at least one.
+        config: the command's options.
+        deadline: on `time.monotonic`'s clock; at least one prompt is answered.
         shared: target and tokenizer, if other commands of this process use them too.
-
-    Raises:
-        ValueError: a target, head, tree or prompt file that cannot be used.
-        Stopped: Ctrl-C or SIGTERM; what was measured is printed and written.
     """
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats

@@ -102,12 +102,7 @@ def options(
 
     Exits with status 2 and a message if an option is unknown or its value has the wrong type.
 
-    Args:
-        kind: dataclass that holds the options and their defaults.
-        command: name of the command, for its help.
-        description: help text above the options.
-        arguments: of the command line; None for those of this process.
-        first: option whose name may be left out: `headstart push RUN` means `headstart push --run RUN`.
+    The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
     """
     parser = ArgumentParser(prog=f"headstart {command}", description=description)
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")

@@ -203,6 +203,9 @@ def training_plan(
     config: DemoConfig, folder: Path, conversations: Path, shared: SharedTarget, seconds: float
 ) -> dict[str, int]:
     """Numbers of steps and of evaluated tokens that fit into the time, measured on this machine."""
+    import torch
+
+    from headstart.inference import SpeculativeLM
     from headstart.train.data.conversations import read_conversations
     from headstart.train.data.split import split_examples
     from headstart.train.data.token_cache import count_answer_tokens
@@ -212,7 +215,11 @@ def training_plan(
     began = time.monotonic()
     rows = read_conversations(str(conversations))
     made = len(rows)
-    tokens = EVALUATION * seconds / seconds_per_token(shared)
+    ids_BT = torch.zeros((32, 4), dtype=torch.int64, device=shared.target.device)
+    answers = {"attention_mask": torch.ones_like(ids_BT), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    # An evaluation decodes a batch with trees of 4, 12 and 12 nodes, and emits 1.7 tokens a round.
+    round_seconds = min(SpeculativeLM(shared.target).generate(ids_BT, **answers).stats.round_seconds)
+    tokens = EVALUATION * seconds / (round_seconds / 32 * (4 + 12 + 12) / 1.7)
     prompts = int(min(8, max(2, tokens / 64), made // 2))
     new_tokens = int(min(64, max(8, tokens / prompts)))
     plan = {"conversations": made, "prompts": prompts, "new_tokens": new_tokens, "steps": 1, "vocabulary": 1}
@@ -224,16 +231,3 @@ def training_plan(
     rest = (1 - EVALUATION) * seconds - (time.monotonic() - began)
     most = EPOCHS * (made - prompts) // 4
     return {**plan, "steps": int(max(1, min(most, rest / each)))}
-
-
-def seconds_per_token(shared: SharedTarget) -> float:
-    """Seconds of an evaluation for each token of an answer: it decodes a batch with trees of 4, 12 and 12 nodes."""
-    import torch
-
-    from headstart.inference import SpeculativeLM
-
-    lm = SpeculativeLM(shared.target)
-    ids_BT = torch.zeros((32, 4), dtype=torch.int64, device=shared.target.device)
-    mask = torch.ones_like(ids_BT)
-    stats = lm.generate(ids_BT, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False).stats
-    return min(stats.round_seconds) / 32 * (4 + 12 + 12) / 1.7  # tokens a round

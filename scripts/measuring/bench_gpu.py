@@ -352,11 +352,7 @@ def training_of(target: Target, options: dict[str, Any], rows: int, length: int,
 
 
 def timed_step(
-    target: Target,
-    head: Eagle3Head,
-    optimizer: torch.optim.Optimizer,
-    examples: list[Example],
-    apart: bool = True,
+    target: Target, head: Eagle3Head, optimizer: torch.optim.Optimizer, examples: list[Example], apart: bool = True
 ) -> dict[str, float]:
     """Make a step; the seconds of its parts if `apart`.
 

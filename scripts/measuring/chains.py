@@ -62,13 +62,9 @@ def operations_of(draft: DraftModel, target: Target) -> float | None:
 def time_factor(
     rates: Sequence[float], gamma: int, draft_cost: float, check_cost: Callable[[int], float] = lambda nodes: 1.0
 ) -> float:
-    """Speedup over plain decoding (arXiv:2211.17192, theorem 3.8), with times in plain steps.
+    """Speedup of draft length `gamma` over plain decoding (arXiv:2211.17192, theorem 3.8, with measured verification).
 
-    Args:
-        rates: as `chain_length` takes them.
-        gamma: draft length.
-        draft_cost: time of one draft step (the paper's c).
-        check_cost: time of a target forward by its tokens; 1 in the paper.
+    Costs are in plain steps: of a draft step (the paper's c), and of a target forward by its tokens (1 in the paper).
     """
     return chain_length(rates, gamma) / (gamma * draft_cost + check_cost(gamma + 1))
 

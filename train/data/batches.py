@@ -90,12 +90,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
-    """Pad rows on the right, where a causal model's earlier tokens do not attend, outside the loss mask.
-
-    Args:
-        rows: sequences of each row; an empty list gives one row of padding.
-        least: minimum length of the rows, in tokens.
-    """
+    """Pad rows on the right, to at least `least` tokens, outside the loss mask; no rows give one row of padding."""
     tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
     for row in rows:
         tokens.append(torch.tensor([token for example in row for token in example.tokens]))
@@ -171,7 +166,7 @@ class Order:
         Args:
             lengths: tokens of every conversation.
             batch_size: rows of a step.
-            seed: of the shuffling.
+            seed: seed of the shuffling.
             pack: tokens of a row of several conversations; None for one in each row.
             sources: index of each conversation's source.
             weights: passes of an epoch over each source; below 1, every epoch takes other conversations.
@@ -300,11 +295,7 @@ class Steps(Dataset[Step]):
     """Dataset of steps, by epoch and rows: workers of the loader collate the batches, and `read` adds what it can."""
 
     def __init__(
-        self,
-        examples: Sequence[Example],
-        share: Share,
-        least: int,
-        read: Callable[[Batch, int], Batch] | None = None,
+        self, examples: Sequence[Example], share: Share, least: int, read: Callable[[Batch, int], Batch] | None = None
     ) -> None:
         self.examples, self.share, self.read = examples, share, read
         self.least = least  # tokens of a row

@@ -140,11 +140,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _encode_text(
-    text: str,
-    spans: list[tuple[int, int]],
-    tokenizer: PreTrainedTokenizerBase,
-    eos: frozenset[int],
-    truncated: bool,
+    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], truncated: bool
 ) -> Example:
     """Tokenize a rendered conversation and mark the tokens that start within an answer's span of characters.
 

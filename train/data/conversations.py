@@ -38,16 +38,9 @@ FORMATS = {
 format of which it has all columns."""
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 """Roles by ShareGPT's value of `from`."""
 SCANNED = 2**26
@@ -196,8 +189,7 @@ def format_of(row: Any, where: str) -> str:
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
     """Convert a row of any format to `messages`; its other columns stay.
 
-    Raises:
-        ValueError: naming `where` and what is wrong.
+    Every error names `where`, the row's place.
     """
     found = format_of(row, where)
     if expected is not None and found != expected:

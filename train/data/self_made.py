@@ -263,19 +263,10 @@ def _generate_prompts(
     lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, generator: torch.Generator
 ) -> list[Messages]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
-    prefix, config, seen = user_prefix(tokenizer), output.config, output.seen
+    config, seen, prefixes = output.config, output.seen, [user_prefix(tokenizer)] * output.at_once
+    sampling = {"temperature": config.prompt_temperature, "min_p": config.prompt_min_p, "top_k": 0, "top_p": 1.0}
     drawn = _continue(
-        lm,
-        tokenizer,
-        [prefix] * output.at_once,
-        config.batch_size,
-        config.prompt_tokens,
-        generator,
-        do_sample=True,
-        temperature=config.prompt_temperature,
-        min_p=config.prompt_min_p,
-        top_k=0,
-        top_p=1.0,
+        lm, tokenizer, prefixes, config.batch_size, config.prompt_tokens, generator, do_sample=True, **sampling
     )
     prompts: list[Messages] = []
     for tokens, finished in drawn:

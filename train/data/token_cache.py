@@ -240,12 +240,7 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
 
 
 def _encoded_rows(
-    batch: dict[str, list[Any]],
-    numbers: list[int],
-    name: str,
-    kind: str,
-    expected: str,
-    rendering: Rendering,
+    batch: dict[str, list[Any]], numbers: list[int], name: str, kind: str, expected: str, rendering: Rendering
 ) -> pa.Table:
     """Encode some rows of a source."""
     found: list[Example] = []
