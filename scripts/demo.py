@@ -216,7 +216,8 @@ def training_plan(
     rows = read_conversations(str(conversations))
     made = len(rows)
     ids_BT = torch.zeros((32, 4), dtype=torch.int64, device=shared.target.device)
-    answers = {"attention_mask": torch.ones_like(ids_BT), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    answers: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    answers["attention_mask"] = torch.ones_like(ids_BT)
     # An evaluation decodes a batch with trees of 4, 12 and 12 nodes, and emits 1.7 tokens a round.
     round_seconds = min(SpeculativeLM(shared.target).generate(ids_BT, **answers).stats.round_seconds)
     tokens = EVALUATION * seconds / (round_seconds / 32 * (4 + 12 + 12) / 1.7)
