@@ -67,8 +67,7 @@ class ComparedPrompt:
     seconds: dict[str, float]
     """Wall-clock of the whole call, prefill included, by side."""
     difference: dict[str, float] | None
-    """Where speculation first differs from stock `generate`, and the gap between the two tokens' logits; None if
-    nowhere."""
+    """Where speculation first differs from stock `generate`, by `first_difference`."""
     stats: Stats
     """Rounds of the speculative side."""
 

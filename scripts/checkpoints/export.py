@@ -103,8 +103,8 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
 
     if metadata.adapted:
         raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
-    tokenizer = load_tokenizer(config.target or head.target.name)
-    target = target_of(head, config.target, next(head.parameters()).dtype)
+    dtype = next(head.parameters()).dtype
+    target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
     head = head.to(target.device).eval()
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
 

@@ -309,12 +309,7 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
 
 
 def training_of(target: Target, options: dict[str, Any], rows: int, length: int, repeats: int) -> dict[str, Any]:
-    """Time training steps.
-
-    Returns:
-        Tokens per second, TFLOP/s and their share of the device's peak (None where that is unknown), milliseconds by
-        part, and the peak of memory, bytes (None on a CPU).
-    """
+    """Time training steps; shares of a peak are None where it is unknown, the peak of memory is None on a CPU."""
     device = target.device
     torch.manual_seed(0)
     head = build_head("eagle3", options, target.info)
@@ -327,12 +322,7 @@ def training_of(target: Target, options: dict[str, Any], rows: int, length: int,
     flops = count_flops(target, head, examples[:1], cached=False, adapted=False) * length * rows
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    parts: dict[str, list[float]] = {name: [] for name in ("batch", "target", "head", "loss", "backward", "optimizer")}
-    for turn in range(repeats + 1):
-        marks = timed_step(target, head, optimizer, examples)
-        if turn > 0:
-            for name, seconds in marks.items():
-                parts[name].append(seconds)
+    turns = [timed_step(target, head, optimizer, examples) for _ in range(repeats + 1)][1:]  # the first one warms up
     start = now(device)
     for _ in range(repeats):
         timed_step(target, head, optimizer, examples, apart=False)
@@ -346,7 +336,7 @@ def training_of(target: Target, options: dict[str, Any], rows: int, length: int,
         "tokens_per_second": rows * length / seconds,
         "teraflops": tflops,
         "model_flop_utilisation": None if peak is None else tflops / peak,
-        "milliseconds": {name: 1000 * statistics.median(taken) for name, taken in parts.items()},
+        "milliseconds": {part: 1000 * statistics.median(turn[part] for turn in turns) for part in turns[0]},
         "peak_memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     }
 
@@ -379,15 +369,10 @@ def timed_step(
     optimizer.step()
     optimizer.zero_grad()
     marks.append(clock())
-    waited, read, layers, forward, backward, stepped = (b - a for a, b in itertools.pairwise(marks))
-    return {
-        "batch": waited,
-        "target": read,
-        "head": layers,
-        "loss": max(forward - layers, 0.0),
-        "backward": backward,
-        "optimizer": stepped,
-    }
+    parts = ("batch", "target", "head", "loss", "backward", "optimizer")
+    seconds = dict(zip(parts, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+    seconds["loss"] = max(seconds["loss"] - seconds["head"], 0.0)
+    return seconds
 
 
 def told_training(name: str, row: dict[str, Any]) -> str:

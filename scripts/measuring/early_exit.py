@@ -28,12 +28,10 @@ THRESHOLDS = tuple(i / 20 for i in range(20))
 
 @dataclass(frozen=True)
 class ChainRound:
-    """A round with a whole chain."""
+    """A round with a whole chain: features of the head's distribution at each depth, and the drafts accepted."""
 
     features_KX: Tensor
-    """Features of the head's distribution at each depth."""
     accepted: int
-    """Drafts that were accepted."""
 
 
 class Recorder(EarlyExitChain):

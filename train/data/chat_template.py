@@ -38,22 +38,12 @@ def encode(
     max_length: int,
     thinking: bool | None = None,
 ) -> list[Example]:
-    """Tokenize a conversation into sequences with loss masks.
+    """Tokenize a conversation into sequences of at most `max_length` tokens with loss masks.
 
     One sequence if the chat template renders earlier turns the same once later ones follow. Some templates do not
     (they drop the reasoning of earlier turns): then one sequence per answer, rendered as when the assistant generated
-    it.
-
-    Args:
-        conversation: messages; `"finished": false` says that the last answer was truncated, so that its end-of-turn
-            token is the template's and not the assistant's.
-        tokenizer: with a chat template.
-        eos: ids of the tokens that end a turn.
-        max_length: tokens after which a sequence is truncated.
-        thinking: the template's `enable_thinking`; None leaves it out.
-
-    Raises:
-        ValueError: a template whose answers do not start where its generation prompt ends.
+    it. `"finished": false` in the conversation says that its last answer was truncated, so that the end-of-turn token
+    there is the template's and not the assistant's. `eos` are the tokens that end a turn.
     """
     messages, tools = conversation["messages"], conversation.get("tools")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

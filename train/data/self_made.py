@@ -120,15 +120,8 @@ class _TimeIsOver(Exception):
 def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> Path:
     """Write the file, or resume it; return its path.
 
-    Args:
-        config: of the command.
-        deadline: on `time.monotonic`'s clock; finished conversations of the batch in progress are kept, and the file is
-            complete with at least `ENOUGH`.
-        shared: target and tokenizer, if other commands of this process use them too.
-
-    Raises:
-        ValueError: options that do not match the file that is there, unusable prompts or tokenizer.
-        Stopped: Ctrl-C or SIGTERM; the batch in progress is lost.
+    At the deadline, on `time.monotonic`'s clock, the finished conversations of the batch in progress are kept, and the
+    file is complete with at least `ENOUGH`. Ctrl-C or SIGTERM loses the batch in progress.
     """
     if config.server is not None:
         from .server_answers import ask_server  # needs the package openai, which nothing else does
@@ -184,11 +177,7 @@ class _Watch:
         self.generations: list[Sequences] = []  # of the batch in progress
 
     def begin_batch(self) -> None:
-        """Start counting a batch.
-
-        Raises:
-            _TimeIsOver: less time is left than half of what a batch has taken so far.
-        """
+        """Start counting a batch, unless less time is left than half of what a batch has taken so far."""
         self.tokens += sum(out.tokens for out in self.generations)
         self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
         half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
@@ -196,11 +185,9 @@ class _Watch:
             raise _TimeIsOver
 
     def __call__(self, out: Sequences) -> None:
-        """Show the progress after a round.
+        """Show the progress after a round, and end this part of the batch when its time is over.
 
-        Raises:
-            _TimeIsOver: the time of this part of the batch is over. Half of the first rows must have ended, or only
-                short texts would be kept.
+        Half of the first rows must have ended, or only short texts would be kept.
         """
         if not self.generations or out is not self.generations[-1]:
             self.generations.append(out)
