@@ -145,38 +145,31 @@ class Share:
         return [rows[i::parts] for i in range(self.process, parts, self.processes)]
 
 
+@dataclass
 class Order:
     """The steps of every epoch, by a seed.
 
     The conversations are shuffled, sorted by length within windows, divided into steps, and the steps shuffled.
     """
 
-    def __init__(
-        self,
-        lengths: list[int],
-        batch_size: int,
-        seed: int,
-        pack: int | None = None,
-        sources: list[int] | None = None,
-        weights: list[float] | None = None,
-        batch_tokens: int | None = None,
-    ) -> None:
-        """Describe the data.
+    lengths: list[int]
+    """Tokens of every conversation."""
+    batch_size: int
+    seed: int
+    pack: int | None = None
+    """Tokens of a row of several conversations; None for one in each row."""
+    sources: list[int] | None = None
+    """Index of each conversation's source."""
+    weights: list[float] | None = None
+    """Passes of an epoch over each source; below 1, every epoch takes other conversations."""
+    batch_tokens: int | None = None
+    """Tokens of a step, padding included, instead of `batch_size` rows."""
 
-        Args:
-            lengths: tokens of every conversation.
-            batch_size: rows of a step.
-            seed: seed of the shuffling.
-            pack: tokens of a row of several conversations; None for one in each row.
-            sources: index of each conversation's source.
-            weights: passes of an epoch over each source; below 1, every epoch takes other conversations.
-            batch_tokens: tokens of a step, padding included, instead of `batch_size` rows.
-        """
-        self.lengths, self.batch_size, self.seed, self.pack = lengths, batch_size, seed, pack
-        self.weights, self.batch_tokens = weights or [1.0], batch_tokens
-        self._lengths_N = np.asarray(lengths, dtype=np.int64)
-        sources_N = np.asarray(sources or [0] * len(lengths))
-        self._of_source = [np.flatnonzero(sources_N == source) for source in range(len(self.weights))]
+    def __post_init__(self) -> None:
+        self._weights = self.weights or [1.0]
+        self._lengths_N = np.asarray(self.lengths, dtype=np.int64)
+        sources_N = np.asarray(self.sources or [0] * len(self.lengths))
+        self._of_source = [np.flatnonzero(sources_N == source) for source in range(len(self._weights))]
         self._counted: dict[int, int] = {}
 
     def from_step(self, step: int) -> Iterator[tuple[int, list[Row]]]:
@@ -198,7 +191,7 @@ class Order:
     def steps_in(self, epoch: int) -> int:
         """Number of steps of an epoch: by arithmetic if steps have a fixed number of rows, else by making them."""
         if self.pack is None and self.batch_tokens is None:
-            even = set(self.weights) == {1.0}
+            even = set(self._weights) == {1.0}
             count = len(self.lengths) if even else sum(last - first for first, last in self._laps(epoch))
             return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
@@ -227,15 +220,12 @@ class Order:
 
     def _laps(self, epoch: int) -> list[tuple[int, int]]:
         """First and last place in each source, if endless passes over it are divided into epochs of `weight` passes."""
-        sizes = [len(own) for own in self._of_source]
-        return [
-            (round(epoch * weight * size), round((epoch + 1) * weight * size))
-            for weight, size in zip(self.weights, sizes, strict=True)
-        ]
+        passes = [(weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)]
+        return [(round(epoch * weight * size), round((epoch + 1) * weight * size)) for weight, size in passes]
 
     def _drawn(self, number: int, generator: torch.Generator) -> list[int]:
         """Conversations of an epoch, shuffled."""
-        if set(self.weights) == {1.0}:
+        if set(self._weights) == {1.0}:
             return torch.randperm(len(self.lengths), generator=generator).tolist()
         drawn: list[int] = []
         for source, (first, last) in enumerate(self._laps(number)):

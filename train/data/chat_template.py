@@ -62,14 +62,28 @@ def encode(
             )
         spans.append((len(prompt), len(text)))
         texts.append(text)
-    truncated = conversation.get("finished") is False
+    groups = [(text, [span]) for text, span in zip(texts, spans, strict=True)]
     if all(texts[-1].startswith(text) for text in texts):
         groups = [(texts[-1], spans)]
-    else:
-        groups = [(text, [span]) for text, span in zip(texts, spans, strict=True)]
-    examples = [_encode_text(text, marked, tokenizer, eos, truncated and text is texts[-1]) for text, marked in groups]
-    kept = [Example(example.tokens[:max_length], example.loss_mask[:max_length]) for example in examples]
-    return [example for example in kept if any(example.loss_mask)]
+    examples = []
+    for text, marked in groups:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens: list[int] = list(encoded["input_ids"])
+        starts_T, stops_T = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        ends_turn_T = np.isin(tokens, list(eos))
+        mask_T = np.zeros(len(tokens), dtype=bool)
+        for span in marked:
+            first, last = span
+            # A span runs to the end of what the template adds after the answer; the assistant's own tokens end with
+            # the end-of-turn token.
+            inside_T = (first <= starts_T) & (starts_T < last) & (stops_T > first)
+            ends = np.flatnonzero(inside_T & ends_turn_T)
+            if len(ends):
+                truncated = conversation.get("finished") is False and span is spans[-1]
+                inside_T[ends[0] + (0 if truncated else 1) :] = False
+            mask_T |= inside_T
+        examples.append(Example(tokens[:max_length], mask_T[:max_length].tolist()))
+    return [example for example in examples if any(example.loss_mask)]
 
 
 def render(
@@ -127,26 +141,3 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise ValueError(f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it")
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer of {name!r} gives no character offsets; a fast tokenizer is needed")
-
-
-def _encode_text(
-    text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], truncated: bool
-) -> Example:
-    """Tokenize a rendered conversation and mark the tokens that start within an answer's span of characters.
-
-    A span runs to the end of the text that the template adds after the answer. The assistant's own tokens end with the
-    end-of-turn token; those behind it are not marked.
-    """
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens: list[int] = list(encoded["input_ids"])
-    starts_T, stops_T = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    ends_turn_T = np.isin(tokens, list(eos))
-    mask_T = np.zeros(len(tokens), dtype=bool)
-    for number, (first, last) in enumerate(spans):
-        inside_T = (first <= starts_T) & (starts_T < last) & (stops_T > first)
-        ends = np.flatnonzero(inside_T & ends_turn_T)
-        if len(ends):
-            cut = truncated and number == len(spans) - 1
-            inside_T[ends[0] + (0 if cut else 1) :] = False
-        mask_T |= inside_T
-    return Example(tokens, mask_T.tolist())

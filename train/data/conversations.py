@@ -117,11 +117,7 @@ def open_file(name: str) -> Source:
 
 
 def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
-    """Open all sources, of which at most `limit` rows are read together.
-
-    Raises:
-        ValueError: a source that is not there or holds nothing, or whose first row has no known format.
-    """
+    """Open all sources, of which at most `limit` rows are read together; refuse those that hold no conversation."""
     opened: list[Source] = []
     for name in names:
         if limit is not None and limit <= 0:
@@ -187,10 +183,7 @@ def format_of(row: Any, where: str) -> str:
 
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """Convert a row of any format to `messages`; its other columns stay.
-
-    Every error names `where`, the row's place.
-    """
+    """Convert a row of any format to `messages`; its other columns stay. Errors name the row's place, `where`."""
     found = format_of(row, where)
     if expected is not None and found != expected:
         raise ValueError(

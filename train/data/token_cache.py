@@ -170,16 +170,8 @@ def cached_sequences(
 ) -> TokenCache:
     """Map the sequences of these sources into memory; tokenize those that no process has tokenized before.
 
-    Args:
-        sources: in the order of the data.
-        rendering: how conversations become tokens.
-        folder: where the cache lies; None for `data` in the project's cache folder.
-        num_proc: processes that tokenize; None for one for every `ROWS_PER_PROCESS` conversations, up to the cores.
-
-    Raises:
-        ValueError: a row that is no conversation, or that the template refuses, by file and line; or a folder whose
-            content does not match its name.
-        RuntimeError: a process that tokenized has died.
+    Without a folder, the cache is `data` in the project's cache folder. Without `num_proc`, a process tokenizes for
+    every `ROWS_PER_PROCESS` conversations, up to the cores.
     """
     how, own = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
     own.mkdir(parents=True, exist_ok=True)
