@@ -98,16 +98,13 @@ def explain(
     text_1T = engines[0].generate(prompts[0], **settings).sequences
     draft_cost, operations = seconds / step, operations_of(draft, target)
     forwards = forward_costs(target, text_1T, [gamma + 1 for gamma in chains], chains[1].feature_layers, plain)
-
-    def check_cost(nodes: int) -> float:
-        return 1.0 if nodes == 1 else (forwards[nodes] + sides) / step
-
+    checks = {1: 1.0} | {nodes: (forward + sides) / step for nodes, forward in forwards.items()}
     found = [
         Explained(
             gamma,
             chain_length(rates, gamma),
             answered[gamma].acceptance_length,
-            time_factor(rates, gamma, draft_cost, check_cost),
+            time_factor(rates, gamma, draft_cost, checks.__getitem__),
             step * answered[gamma].acceptance_length / sum(answered[gamma].round_parts.values()),
             None if operations is None else operations_factor(rates, gamma, operations),
         )
@@ -119,6 +116,6 @@ def explain(
         table.add_row(str(row.gamma), *map(number, figures))
     console.print(table)
     by_depth = " ".join(f"{rate:.2f}" for rate in rates)
-    best = best_draft_length(rates, draft_cost, check_cost, longest)
+    best = best_draft_length(rates, draft_cost, checks.__getitem__, longest)
     log.info(f"acceptance rate by depth {by_depth}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")
     return found
