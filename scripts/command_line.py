@@ -100,9 +100,8 @@ def options(
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
-    Exits with status 2 and a message if an option is unknown or its value has the wrong type.
-
-    The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
+    Exits with status 2 and a message if an option is unknown or its value has the wrong type. The name of the option
+    `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
     """
     parser = ArgumentParser(prog=f"headstart {command}", description=description)
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")

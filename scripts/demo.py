@@ -86,10 +86,6 @@ class Budget:
         """Seconds, over all starts."""
         return self.seconds - self._before - (time.monotonic() - self._began)
 
-    def until(self, share: float) -> float:
-        """Deadline at which a share of the time left will be over, on `time.monotonic`'s clock."""
-        return time.monotonic() + share * self.left
-
     def once(self, name: str, decide: Callable[[], Any]) -> Any:
         """Decide, or return the decision of an earlier start."""
         if name not in self.kept:
@@ -145,15 +141,15 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
             answer_tokens=160,
             temperature=0.0,
         ),
-        budget.until(DATA),
+        time.monotonic() + DATA * budget.left,
         shared,
     )
 
     console.rule(f"3 of 4: Medusa heads are trained on them ({duration(TRAINING * budget.left)})")
     plan = budget.once("training", lambda: training_plan(config, folder, conversations, shared, TRAINING * budget.left))
     log.info(f"as many steps as there is time for: {plan['steps']}")
-    evaluation = (TRAINING * budget.left) * EVALUATION
-    run = train(training(config, folder, conversations, plan), budget.until(TRAINING) - evaluation, shared)
+    deadline = time.monotonic() + TRAINING * budget.left * (1 - EVALUATION)
+    run = train(training(config, folder, conversations, plan), deadline, shared)
 
     console.rule(f"4 of 4: speed, of both heads ({duration(budget.left)})")
     each = 2 / rates["generate"] + 1 / rates["headstart"]  # generate, plain steps, and speculation
@@ -165,7 +161,7 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
         if report["stopped"]:
             options = BenchConfig(target=config.target, head=head, prompts=[config.prompts], output=str(path))
             options = dataclasses.replace(options, max_new_tokens=tokens, limit=10)
-            benchmark(options, budget.until(share), shared)
+            benchmark(options, time.monotonic() + share * budget.left, shared)
         else:
             print_report(report)
         log.info(f"head: {head}; all figures: {path}")

@@ -61,15 +61,8 @@ def verify_head(config: VerifyConfig) -> None:
 
     from headstart.heads.checkpoints.save_load import differences, load_head
     from headstart.inference import SpeculativeLM, Target, TreeShape, load_tokenizer
+    from headstart.train import evaluate
     from headstart.train.data.chat_template import Example, prompt_ids
-    from headstart.train.evaluate import (
-        FINGERPRINT_NOISE,
-        FINGERPRINT_TIES,
-        fingerprint,
-        fingerprint_difference,
-        real_acceptance,
-        teacher_forced,
-    )
 
     head, metadata = load_head(config.head)
     target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
@@ -91,11 +84,11 @@ def verify_head(config: VerifyConfig) -> None:
 
     def accuracy_of(head: DraftHead) -> list[float]:
         """Accuracy of the best draft at each depth, given the true tokens before it."""
-        return [ranks[0] for ranks in teacher_forced(target, head, examples)[1]]
+        return [ranks[0] for ranks in evaluate.teacher_forced(target, head, examples)[1]]
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
-    chain = real_acceptance(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens)
+    chain = evaluate.real_acceptance(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens)
     before = [ranks[0] for ranks in metadata.measured.get("accuracy", [])]
     table = Table("draft", "accuracy", "accepted", "accuracy when trained")
     for depth, (own, accepted) in enumerate(zip(accuracy, chain.acceptance_rate_by_depth, strict=False)):
@@ -105,12 +98,12 @@ def verify_head(config: VerifyConfig) -> None:
     length = f"{chain.acceptance_length:.2f}"
     log.info(f"acceptance length on a chain of {depths}: {length}; accuracy: given the true tokens")
     if "probe" in metadata.measured:
-        others, noise = fingerprint_difference(fingerprint(target, head), metadata.measured["probe"])
+        found = evaluate.fingerprint(target, head)
+        others, noise = evaluate.fingerprint_difference(found, metadata.measured["probe"])
+        ties, least_noise = evaluate.FINGERPRINT_TIES, evaluate.FINGERPRINT_NOISE
         compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
-        log.info(
-            f"{compared}; the same head on another machine: at most {FINGERPRINT_TIES:.0%} and {FINGERPRINT_NOISE}"
-        )
-        if others > FINGERPRINT_TIES or noise > FINGERPRINT_NOISE:
+        log.info(f"{compared}; the same head on another machine: at most {ties:.0%} and {least_noise}")
+        if others > ties or noise > least_noise:
             raise ValueError(f"{config.head} was misread, or its target is another one: {compared}")
     least = SHARE * before[0] if before else HEALTHY
     best, other = max(((sum(accuracy_of(head_)), what) for what, head_ in misreadings(head)), default=(0, ""))

@@ -146,7 +146,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         target, head = random_pair(shape, device)
         if config.training and not report["training"]:
             rows_of, length = config.training
-            report["training"][name] = training_of(target, head_options(target), rows_of, length, TRAINING_STEPS)
+            report["training"][name] = training_of(target, rows_of, length, TRAINING_STEPS)
             log.info(told_training(name, report["training"][name]))
             write_report(report, config)
         decide = Verification(synthetic)
@@ -246,8 +246,7 @@ def rounds_of(
         drafter.prefill(PrefillChunk(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
         drafter.shared.state = dataclasses.replace(drafter.catch_up(), lengths_B=torch.full_like(roots_B, context))
     draw = RandomSampler(torch.Generator(target.device).manual_seed(0))
-    parts: dict[str, list[float]] = {"draft": [], "target": [], "rest": []}
-    emitted = []
+    taken, emitted = [], []
     for turn in range(repeats + 3):  # the first ones compile
         marks = [now(target.device)]
         tree = drafter.propose(roots_B)
@@ -260,11 +259,10 @@ def rounds_of(
         marks.append(now(target.device))
         longest += tree.max_depth + 1
         if turn >= 3:
-            parts["draft"].append(marks[1] - marks[0] + marks[4] - marks[3])
-            parts["target"].append(marks[2] - marks[1])
-            parts["rest"].append(marks[3] - marks[2])
+            taken.append((marks[1] - marks[0] + marks[4] - marks[3], marks[2] - marks[1], marks[3] - marks[2]))
             emitted.append(float(finished.lengths_B.float().mean()))
-    middle = {part: 1000 * statistics.median(seconds) for part, seconds in parts.items()}
+    medians = [1000 * statistics.median(seconds) for seconds in zip(*taken, strict=True)]
+    middle = dict(zip(("draft", "target", "rest"), medians, strict=True))
     read = weight_bytes(target) + target.cache_bytes(batch, context)
     return {
         "batch": batch,
@@ -294,25 +292,22 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
     found = []
     for what, more in (("eager", {}), ("static cache, compiled", {"cache_implementation": "static"})):
         settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **more}
-        tokens = 2 + repeats
-
-        def seconds(count: int, settings: dict[str, Any] = settings) -> float:
+        seconds = []
+        for count in (2 + repeats, 2 + repeats, 2):  # the first one warms up and compiles
             start = now(target.device)
             target.model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
-            return now(target.device) - start
-
-        seconds(tokens)  # warm, and compiled
-        step = 1000 * (seconds(tokens) - seconds(2)) / (tokens - 2)
+            seconds.append(now(target.device) - start)
+        step = 1000 * (seconds[1] - seconds[2]) / repeats
         found.append({"transformers": what, "batch": batch, "context": 512, "step": step})
         log.info(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
     return found
 
 
-def training_of(target: Target, options: dict[str, Any], rows: int, length: int, repeats: int) -> dict[str, Any]:
+def training_of(target: Target, rows: int, length: int, repeats: int) -> dict[str, Any]:
     """Time training steps; shares of a peak are None where it is unknown, the peak of memory is None on a CPU."""
     device = target.device
     torch.manual_seed(0)
-    head = build_head("eagle3", options, target.info)
+    head = build_head("eagle3", head_options(target), target.info)
     assert isinstance(head, Eagle3Head)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     head = head.to(device).train()

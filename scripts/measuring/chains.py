@@ -1,7 +1,4 @@
-"""Gain of chains of each length: by the formulas, and measured.
-
-    headstart tree --explain --target MODEL --head HEAD --prompts FILE
-    headstart tree --explain --target MODEL --drafter model:SMALLER --prompts FILE
+"""Gain of chains of each length, by the formulas and measured: `headstart tree --explain`.
 
 Acceptance rates are those of the longest chain, costs those of this machine: `time_factor` and `operations_factor`
 (Leviathan et al., arXiv:2211.17192) with the measured cost of verifying n tokens.

@@ -1,9 +1,7 @@
-"""Early-exit classifier of a head's chains: a logistic regression that decides whether to draft another token.
-
-    headstart tree --stopper --target MODEL --head HEAD --prompts FILE
+"""Early-exit classifier of a head's chains, by `headstart tree --stopper`: whether to draft another token.
 
 The target's answers are decoded with whole chains, and every verified draft is an example: features of the head's
-distribution, and whether its best token was accepted. The threshold is the one that would have decoded these answers
+distribution, and whether its best token was accepted. A logistic regression is fitted to them. The threshold is the one that would have decoded these answers
 fastest at the costs of this machine.
 """
 

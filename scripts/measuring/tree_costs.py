@@ -54,10 +54,7 @@ def expected_lengths(
 def dynamic_lengths(
     target: Target, head: DraftHead, width: int, examples: Sequence[Example], sizes: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Tokens a round of dynamic trees along the target's own answers, by size (the root counted) and depth.
-
-    The bonus token is counted: greedy decoding would give the same figures.
-    """
+    """Acceptance length of dynamic trees along the target's own answers, by size (the root counted) and depth."""
     depths = range(1, head.max_depth + 1)
     drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.modules)
     lengths: dict[tuple[int, int], list[int]] = {(size, depth): [] for size in sizes for depth in depths}

@@ -75,14 +75,12 @@ class Rendering:
 
 
 class TokenizedSequences(Sequence[Example]):
-    """Some sequences of a cache, read from its files on access."""
+    """Some sequences of a cache, read from its files on access; lengths and conversations are in memory."""
 
     def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
         self.cache, self.chosen_N = cache, chosen_N
         self.lengths: list[int] = cache.lengths_N[chosen_N].tolist()
-        """Tokens of each sequence."""
         self.conversations: list[int] = cache.conversations_N[chosen_N].tolist()
-        """Index of each sequence's conversation, over all sources."""
 
     def __len__(self) -> int:
         return len(self.chosen_N)
