@@ -1,8 +1,8 @@
 """Early-exit classifier of a head's chains, by `headstart tree --stopper`: whether to draft another token.
 
 The target's answers are decoded with whole chains, and every verified draft is an example: features of the head's
-distribution, and whether its best token was accepted. A logistic regression is fitted to them. The threshold is the one that would have decoded these answers
-fastest at the costs of this machine.
+distribution, and whether its best token was accepted. The classifier is a logistic regression. Its threshold is the one
+that would have decoded these answers fastest at the costs of this machine.
 """
 
 from __future__ import annotations

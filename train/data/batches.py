@@ -135,9 +135,8 @@ class Share:
         """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`."""
         if loop.batch_tokens is None:
             return cls.of(loop.batch_size, loop.micro_batch, process, processes)
-        return cls(
-            process, processes, math.ceil(loop.batch_tokens / processes / (loop.micro_tokens or loop.batch_tokens))
-        )
+        micro_tokens = loop.micro_tokens or loop.batch_tokens
+        return cls(process, processes, math.ceil(loop.batch_tokens / processes / micro_tokens))
 
     def of_step(self, rows: list[Row]) -> list[list[Row]]:
         """Rows of each of this process's forwards; the last step of an epoch may leave some empty."""
