@@ -100,10 +100,10 @@ def verify_head(config: VerifyConfig) -> None:
     if "probe" in metadata.measured:
         found = evaluate.fingerprint(target, head)
         others, noise = evaluate.fingerprint_difference(found, metadata.measured["probe"])
-        ties, least_noise = evaluate.FINGERPRINT_TIES, evaluate.FINGERPRINT_NOISE
+        ties, noise_limit = evaluate.FINGERPRINT_TIES, evaluate.FINGERPRINT_NOISE
         compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
-        log.info(f"{compared}; the same head on another machine: at most {ties:.0%} and {least_noise}")
-        if others > ties or noise > least_noise:
+        log.info(f"{compared}; the same head on another machine: at most {ties:.0%} and {noise_limit}")
+        if others > ties or noise > noise_limit:
             raise ValueError(f"{config.head} was misread, or its target is another one: {compared}")
     least = SHARE * before[0] if before else HEALTHY
     best, other = max(((sum(accuracy_of(head_)), what) for what, head_ in misreadings(head)), default=(0, ""))

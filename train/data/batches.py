@@ -332,9 +332,10 @@ def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
 
     `others` are exceptions besides torch's own that mean a worker's death here.
     """
+    caught: tuple[type[Exception], ...] = (RuntimeError, *others)
     try:
         yield
-    except (RuntimeError, *others) as error:
+    except caught as error:
         if not isinstance(error, others) and not str(error).startswith("DataLoader worker"):
             raise
         raise RuntimeError(

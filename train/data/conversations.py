@@ -190,6 +190,7 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
             f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
             "have one format: split it into several sources"
         )
+    messages: Any
     if found == "conversations":
         messages = _sharegpt(row, where)
     else:

@@ -36,7 +36,18 @@ def ask_server(config: SelfMadeConfig) -> Path:
     """Write the file, or resume it; return its path."""
     path = Path(config.output)
     prompts = read_prompts(str(config.prompts), config.conversations)
-    answered = _resume(path, config)
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
+    state = path.with_name(path.name + ".state.json")
+    answered: set[int] = set()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(state, json.dumps({"options": options}))
+    elif not state.exists():
+        raise ValueError(f"{path} exists and was not written by this command; choose another output")
+    else:
+        before = json.loads(state.read_text(encoding="utf-8"))["options"]
+        check_options(f"{path} was started with", before, options, RESUME_ADVICE)
+        answered = {json.loads(line)["number"] for line in whole_lines(path)}
     rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
     bar = ProgressBar("conversations", len(prompts), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
@@ -125,18 +136,3 @@ class _Work:
             "tokens": usage.completion_tokens if usage else len(text.split()),
             "messages": [*messages, {"role": "assistant", "content": text}],
         }
-
-
-def _resume(path: Path, config: SelfMadeConfig) -> set[int]:
-    """Start the file, or cut off a half-written line; return the numbers of the prompts that are answered."""
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
-    state = path.with_name(path.name + ".state.json")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(state, json.dumps({"options": options}))
-        return set()
-    if not state.exists():
-        raise ValueError(f"{path} exists and was not written by this command; choose another output")
-    before = json.loads(state.read_text(encoding="utf-8"))["options"]
-    check_options(f"{path} was started with", before, options, RESUME_ADVICE)
-    return {json.loads(line)["number"] for line in whole_lines(path)}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -223,9 +224,20 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
     files = [Path(file["filename"]).name for file in rows.cache_files]
     for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
         left.unlink()  # from a start with another number of processes
-    counts_V, digest = _summed(folder, files)
+    counts_V = np.zeros(0, dtype=np.int64)
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
+    for batch in itertools.chain.from_iterable(_mapped(folder / file).data.table.to_batches() for file in files):
+        tokens, mask = batch.column("tokens"), batch.column("loss_mask")
+        flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
+        columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
+        for digest, column in zip(digests, columns, strict=True):
+            digest.update(np.ascontiguousarray(column).data)
+        found_V = np.bincount(flat[own], minlength=len(counts_V))
+        found_V[: len(counts_V)] += counts_V
+        counts_V = found_V
     np.save(folder / "counts.npy", counts_V)
-    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
+    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files}
+    manifest["digest"] = "".join(digest.hexdigest() for digest in digests)
     write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
 
 
@@ -254,23 +266,6 @@ def _encoded_rows(
         "opens": pa.array([example.loss_mask[0] for example in found], pa.bool_()),
     }
     return pa.table(columns).cast(FEATURES.arrow_schema)
-
-
-def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
-    """Count how often each token is an answer token, and hash all sequences, batch after batch."""
-    counts_V = np.zeros(0, dtype=np.int64)
-    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
-    for file in files:
-        for batch in _mapped(folder / file).data.table.to_batches():
-            tokens, mask = batch.column("tokens"), batch.column("loss_mask")
-            flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
-            columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
-            for digest, column in zip(digests, columns, strict=True):
-                digest.update(np.ascontiguousarray(column).data)
-            found_V = np.bincount(flat[own], minlength=len(counts_V))
-            found_V[: len(counts_V)] += counts_V
-            counts_V = found_V
-    return counts_V, "".join(digest.hexdigest() for digest in digests)
 
 
 def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
