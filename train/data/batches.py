@@ -303,7 +303,7 @@ class Steps(Dataset[Step]):
 
 
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
-    """Read every step from number `first` on, in order, without end."""
+    """Read every step from number `first` on, in order, without end, by `workers` processes ahead if there are any."""
     options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
     loader = DataLoader(
         steps,

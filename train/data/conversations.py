@@ -98,7 +98,7 @@ def open_source(name: str, limit: int | None = None) -> Source:
 
 
 def open_file(name: str) -> Source:
-    """Open a file."""
+    """Open a Parquet file, a JSONL file, or a file with one JSON array."""
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"no file at {name!r}")
