@@ -172,18 +172,45 @@ def cached_sequences(
     Without a folder, the cache is `data` in the project's cache folder. Without `num_proc`, a process tokenizes for
     every `ROWS_PER_PROCESS` conversations, up to the cores.
     """
-    how, own = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
-    own.mkdir(parents=True, exist_ok=True)
-    places = []
+    how, root = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
+    root.mkdir(parents=True, exist_ok=True)
+    parts: list[Dataset] = []
+    counts, digests, firsts, conversations = [], [], [0], []
     for source in sources:
         made_of = {"recipe": RECIPE, "rendering": how, "source": source.identity, "limit": source.limit}
-        place = own / key_of(made_of)
-        places.append((place, made_of))
+        place = root / key_of(made_of)
         if not (place / "manifest.json").is_file():
             with WeakFileLock(f"{place}.lock"):
                 if not (place / "manifest.json").is_file():
                     _make(place, made_of, source, rendering, num_proc)
-    return _opened(places)
+        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        for name, value in made_of.items():
+            if manifest["made_of"].get(name) != value:
+                raise ValueError(
+                    f"{place} holds sequences with {name} = {manifest['made_of'].get(name)!r}, not {value!r}: another "
+                    "tokenizer, chat template, option or data; remove it"
+                )
+        own = concatenate_datasets([_mapped(place / file) for file in manifest["files"]])
+        conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
+        parts.append(own)
+        counts.append(np.load(place / "counts.npy"))
+        digests.append(manifest["digest"])
+        firsts.append(firsts[-1] + manifest["rows"])
+    rows = concatenate_datasets(parts)
+    table = rows.data.table
+    counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
+    for own_V in counts:
+        counts_V[: len(own_V)] += own_V
+    return TokenCache(
+        rows,
+        pc.list_value_length(table.column("tokens")).to_numpy().astype(np.int64),
+        np.concatenate(conversations),
+        table.column("answers").to_numpy().astype(np.int64),
+        table.column("opens").to_numpy().astype(np.int64),
+        counts_V,
+        hashlib.sha256("".join(digests).encode()).hexdigest(),
+        firsts[:-1],
+    )
 
 
 def key_of(made_of: dict[str, Any]) -> str:
@@ -266,41 +293,6 @@ def _encoded_rows(
         "opens": pa.array([example.loss_mask[0] for example in found], pa.bool_()),
     }
     return pa.table(columns).cast(FEATURES.arrow_schema)
-
-
-def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
-    """Map whole folders into memory, each given with the values that name it."""
-    parts: list[Dataset] = []
-    counts, digests, firsts, conversations = [], [], [0], []
-    for folder, made_of in places:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        for name, value in made_of.items():
-            if manifest["made_of"].get(name) != value:
-                raise ValueError(
-                    f"{folder} holds sequences with {name} = {manifest['made_of'].get(name)!r}, not {value!r}: another "
-                    "tokenizer, chat template, option or data; remove it"
-                )
-        own = concatenate_datasets([_mapped(folder / file) for file in manifest["files"]])
-        conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
-        parts.append(own)
-        counts.append(np.load(folder / "counts.npy"))
-        digests.append(manifest["digest"])
-        firsts.append(firsts[-1] + manifest["rows"])
-    rows = concatenate_datasets(parts)
-    table = rows.data.table
-    counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
-    for own_V in counts:
-        counts_V[: len(own_V)] += own_V
-    return TokenCache(
-        rows,
-        pc.list_value_length(table.column("tokens")).to_numpy().astype(np.int64),
-        np.concatenate(conversations),
-        table.column("answers").to_numpy().astype(np.int64),
-        table.column("opens").to_numpy().astype(np.int64),
-        counts_V,
-        hashlib.sha256("".join(digests).encode()).hexdigest(),
-        firsts[:-1],
-    )
 
 
 def _mapped(path: Path) -> Dataset:
