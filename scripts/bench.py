@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,8 +67,7 @@ class ComparedPrompt:
     seconds: dict[str, float]
     """Wall-clock of the whole call, prefill included, by side."""
     difference: dict[str, float] | None
-    """Where speculation first differs from stock `generate`, and the gap between the two tokens' logits; None if
-    nowhere."""
+    """Where speculation first differs from stock `generate`, by `first_difference`."""
     stats: Stats
     """Rounds of the speculative side."""
 
@@ -82,18 +82,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> dict[str, Any]:
-    """Compare the three sides, print the table, write the JSON.
+    """Compare the three sides on as many prompts as fit before the deadline; print the table, write the JSON.
 
     Args:
-        config: of the command.
-        deadline: on `time.monotonic`'s clock; as many prompts as fit before it are answered, at least one.
+        config: the command's options.
+        deadline: on `time.monotonic`'s clock; at least one prompt is answered.
         shared: target and tokenizer, if other commands of this process use them too.
-
-    Raises:
-        ValueError: a target, head, tree or prompt file that cannot be used.
-        Stopped: Ctrl-C or SIGTERM; what was measured is printed and written.
     """
+    from headstart.heads.checkpoints.files import json_ready
+    from headstart.inference import Stats
+    from headstart.scripts.measuring.bandwidth import profile
     from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
+    from headstart.train.run_folder import provenance
 
     prompts = read_prompt_files(config.prompts, config.limit)
     fast, tokenizer = config.load(shared)
@@ -101,9 +101,26 @@ def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTar
     encoded = encode_prompts(prompts, tokenizer, fast.target, config.max_new_tokens, config.thinking)
     with StopRequest() as stop:
         compared = _compare(fast.target, encoded, _sides(fast, config), deadline, stop)
-        report = _report(config, fast, encoded, compared, stop.wanted)
+        every, greedy = [row for rows in compared.values() for row in rows], config.temperature == 0
+        report = {
+            "options": dataclasses.asdict(config),
+            "nodes": fast.drafter.max_nodes,
+            "complete": all(len(compared[path]) == len(rows) for path, rows in encoded.items()),
+            "stopped": stop.wanted,
+            "files": {path: figures(rows, greedy) for path, rows in compared.items() if rows},
+            "total": figures(every, greedy),
+            **provenance(),
+        }
+        if config.profile and every:
+            longest = max((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
+            report["profile"] = profile(fast, Stats.merged(row.stats for row in every), longest)
+        report = json_ready(report)
+        print_report(report)
+        if config.output:
+            Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if stop.wanted:
-            raise Stopped(f"stopped after {report['total']['prompts']} prompts; the same command starts over")
+            raise Stopped(f"stopped after {len(every)} prompts; the same command starts over")
     return report
 
 
@@ -120,16 +137,13 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
     def stock(input_ids: Tensor) -> tuple[Tensor, None]:
         return target.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings), None
 
-    def ours(lm: SpeculativeLM) -> Side:
-        def side(input_ids: Tensor) -> tuple[Tensor, Stats]:
-            mask = torch.ones_like(input_ids)
-            output = lm.generate(input_ids, attention_mask=mask, generator=generator, **settings)
-            return output.sequences, output.stats
-
-        return side
+    def ours(lm: SpeculativeLM, input_ids: Tensor) -> tuple[Tensor, Stats]:
+        mask = torch.ones_like(input_ids)
+        output = lm.generate(input_ids, attention_mask=mask, generator=generator, **settings)
+        return output.sequences, output.stats
 
     plain = SpeculativeLM.from_pretrained(target, compile=config.compile)
-    return {"generate": stock, "plain": ours(plain), "speculative": ours(fast)}
+    return {"generate": stock, "plain": partial(ours, plain), "speculative": partial(ours, fast)}
 
 
 def _compare(
@@ -182,41 +196,6 @@ def _compare_one(target: Target, input_ids: Tensor, sides: dict[str, Side], orde
     )
 
 
-def _report(
-    config: BenchConfig,
-    fast: SpeculativeLM,
-    encoded: dict[str, list[Tensor]],
-    compared: dict[str, list[ComparedPrompt]],
-    stopped: bool,
-) -> dict[str, Any]:
-    """Print and write all figures."""
-    from headstart.heads.checkpoints.files import json_ready
-    from headstart.inference import Stats
-    from headstart.scripts.measuring.bandwidth import profile
-    from headstart.train.run_folder import provenance
-
-    greedy = config.temperature == 0
-    report = {
-        "options": dataclasses.asdict(config),
-        "nodes": fast.drafter.max_nodes,
-        "complete": all(len(compared[path]) == len(rows) for path, rows in encoded.items()),
-        "stopped": stopped,
-        "files": {path: figures(rows, greedy) for path, rows in compared.items() if rows},
-        "total": figures([row for rows in compared.values() for row in rows], greedy),
-        **provenance(),
-    }
-    if config.profile and report["total"]["prompts"]:
-        longest = max((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
-        stats = Stats.merged(row.stats for rows in compared.values() for row in rows)
-        report["profile"] = profile(fast, stats, longest)
-    report = json_ready(report)
-    print_report(report)
-    if config.output:
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return report
-
-
 def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, Any]:
     """All figures of a set of prompts; two sampled answers are independent, so only greedy ones are compared."""
     from headstart.inference import Stats
@@ -224,20 +203,18 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
     from headstart.train.evaluate import summary
 
     stats = Stats.merged(row.stats for row in compared)
-
-    def speedup(side: str, baseline: str) -> dict[str, float]:
-        rates = [{name: row.tokens[name] / row.seconds[name] for name in SIDES} for row in compared]
-        return quartiles([rate[side] / rate[baseline] for rate in rates])
-
+    rates = [{side: row.tokens[side] / row.seconds[side] for side in SIDES} for row in compared]
+    pairs = (("speculative", "generate"), ("speculative", "plain"), ("plain", "generate"))
+    vs_generate, vs_plain, plain = (quartiles([rate[side] / rate[base] for rate in rates]) for side, base in pairs)
     return {
         "prompts": len(compared),
         "tokens_per_second": {
             side: sum(row.tokens[side] for row in compared) / sum(row.seconds[side] for row in compared)
             for side in SIDES
         },
-        "speedup_vs_generate": speedup("speculative", "generate"),
-        "speedup_vs_plain": speedup("speculative", "plain"),
-        "plain_vs_generate": speedup("plain", "generate"),
+        "speedup_vs_generate": vs_generate,
+        "speedup_vs_plain": vs_plain,
+        "plain_vs_generate": plain,
         **summary(stats),
         "identical": sum(row.difference is None for row in compared) if greedy else None,
         "differences": [row.difference for row in compared if row.difference is not None] if greedy else None,
@@ -261,12 +238,9 @@ def print_report(report: dict[str, Any]) -> None:
     for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "identical"):
         table.add_column(column, justify="right")
     stems = [Path(path).stem for path in report["files"]]
-    names = {
-        Path(path).stem if stems.count(Path(path).stem) == 1 else path: row for path, row in report["files"].items()
-    }
-    for name, row in {**names, "total": report["total"]}.items():
+    for path, row in {**report["files"], "total": report["total"]}.items():
         table.add_row(
-            name,
+            Path(path).stem if stems.count(Path(path).stem) == 1 else path,
             *(f"{row['tokens_per_second'][side]:.1f}" for side in SIDES),
             spread(row["speedup_vs_generate"]),
             spread(row["speedup_vs_plain"]),
@@ -279,8 +253,7 @@ def print_report(report: dict[str, Any]) -> None:
     parts = ", ".join(f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items())
     log.info(f"a round in milliseconds: {parts}")
     log.info(f"{total['plain_rounds']} of {total['rounds']} rounds without drafts, to time plain steps or to be faster")
-    if "profile" in report:
-        found = report["profile"]
+    if found := report.get("profile"):
         log.info(
             f"of {found['round']:.1f} ms, {found['milliseconds']['mask']:.1f} build the mask (counted in the target's "
             f"part); the bare forward over {found['nodes']} nodes takes {found['floors']['forward']:.1f} "

@@ -84,14 +84,7 @@ class SpeculativeOptions(DecodingOptions):
     """Seed of the sampling."""
 
     def load(self, shared: SharedTarget | None = None) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts.
-
-        Args:
-            shared: target and tokenizer, if other commands of this process use them too.
-
-        Raises:
-            ValueError: a target, head or option of `SpeculativeLM.from_pretrained` that cannot be used.
-        """
+        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
         from headstart.train.data.chat_template import warn_of_other_data
         from headstart.train.features.placement import load_speculative_lm
 
@@ -107,14 +100,8 @@ def options(
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
-    Exits with status 2 and a message if an option is unknown or its value has the wrong type.
-
-    Args:
-        kind: dataclass that holds the options and their defaults.
-        command: name of the command, for its help.
-        description: help text above the options.
-        arguments: of the command line; None for those of this process.
-        first: option whose name may be left out: `headstart push RUN` means `headstart push --run RUN`.
+    Exits with status 2 and a message if an option is unknown or its value has the wrong type. The name of the option
+    `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
     """
     parser = ArgumentParser(prog=f"headstart {command}", description=description)
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")

@@ -6,7 +6,6 @@ what followed the newest tokens there, and `ngram:3:FOLDER` counts n-grams in it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,11 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def build_datastore(config: DatastoreConfig) -> Datastore:
-    """Encode, sort and write the corpus, whole or not at all.
-
-    Raises:
-        ValueError: a source that cannot be read, or sources without a token.
-    """
+    """Encode, sort and write the corpus, whole or not at all."""
     from headstart.heads.checkpoints.files import new_folder
     from headstart.inference import load_tokenizer
     from headstart.inference.drafters.ngram_index import Datastore
@@ -54,17 +49,14 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
 
     tokenizer = load_tokenizer(config.target)
 
-    def texts_of(source: str) -> Iterator[str]:
+    texts: list[list[int]] = []
+    for source in config.sources:
         if Path(source).is_file() and not source.endswith((".jsonl", ".json", ".parquet")):
-            yield Path(source).read_text(encoding="utf-8")
-            return
-        check_tokenizer(tokenizer, source)
-        for row in read_conversations(source, config.limit):
-            yield render(tokenizer, row["messages"])
-
-    texts = [
-        tokenizer(text, add_special_tokens=False)["input_ids"] for source in config.sources for text in texts_of(source)
-    ]
+            found = [Path(source).read_text(encoding="utf-8")]
+        else:
+            check_tokenizer(tokenizer, source)
+            found = [render(tokenizer, row["messages"]) for row in read_conversations(source, config.limit)]
+        texts += [tokenizer(text, add_special_tokens=False)["input_ids"] for text in found]
     store = Datastore.of(texts, tokenizer_origin(tokenizer)["tokenizer"])
     with new_folder(Path(config.output)) as partial:
         store.save(partial)

@@ -9,12 +9,12 @@ where it stopped, and finished stages are not repeated.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 from headstart.scripts.bench import BenchConfig, benchmark, print_report
@@ -86,10 +86,6 @@ class Budget:
         """Seconds, over all starts."""
         return self.seconds - self._before - (time.monotonic() - self._began)
 
-    def until(self, share: float) -> float:
-        """Deadline at which a share of the time left will be over, on `time.monotonic`'s clock."""
-        return time.monotonic() + share * self.left
-
     def once(self, name: str, decide: Callable[[], Any]) -> Any:
         """Decide, or return the decision of an earlier start."""
         if name not in self.kept:
@@ -106,28 +102,20 @@ class Budget:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(self.kept, indent=1))
 
-    def __enter__(self) -> Budget:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.write()
-
 
 def demo(config: DemoConfig) -> None:
-    """Show the shipped head; then make conversations, train heads on them, and compare speeds.
-
-    Raises:
-        ValueError: a target, head or prompt file that cannot be used.
-        Stopped: Ctrl-C or SIGTERM; the same command resumes.
-    """
+    """Show the shipped head; then make conversations, train heads on them, and compare speeds."""
     from headstart.train.data.conversations import read_prompts
 
     read_prompts(config.prompts)  # a missing file is reported now, not after the training
     folder = Path(f"{config.output}-{config.minutes}min")
-    with StopRequest() as stop, Budget(folder / "demo.json", 60.0 * config.minutes) as budget, stop.at_once():
-        run_stages(config, folder, budget)
+    budget = Budget(folder / "demo.json", 60.0 * config.minutes)
+    with StopRequest() as stop:
+        try:
+            with stop.at_once():
+                run_stages(config, folder, budget)
+        finally:
+            budget.write()
 
 
 def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
@@ -153,32 +141,29 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
             answer_tokens=160,
             temperature=0.0,
         ),
-        budget.until(DATA),
+        time.monotonic() + DATA * budget.left,
         shared,
     )
 
     console.rule(f"3 of 4: Medusa heads are trained on them ({duration(TRAINING * budget.left)})")
     plan = budget.once("training", lambda: training_plan(config, folder, conversations, shared, TRAINING * budget.left))
     log.info(f"as many steps as there is time for: {plan['steps']}")
-    evaluation = (TRAINING * budget.left) * EVALUATION
-    run = train(training(config, folder, conversations, plan), budget.until(TRAINING) - evaluation, shared)
+    deadline = time.monotonic() + TRAINING * budget.left * (1 - EVALUATION)
+    run = train(training(config, folder, conversations, plan), deadline, shared)
 
     console.rule(f"4 of 4: speed, of both heads ({duration(budget.left)})")
-    tokens = budget.once("bench_tokens", lambda: bench_tokens(rates, budget.left))
+    each = 2 / rates["generate"] + 1 / rates["headstart"]  # generate, plain steps, and speculation
+    fitting = budget.left / (2 * BENCHED) / each
+    tokens = budget.once("bench_tokens", lambda: int(min(64, max(16, fitting))))
     for share, name, head in ((0.5, "medusa", str(run / "best")), (1.0, "eagle3", config.head)):
         path = folder / f"bench-{name}.json"
-        if path.exists() and not json.loads(path.read_text(encoding="utf-8"))["stopped"]:
-            print_report(json.loads(path.read_text(encoding="utf-8")))
+        report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"stopped": True}
+        if report["stopped"]:
+            options = BenchConfig(target=config.target, head=head, prompts=[config.prompts], output=str(path))
+            options = dataclasses.replace(options, max_new_tokens=tokens, limit=10)
+            benchmark(options, time.monotonic() + share * budget.left, shared)
         else:
-            options = BenchConfig(
-                target=config.target,
-                head=head,
-                prompts=[config.prompts],
-                max_new_tokens=tokens,
-                limit=10,
-                output=str(path),
-            )
-            benchmark(options, budget.until(share), shared)
+            print_report(report)
         log.info(f"head: {head}; all figures: {path}")
     log.info(f"all of it took {duration(budget.seconds - budget.left)}")
 
@@ -213,26 +198,29 @@ def training(config: DemoConfig, folder: Path, conversations: Path, plan: dict[s
 def training_plan(
     config: DemoConfig, folder: Path, conversations: Path, shared: SharedTarget, seconds: float
 ) -> dict[str, int]:
-    """Numbers of steps and of evaluated tokens that fit, by their times on this machine."""
-    from headstart.train.data.conversations import read_prompts, read_sources
+    """Numbers of steps and of evaluated tokens that fit into the time, measured on this machine."""
+    import torch
+
+    from headstart.inference import SpeculativeLM
+    from headstart.train.data.conversations import read_conversations
     from headstart.train.data.split import split_examples
     from headstart.train.data.token_cache import count_answer_tokens
     from headstart.train.loop import seconds_per_step
 
     log.info("timing a few steps")
     began = time.monotonic()
-    made = len(read_prompts(str(conversations)))
-    tokens = EVALUATION * seconds / seconds_per_token(shared)
+    rows = read_conversations(str(conversations))
+    made = len(rows)
+    ids_BT = torch.zeros((32, 4), dtype=torch.int64, device=shared.target.device)
+    answers: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    answers["attention_mask"] = torch.ones_like(ids_BT)
+    # An evaluation decodes a batch with trees of 4, 12 and 12 nodes, and emits 1.7 tokens a round.
+    round_seconds = min(SpeculativeLM(shared.target).generate(ids_BT, **answers).stats.round_seconds)
+    tokens = EVALUATION * seconds / (round_seconds / 32 * (4 + 12 + 12) / 1.7)
     prompts = int(min(8, max(2, tokens / 64), made // 2))
-    plan = {
-        "conversations": made,
-        "prompts": prompts,
-        "new_tokens": int(min(64, max(8, tokens / prompts))),
-        "steps": 1,
-        "vocabulary": 1,
-    }
+    new_tokens = int(min(64, max(8, tokens / prompts)))
+    plan = {"conversations": made, "prompts": prompts, "new_tokens": new_tokens, "steps": 1, "vocabulary": 1}
     options = training(config, folder, conversations, plan)
-    rows, _ = read_sources([str(conversations)], None)
     examples, _ = split_examples(rows, options, shared.target, shared.tokenizer)
     counts_V = count_answer_tokens(examples, shared.target.info.vocab_size)
     plan["vocabulary"] = min(VOCABULARY, int((counts_V > 0).sum()))
@@ -240,22 +228,3 @@ def training_plan(
     rest = (1 - EVALUATION) * seconds - (time.monotonic() - began)
     most = EPOCHS * (made - prompts) // 4
     return {**plan, "steps": int(max(1, min(most, rest / each)))}
-
-
-def seconds_per_token(shared: SharedTarget) -> float:
-    """Seconds of an evaluation for each token of an answer: it decodes a batch with trees of 4, 12 and 12 nodes."""
-    import torch
-
-    from headstart.inference import SpeculativeLM
-
-    lm = SpeculativeLM(shared.target)
-    ids_BT = torch.zeros((32, 4), dtype=torch.int64, device=shared.target.device)
-    mask = torch.ones_like(ids_BT)
-    stats = lm.generate(ids_BT, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False).stats
-    return min(stats.round_seconds) / 32 * (4 + 12 + 12) / 1.7  # tokens a round
-
-
-def bench_tokens(rates: dict[str, float], seconds: float) -> int:
-    """Length of an answer with which both heads' benchmarks have time for some prompts."""
-    each = 2 / rates["generate"] + 1 / rates["headstart"]  # generate, plain steps, and speculation
-    return int(min(64, max(16, seconds / (2 * BENCHED) / each)))

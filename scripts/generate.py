@@ -54,18 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) -> dict[str, float]:
-    """Stream the answer to one prompt and print its rate, if asked for beside that of stock `generate`.
-
-    Args:
-        config: of the command.
-        shared: target and tokenizer, if other commands of this process use them too.
-
-    Returns:
-        tokens per second by side: `headstart`, and with `compare` also `generate`.
-
-    Raises:
-        ValueError: a target, head, tree or prompt that cannot be used.
-    """
+    """Stream the answer to one prompt, print the rate, and return tokens per second by side."""
     import torch
     from transformers import TextStreamer
 
@@ -76,11 +65,14 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
     input_ids = prompt_ids(tokenizer, messages, config.thinking).to(target.device)
-    settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": config.temperature > 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": config.max_new_tokens,
+        "do_sample": config.temperature > 0,
+        "attention_mask": torch.ones_like(input_ids),
+        "streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    }
     if config.temperature > 0:
         settings |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
-    settings["attention_mask"] = torch.ones_like(input_ids)
-    settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(config.seed)  # both sides sample with the global generator
     rates: dict[str, float] = {}
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headstart.scripts.command_line import DecodingOptions, options
 from headstart.train.config import TYPE_CHECKING
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headstart.heads import DraftHead, TargetModules
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
     from headstart.inference.drafters.base import Drafter
+    from headstart.inference.drafters.head_drafter import DraftModel
     from headstart.scripts.measuring.chains import Explained
     from headstart.scripts.measuring.tree_costs import Costs, Shape
 
@@ -78,28 +79,29 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def calibrate(config: TreeConfig) -> TreePolicy:
-    """Find a head's fastest tree and save it in the head's checkpoint.
-
-    Raises:
-        ValueError: a target, head or prompt file that cannot be used.
-    """
+    """Find a head's fastest tree and save it in the head's checkpoint."""
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.inference import SpeculativeLM, load_tokenizer
-    from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
-    from headstart.train.data.chat_template import check_tokenizer, warn_of_other_data
 
-    prompts = read_prompt_files(config.prompts, config.limit)
     if not Path(config.head).is_dir():
         raise ValueError(f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will not do")
     load_head(config.head)  # mistakes are reported before a model is loaded
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(config.target, config.head, config.dtype, compile=config.compile)
-    config, target = config.as_loaded(lm), lm.target
-    head = load_head(config.head, target.info, target.dtype)[0].to(target.device).eval()
+    lm, prompts = _load(config)
+    head = load_head(config.head, lm.target.info, lm.target.dtype)[0].to(lm.target.device).eval()
+    return fastest(lm, head, prompts, config.as_loaded(lm))
+
+
+def _load(config: TreeConfig, **options: Any) -> tuple[SpeculativeLM, list[Tensor]]:
+    """Load the target with the head or drafter, and encode the prompts; warn if the head was trained on others."""
+    from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
+    from headstart.train.data.chat_template import warn_of_other_data
+    from headstart.train.features.placement import load_speculative_lm
+
+    prompts = read_prompt_files(config.prompts, config.limit)
+    options["compile"] = config.compile
+    lm, tokenizer = load_speculative_lm(config.target, config.head or None, config.dtype, **options)
     warn_of_other_data(lm.provenance, tokenizer, config.thinking)
-    encoded = encode_prompts(prompts, tokenizer, target, config.max_new_tokens, config.thinking)
-    return fastest(lm, head, [ids for rows in encoded.values() for ids in rows], config)
+    encoded = encode_prompts(prompts, tokenizer, lm.target, config.max_new_tokens, config.thinking)
+    return lm, [ids for rows in encoded.values() for ids in rows]
 
 
 def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
@@ -121,9 +123,8 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     sequences = [lm.generate(ids, **settings).sequences for ids in counted(prompts, "answers")]
     new_tokens = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, sequences, strict=True)]
     if max(new_tokens) < 2:
-        raise ValueError(
-            f"no answer to {', '.join(config.prompts)} is longer than one token: there is nothing to draft"
-        )
+        files = ", ".join(config.prompts)
+        raise ValueError(f"no answer to {files} is longer than one token: there is nothing to draft")
     examples = [
         Example(row[0].tolist(), [i >= ids.shape[1] for i in range(row.shape[1])])
         for ids, row in zip(prompts, sequences, strict=True)
@@ -195,27 +196,22 @@ def _described(policy: Shape) -> str:
 
 
 def _decode_with(
-    target: Target,
-    head: DraftHead,
-    policies: Sequence[TreePolicy | None],
-    prompts: list[Tensor],
-    config: TreeConfig,
+    target: Target, head: DraftHead, policies: Sequence[TreePolicy | None], prompts: list[Tensor], config: TreeConfig
 ) -> dict[TreePolicy | None, Stats]:
     """Statistics of answering the prompts with each tree, and, for None, plainly."""
     from headstart.inference import SpeculativeLM
     from headstart.scripts.measuring.comparison import answer_settings, in_turns
 
+    compiled = config.compile is True
     engines = {
-        policy: SpeculativeLM(
-            target, None if policy is None else _drafter(head, policy, target.modules, config.compile is True)
-        )
+        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.modules, compiled))
         for policy in policies
     }
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftHead, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
+def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
     """Build the drafter of a tree, once, so that nothing is compiled twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 
@@ -226,46 +222,18 @@ def _drafter(head: DraftHead, policy: TreePolicy, modules: TargetModules, compil
 
 
 def explain_chains(config: TreeConfig) -> list[Explained]:
-    """Print the gain of chains of each length, by the formulas and measured.
-
-    Raises:
-        ValueError: a target, head, drafter or prompt file that cannot be used, or a drafter without chains.
-    """
-    from headstart.inference import SpeculativeLM, TreeShape, load_tokenizer
-    from headstart.inference.drafters.by_name import tree_drafter
+    """Print the gain of chains of each length, by the formulas and measured."""
+    from headstart.inference import TreeShape
     from headstart.inference.drafters.head_drafter import HeadDrafter
-    from headstart.scripts.measuring.chains import LONGEST, explain, operations_of
-    from headstart.scripts.measuring.comparison import answer_settings, encode_prompts, read_prompt_files
-    from headstart.train.data.chat_template import check_tokenizer
+    from headstart.scripts.measuring.chains import LONGEST, explain
+    from headstart.scripts.measuring.comparison import answer_settings
 
-    prompts = read_prompt_files(config.prompts, config.limit)
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, config.target)
-    lm = SpeculativeLM.from_pretrained(
-        config.target,
-        config.head or None,
-        config.dtype,
-        tree="auto" if config.head else f"chain:{LONGEST}",
-        compile=config.compile,
-        drafter=config.drafter,
-        fallback=False,
-    )
-    target, longest = lm.target, lm.drafter
-    if not isinstance(longest, HeadDrafter):
+    tree = "auto" if config.head else f"chain:{LONGEST}"
+    lm, prompts = _load(config, tree=tree, drafter=config.drafter, fallback=False)
+    if not isinstance(lm.drafter, HeadDrafter):
         raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
-    encoded = encode_prompts(prompts, tokenizer, target, config.max_new_tokens, config.thinking)
-
-    def chain_of(length: int) -> Drafter:
-        drafter = tree_drafter(longest.head, TreeShape.chain(length), target.modules)
-        if target.graph is not None:
-            drafter.compile()
-        return drafter
-
-    return explain(
-        target,
-        chain_of,
-        longest.head.max_depth,
-        [ids for rows in encoded.values() for ids in rows],
-        answer_settings(config.max_new_tokens, config.temperature),
-        operations_of(longest.head, target),
-    )
+    target, draft = lm.target, lm.drafter.head
+    lengths = range(1, min(draft.max_depth, LONGEST) + 1)
+    compiled = target.graph is not None
+    chains = {length: _drafter(draft, TreeShape.chain(length), target.modules, compiled) for length in lengths}
+    return explain(target, draft, chains, prompts, answer_settings(config.max_new_tokens, config.temperature))

@@ -56,24 +56,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def verify_head(config: VerifyConfig) -> None:
-    """Print a head's accuracy beside that of a healthy one.
-
-    Raises:
-        ValueError: a head that does not fit the target, has values that are not finite, or is never right.
-    """
+    """Print a head's accuracy beside that of a healthy one."""
     from rich.table import Table
 
     from headstart.heads.checkpoints.save_load import differences, load_head
     from headstart.inference import SpeculativeLM, Target, TreeShape, load_tokenizer
+    from headstart.train import evaluate
     from headstart.train.data.chat_template import Example, prompt_ids
-    from headstart.train.evaluate import (
-        FINGERPRINT_NOISE,
-        FINGERPRINT_TIES,
-        fingerprint,
-        fingerprint_difference,
-        real_acceptance,
-        teacher_forced,
-    )
 
     head, metadata = load_head(config.head)
     target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
@@ -88,35 +77,33 @@ def verify_head(config: VerifyConfig) -> None:
 
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
     plain, examples = SpeculativeLM(target), []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         ids_1T = prompt[None].to(target.device)
         answer_1T = plain.generate(ids_1T, max_new_tokens=config.max_new_tokens, do_sample=False).sequences
-        mask = [i >= len(prompt) for i in range(answer_1T.shape[1])]
-        examples.append(Example(tokens=answer_1T[0].tolist(), loss_mask=mask, conversation=number))
+        examples.append(Example(answer_1T[0].tolist(), [i >= len(prompt) for i in range(answer_1T.shape[1])]))
 
     def accuracy_of(head: DraftHead) -> list[float]:
         """Accuracy of the best draft at each depth, given the true tokens before it."""
-        return [ranks[0] for ranks in teacher_forced(target, head, examples)[1]]
+        return [ranks[0] for ranks in evaluate.teacher_forced(target, head, examples)[1]]
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
-    chain = real_acceptance(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens)
+    chain = evaluate.real_acceptance(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens)
     before = [ranks[0] for ranks in metadata.measured.get("accuracy", [])]
     table = Table("draft", "accuracy", "accepted", "accuracy when trained")
     for depth, (own, accepted) in enumerate(zip(accuracy, chain.acceptance_rate_by_depth, strict=False)):
         trained = f"{before[depth]:.2f}" if depth < len(before) else "-"
         table.add_row(str(depth + 1), f"{own:.2f}", "-" if math.isnan(accepted) else f"{accepted:.2f}", trained)
     console.print(table)
-    log.info(
-        f"acceptance length on a chain of {depths}: {chain.acceptance_length:.2f}; accuracy: given the true tokens"
-    )
+    length = f"{chain.acceptance_length:.2f}"
+    log.info(f"acceptance length on a chain of {depths}: {length}; accuracy: given the true tokens")
     if "probe" in metadata.measured:
-        others, noise = fingerprint_difference(fingerprint(target, head), metadata.measured["probe"])
+        found = evaluate.fingerprint(target, head)
+        others, noise = evaluate.fingerprint_difference(found, metadata.measured["probe"])
+        ties, noise_limit = evaluate.FINGERPRINT_TIES, evaluate.FINGERPRINT_NOISE
         compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
-        log.info(
-            f"{compared}; the same head on another machine: at most {FINGERPRINT_TIES:.0%} and {FINGERPRINT_NOISE}"
-        )
-        if others > FINGERPRINT_TIES or noise > FINGERPRINT_NOISE:
+        log.info(f"{compared}; the same head on another machine: at most {ties:.0%} and {noise_limit}")
+        if others > ties or noise > noise_limit:
             raise ValueError(f"{config.head} was misread, or its target is another one: {compared}")
     least = SHARE * before[0] if before else HEALTHY
     best, other = max(((sum(accuracy_of(head_)), what) for what, head_ in misreadings(head)), default=(0, ""))
@@ -133,7 +120,7 @@ def verify_head(config: VerifyConfig) -> None:
 
 
 def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
-    """The head as it would be under other options, and a description of these."""
+    """The head as it would be under other options, after a description of the change."""
     import torch
 
     from headstart.heads import Eagle3Head, EagleHead

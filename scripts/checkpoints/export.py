@@ -15,11 +15,7 @@ from headstart.train.config import TYPE_CHECKING, CommandOptions
 from headstart.train.console import log
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase
-
     from headstart.heads import CheckpointMetadata, DraftHead
-    from headstart.inference import Target
 
 NEW_TOKENS = 48
 """Tokens of each answer on which an int8 head is compared."""
@@ -49,14 +45,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def export_foreign(config: ExportConfig) -> None:
-    """Write a head for another project.
-
-    Raises:
-        ValueError: no head there, or one that the project cannot have.
-    """
+    """Write a head for another project."""
     from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.checkpoints.original import embedding_of, original_target
+    from headstart.scripts.checkpoints.original import embedding_of, target_of
 
     own = {"merged": export_merged, "int8": export_int8, "model": export_model}
     if config.to not in (*PROJECTS, *own):
@@ -67,40 +59,23 @@ def export_foreign(config: ExportConfig) -> None:
         return
     embedding_VD, architectures = None, ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
-        target = original_target(config.target or head.target.name)
-        head.target.check(target.info)
+        target = target_of(head, config.target)
         embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
     export_head(head, metadata, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
 
 
-def _target_of(
-    head: DraftHead, config: ExportConfig, dtype: torch.dtype | None = None
-) -> tuple[Target, PreTrainedTokenizerBase]:
-    """Load the head's target and tokenizer, in this dtype or that of its checkpoint, and check that they fit."""
-    from headstart.inference import load_tokenizer
-    from headstart.scripts.checkpoints.original import original_target
-
-    source = config.target or head.target.name
-    target, tokenizer = original_target(source, dtype), load_tokenizer(source)
-    head.target.check(target.info)
-    return target, tokenizer
-
-
 def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter.
-
-    Raises:
-        ValueError: a head without an adapter.
-    """
+    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter."""
     from headstart.heads.checkpoints.files import new_folder
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
-    from headstart.inference import Target
+    from headstart.inference import Target, load_tokenizer
+    from headstart.scripts.checkpoints.original import target_of
 
     if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
-    target, tokenizer = _target_of(head, config)
+    target, tokenizer = target_of(head, config.target), load_tokenizer(config.target or head.target.name)
     target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
     model, final = target.model, Path(config.output)
     if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (None, "gguf"):
@@ -117,14 +92,11 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
 
 
 def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a head with int8 weights, and report the change in acceptance length.
-
-    Raises:
-        ValueError: a head with an adapter, which stays in its own folder; torchao is not installed.
-    """
+    """Write a head with int8 weights, and report the change in acceptance length."""
     from headstart.heads.checkpoints.quantized import torchao
     from headstart.heads.checkpoints.save_load import save_head
-    from headstart.inference import TreeShape
+    from headstart.inference import TreeShape, load_tokenizer
+    from headstart.scripts.checkpoints.original import target_of
     from headstart.scripts.verify import PROMPTS
     from headstart.train.data.chat_template import prompt_ids
     from headstart.train.evaluate import real_acceptance
@@ -132,7 +104,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
     if metadata.adapted:
         raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
     dtype = next(head.parameters()).dtype
-    target, tokenizer = _target_of(head, config, dtype)
+    target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
     head = head.to(target.device).eval()
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
 
@@ -150,22 +122,19 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
 
 
 def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a truncated head as a model by itself, in transformers' format.
-
-    Raises:
-        ValueError: a head that is no model.
-    """
+    """Write a truncated head as a model by itself, in transformers' format."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from headstart.heads import TruncatedHead
     from headstart.heads.checkpoints.files import new_folder
-    from headstart.scripts.checkpoints.original import embedding_of
+    from headstart.inference import load_tokenizer
+    from headstart.scripts.checkpoints.original import embedding_of, target_of
 
     if not isinstance(head, TruncatedHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
     dtype = next(head.parameters()).dtype
-    target, tokenizer = _target_of(head, config, dtype)
+    target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
     keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
     embedding_VD, lm_head_VD = embedding_of(target), target.modules.lm_head.weight.cpu()
     # The embedding of a target may be scaled on its way out: then it is no longer the LM head.

@@ -37,11 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def import_foreign(config: ImportConfig) -> None:
-    """Read another project's head and save it as ours.
-
-    Raises:
-        ValueError: naming anything in it that cannot be read for certain.
-    """
+    """Read another project's head and save it as ours."""
     from headstart.heads import CheckpointMetadata
     from headstart.heads.checkpoints.conversion import import_head
     from headstart.heads.checkpoints.files import read_json, read_weights

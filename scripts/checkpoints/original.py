@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headstart.heads import DraftHead
 from headstart.inference import Target
 from headstart.inference.models.dtypes import own_dtype
 from headstart.inference.models.loading import default_device
@@ -13,6 +14,13 @@ from headstart.inference.models.loading import default_device
 def original_target(source: str, dtype: torch.dtype | None = None) -> Target:
     """Load a target in this dtype, or in that of its checkpoint."""
     return Target.load(source, dtype or own_dtype(source)[0], default_device())
+
+
+def target_of(head: DraftHead, source: str | None, dtype: torch.dtype | None = None) -> Target:
+    """Load a head's target, by default the one in its config, and check that they fit."""
+    target = original_target(source or head.target.name, dtype)
+    head.target.check(target.info)
+    return target
 
 
 def embedding_of(target: Target) -> Tensor:

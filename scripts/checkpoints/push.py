@@ -50,16 +50,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def push_head(config: PushConfig) -> None:
-    """Upload a head's checkpoint, or show what would be uploaded.
-
-    Raises:
-        ValueError: no head there, or the Hub refuses.
-    """
+    """Upload a head's checkpoint, or show what would be uploaded."""
     from headstart.heads.checkpoints.hub import push_folder
     from headstart.heads.checkpoints.model_card import Listing
     from headstart.heads.checkpoints.quantized import unread_by
     from headstart.heads.checkpoints.save_load import load_head, publishable
-    from headstart.scripts.checkpoints.original import original_target
+    from headstart.scripts.checkpoints.original import target_of
 
     run = Path(config.run)
     folder = run / "best" if (run / "best").is_dir() else run
@@ -68,8 +64,7 @@ def push_head(config: PushConfig) -> None:
     head, _ = load_head(folder)
     shared = {}
     if head.served_names:
-        target = original_target(config.target or head.target.name)
-        head.target.check(target.info)
+        target = target_of(head, config.target)
         shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / "head"

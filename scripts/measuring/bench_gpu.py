@@ -4,28 +4,87 @@
 
 Models of the shapes of Llama-3.1-8B, Qwen3-8B and Llama-3.3-70B with random weights, as many as fit, and EAGLE-3 heads
 for them: the cost of a round by batch, context and tree, against transformers' own steps, and a training step of the
-first of them. Their acceptance is synthetic.
+first of them. The acceptance is SYNTHETIC: each round's accepted tokens are drawn at a rate that gives the acceptance
+length published for EAGLE-3 (arXiv:2503.01840, table 1).
+
+The training step is that of `headstart train`: the frozen target reads rows of random tokens, the head computes under
+autocast in bfloat16 with float32 weights, AdamW steps. The host waits for the device between parts, which a real step
+does not: the parts show shares of the time, and the tokens per second are those of whole steps without such waits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from headstart.heads import DraftHead, build_head
+from headstart.heads.checkpoints.files import json_ready
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.layers.training_time_test import TrainingTimeTest
+from headstart.inference import DynamicShape, Stats, Target, TreeShape, kv_cache
+from headstart.inference.drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk
+from headstart.inference.drafters.by_name import tree_drafter
+from headstart.inference.drafters.head_drafter import HeadDrafter
+from headstart.inference.logits import RandomSampler, Sampler
+from headstart.inference.loop import Verification
+from headstart.inference.tree import DraftTree
+from headstart.inference.verify import VerifyResult, greedy
 from headstart.scripts.command_line import options, run
-from headstart.train.config import CommandOptions
+from headstart.scripts.measuring.bandwidth import memory_bandwidth, now, weight_bytes
+from headstart.train.config import CommandOptions, OptimConfig
 from headstart.train.console import log
+from headstart.train.data.batches import collate
+from headstart.train.data.chat_template import Example
+from headstart.train.features.online import online_features
+from headstart.train.optim import build_optimizer
+from headstart.train.report import PEAK_TFLOPS, count_flops
+from headstart.train.run_folder import provenance
 
 TRAINING_STEPS = 5
 """Training steps that are timed."""
 HEADROOM = 0.85
 """Share of the device's memory that weights and caches may take."""
+LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-3.1-8b": lambda: LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, **LLAMA_3
+    ),
+    "qwen3-8b": lambda: Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    ),
+    "llama-3.3-70b": lambda: LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, **LLAMA_3
+    ),
+}
+"""Published dimensions; the largest that fits the device's memory are measured."""
+DEPTH, WIDTH = 7, 10
+"""Depth and width of the trees, as in EAGLE-2."""
+RATE = 0.93
+"""Synthetic acceptance rate at every depth: 1 + sum of RATE^d over 7 depths is 6.3, near the published 6.13."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +111,11 @@ class GpuBenchConfig(CommandOptions):
     """After which the rest is left out."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse and measure."""
-    bench_gpu(options(GpuBenchConfig, "bench-gpu", __doc__, arguments))
-
-
 def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
-    """Measure, print, write JSON and a table; what is measured already stays if a later shape fails.
-
-    Raises:
-        ValueError: an unknown shape.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from headstart.inference.kv_cache import free_memory
-    from headstart.inference.loop import Verification
-    from headstart.scripts.measuring import gpu_rounds
-    from headstart.scripts.measuring.bandwidth import memory_bandwidth
-    from headstart.scripts.measuring.gpu_training import head_options, told_training, training_of
-    from headstart.train.run_folder import provenance
-
-    unknown = sorted(set(config.shapes) - set(gpu_rounds.SHAPES))
+    """Measure, print, write JSON and a table; what is measured already stays if a later shape fails."""
+    unknown = sorted(set(config.shapes) - set(SHAPES))
     if unknown:
-        raise ValueError(f"unknown shape {unknown[0]!r}; choose from {', '.join(gpu_rounds.SHAPES)}")
+        raise ValueError(f"unknown shape {unknown[0]!r}; choose from {', '.join(SHAPES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bandwidth = memory_bandwidth(device)
     log.info(f"{provenance()['hardware']}: reads {bandwidth / 1e9:.0f} GB/s")
@@ -91,20 +131,20 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
     deadline = time.monotonic() + 60 * config.minutes
     for name in config.shapes:
         report["shapes"][name] = rows = []
-        shape = gpu_rounds.SHAPES[name]()
-        free = HEADROOM * free_memory(device)
+        shape = SHAPES[name]()
+        free = HEADROOM * kv_cache.free_memory(device)
         with torch.device("meta"):
             weights = 2 * sum(weight.numel() for weight in AutoModelForCausalLM.from_config(shape).parameters())
         if weights > free:
             log.info(f"{name}: {weights / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB to use: left out")
             continue
-        target, head = gpu_rounds.random_pair(shape, device)
+        target, head = random_pair(shape, device)
         if config.training and not report["training"]:
             rows_of, length = config.training
-            report["training"][name] = training_of(target, head_options(target), rows_of, length, TRAINING_STEPS)
+            report["training"][name] = training_of(target, rows_of, length, TRAINING_STEPS)
             log.info(told_training(name, report["training"][name]))
             write_report(report, config)
-        decide = Verification(gpu_rounds.synthetic)
+        decide = Verification(synthetic)
         target.compile()
         decide.compile(device)
         for batch in config.batches:
@@ -116,12 +156,16 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
                     if time.monotonic() > deadline:
                         log.info(f"{config.minutes:g} minutes are over: the rest is left out")
                         return write_report(report, config)
-                    rows.append(
-                        gpu_rounds.rounds_of(target, head, decide, batch, context, nodes, bandwidth, config.repeats)
+                    rows.append(rounds_of(target, head, decide, batch, context, nodes, bandwidth, config.repeats))
+                    row = rows[-1]
+                    parts = ", ".join(f"{part} {value:.2f}" for part, value in row["milliseconds"].items())
+                    log.info(
+                        f"{name}, batch {batch}, context {context}, {nodes} nodes: {row['round']:.2f} ms ({parts}), "
+                        f"{row['bandwidth_share']:.0%} of the bandwidth, "
+                        f"{row['synthetic_tokens_per_second']:.0f} tokens/s (synthetic)"
                     )
-                    log.info(described(name, rows[-1]))
                     write_report(report, config)
-            rows += gpu_rounds.stock(target, batch, config.repeats, name)
+            rows += stock(target, batch, config.repeats, name)
         del target, head
         gc.collect()
         if device.type == "cuda":
@@ -129,22 +173,8 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
     return write_report(report, config)
 
 
-def described(name: str, row: dict[str, Any]) -> str:
-    """One line for the screen."""
-    parts = ", ".join(f"{part} {value:.2f}" for part, value in row["milliseconds"].items())
-    return (
-        f"{name}, batch {row['batch']}, context {row['context']}, {row['nodes']} nodes: {row['round']:.2f} ms "
-        f"({parts}), {row['bandwidth_share']:.0%} of the bandwidth, "
-        f"{row['synthetic_tokens_per_second']:.0f} tokens/s (synthetic)"
-    )
-
-
 def write_report(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, Any]:
     """Write the report as JSON and as Markdown."""
-    from headstart.heads.checkpoints.files import json_ready
-    from headstart.scripts.measuring.gpu_rounds import RATE
-    from headstart.scripts.measuring.gpu_training import told_training
-
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     whole = report | {"options": dataclasses.asdict(config)}
@@ -170,5 +200,189 @@ def write_report(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, An
     return whole
 
 
+def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, DraftHead]:
+    """A target with random weights, and an EAGLE-3 head for it, in bfloat16."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval().requires_grad_(False)
+        target = Target(model)
+        options = head_options(target) | {"depth": DEPTH, "start": "random"}
+        head = build_head("eagle3", options, target.info).to(device, torch.bfloat16)
+        head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return target, head.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def rounds_of(
+    target: Target,
+    head: DraftHead,
+    decide: Verification,
+    batch: int,
+    context: int,
+    nodes: int,
+    bandwidth: float,
+    repeats: int,
+) -> dict[str, Any]:
+    """Milliseconds of a round's parts after `context` tokens; the content of the cache is arbitrary."""
+    shape = TreeShape.chain(nodes - 1) if nodes <= DEPTH else DynamicShape(nodes, DEPTH, WIDTH)
+    drafter: Drafter = NoDraft() if nodes == 1 else tree_drafter(head, shape, target.modules)
+    if target.compiled:
+        drafter.compile()
+    room = (repeats + 3) * (DEPTH + 1)
+    roots_B = torch.zeros(batch, dtype=torch.int64, device=target.device)
+    drafter.begin(DraftContext(batch, context + room + nodes, RandomSampler(None), None))
+    cache = target.new_cache(batch)
+    longest = context
+    target.forward_tree(NoDraft().propose(roots_B), context + room, cache, drafter.feature_layers)  # allocates
+    cache.truncate(torch.full_like(roots_B, context))
+    if isinstance(drafter, HeadDrafter):
+        width = len(drafter.feature_layers) * target.info.hidden_size
+        features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
+        drafter.prefill(PrefillChunk(roots_B[:, None], roots_B[:, None], features_B1F, torch.ones_like(roots_B)))
+        drafter.shared.state = dataclasses.replace(drafter.catch_up(), lengths_B=torch.full_like(roots_B, context))
+    draw = RandomSampler(torch.Generator(target.device).manual_seed(0))
+    taken, emitted = [], []
+    for turn in range(repeats + 3):  # the first ones compile
+        marks = [now(target.device)]
+        tree = drafter.propose(roots_B)
+        marks.append(now(target.device))
+        output = target.forward_tree(tree, longest, cache, drafter.feature_layers)
+        marks.append(now(target.device))
+        finished = decide.verify_and_commit(tree, output, output.logits_BNV, draw, cache, Stats())
+        marks.append(now(target.device))
+        drafter.observe(finished)
+        marks.append(now(target.device))
+        longest += tree.max_depth + 1
+        if turn >= 3:
+            taken.append((marks[1] - marks[0] + marks[4] - marks[3], marks[2] - marks[1], marks[3] - marks[2]))
+            emitted.append(float(finished.lengths_B.float().mean()))
+    medians = [1000 * statistics.median(seconds) for seconds in zip(*taken, strict=True)]
+    middle = dict(zip(("draft", "target", "rest"), medians, strict=True))
+    read = weight_bytes(target) + target.cache_bytes(batch, context)
+    return {
+        "batch": batch,
+        "context": context,
+        "nodes": nodes,
+        "milliseconds": middle,
+        "round": sum(middle.values()),
+        "bandwidth_share": read / (middle["target"] / 1000) / bandwidth,
+        "synthetic_tokens": statistics.mean(emitted),
+        "synthetic_tokens_per_second": 1000 * batch * statistics.mean(emitted) / sum(middle.values()),
+    }
+
+
+def synthetic(tree: DraftTree, scores_BNV: Tensor, draw: Sampler) -> VerifyResult:
+    """Accept each depth with probability `RATE`, whatever the logits: a path of random length down the tree."""
+    passed_BD = draw.accept(scores_BNV.new_full((len(scores_BNV), tree.max_depth), RATE))
+    lengths_B = 1 + passed_BD.long().cumprod(-1).sum(-1)
+    places_A = torch.arange(tree.max_depth + 1, device=lengths_B.device)
+    path_BA = places_A.expand(len(lengths_B), -1)  # any nodes: costs do not depend on them
+    result = greedy(tree, scores_BNV, draw)  # so that the cost of a rule is included
+    return VerifyResult(path_BA, lengths_B, result.next_tokens_B)
+
+
+def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str, Any]]:
+    """Milliseconds of a step of transformers' own `generate`: eager, and with its compiled static cache."""
+    ids = torch.zeros(batch, 512, dtype=torch.int64, device=target.device)
+    found = []
+    for what, more in (("eager", {}), ("static cache, compiled", {"cache_implementation": "static"})):
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **more}
+        seconds = []
+        for count in (2 + repeats, 2 + repeats, 2):  # the first one warms up and compiles
+            start = now(target.device)
+            target.model.generate(ids, max_new_tokens=count, min_new_tokens=count, **settings)
+            seconds.append(now(target.device) - start)
+        step = 1000 * (seconds[1] - seconds[2]) / repeats
+        found.append({"transformers": what, "batch": batch, "context": 512, "step": step})
+        log.info(f"{name}, batch {batch}: transformers, {what}: {step:.2f} ms a step")
+    return found
+
+
+def training_of(target: Target, rows: int, length: int, repeats: int) -> dict[str, Any]:
+    """Time training steps; shares of a peak are None where it is unknown, the peak of memory is None on a CPU."""
+    device = target.device
+    torch.manual_seed(0)
+    head = build_head("eagle3", head_options(target), target.info)
+    assert isinstance(head, Eagle3Head)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    head = head.to(device).train()
+    optimizer, _ = build_optimizer(head, OptimConfig(), 100, {})
+    tokens_BT = torch.randint(target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
+    flops = count_flops(target, head, examples[:1], cached=False, adapted=False) * length * rows
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    turns = [timed_step(target, head, optimizer, examples) for _ in range(repeats + 1)][1:]  # the first one warms up
+    start = now(device)
+    for _ in range(repeats):
+        timed_step(target, head, optimizer, examples, apart=False)
+    seconds = (now(device) - start) / repeats
+    tflops = flops / seconds / 1e12
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    peak = next((most for part, most in PEAK_TFLOPS.items() if part in name.replace("-", " ").split()), None)
+    return {
+        "rows": rows,
+        "length": length,
+        "tokens_per_second": rows * length / seconds,
+        "teraflops": tflops,
+        "model_flop_utilisation": None if peak is None else tflops / peak,
+        "milliseconds": {part: 1000 * statistics.median(turn[part] for turn in turns) for part in turns[0]},
+        "peak_memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    }
+
+
+def timed_step(
+    target: Target, head: Eagle3Head, optimizer: torch.optim.Optimizer, examples: list[Example], apart: bool = True
+) -> dict[str, float]:
+    """Make a step; the seconds of its parts if `apart`.
+
+    The time of the loss is that of the head's forward less that of its layers, which run a second time to be timed.
+    """
+    device = target.device
+    clock: Callable[[], float] = (lambda: now(device)) if apart else (lambda: 0.0)
+    marks = [clock()]
+    batch = collate(examples)
+    batch.tokens_BT.to(device)
+    marks.append(clock())
+    features = online_features(target, head, batch)
+    marks.append(clock())
+    with torch.autocast(device.type, torch.bfloat16):
+        if apart:
+            with torch.no_grad():
+                head.drafts(features, TrainingTimeTest(head.config.num_layers), head.max_depth)
+        marks.append(clock())
+        output = head(features)
+    marks.append(clock())
+    (output.loss / max(batch.loss_mask_BT.numel(), 1)).backward()
+    marks.append(clock())
+    torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    marks.append(clock())
+    parts = ("batch", "target", "head", "loss", "backward", "optimizer")
+    seconds = dict(zip(parts, (b - a for a, b in itertools.pairwise(marks)), strict=True))
+    seconds["loss"] = max(seconds["loss"] - seconds["head"], 0.0)
+    return seconds
+
+
+def told_training(name: str, row: dict[str, Any]) -> str:
+    """One line for the screen."""
+    whole = sum(row["milliseconds"].values())
+    shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in row["milliseconds"].items())
+    more = "" if (used := row["model_flop_utilisation"]) is None else f", {used:.0%} of the peak"
+    memory = "" if row["peak_memory"] is None else f", {row['peak_memory'] / 2**30:.1f} GiB"
+    return (
+        f"{name}, training, {row['rows']} rows of {row['length']}: {row['tokens_per_second']:.0f} tokens/s, "
+        f"{row['teraflops']:.1f} TFLOP/s{more}{memory} ({shares})"
+    )
+
+
+def head_options(target: Target) -> dict[str, Any]:
+    """Options of an EAGLE-3 head as published: seven steps, 32,000 draft tokens."""
+    layers = target.info.num_layers
+    options: dict[str, Any] = {"depth": 7, "draft_vocab_size": min(32000, target.info.vocab_size)}
+    return options if layers >= 7 else {**options, "feature_layers": sorted({0, layers - 2})}
+
+
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    run(lambda arguments: bench_gpu(options(GpuBenchConfig, "bench-gpu", __doc__, arguments)), sys.argv[1:])

@@ -1,7 +1,4 @@
-"""Gain of chains of each length: by the formulas, and measured.
-
-    headstart tree --explain --target MODEL --head HEAD --prompts FILE
-    headstart tree --explain --target MODEL --drafter model:SMALLER --prompts FILE
+"""Gain of chains of each length, by the formulas and measured: `headstart tree --explain`.
 
 Acceptance rates are those of the longest chain, costs those of this machine: `time_factor` and `operations_factor`
 (Leviathan et al., arXiv:2211.17192) with the measured cost of verifying n tokens.
@@ -9,7 +6,7 @@ Acceptance rates are those of the longest chain, costs those of this machine: `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,25 +59,15 @@ def operations_of(draft: DraftModel, target: Target) -> float | None:
 def time_factor(
     rates: Sequence[float], gamma: int, draft_cost: float, check_cost: Callable[[int], float] = lambda nodes: 1.0
 ) -> float:
-    """Speedup over plain decoding (arXiv:2211.17192, theorem 3.8, with measured verification).
+    """Speedup of draft length `gamma` over plain decoding (arXiv:2211.17192, theorem 3.8, with measured verification).
 
-    Args:
-        rates: see `chain_length`.
-        gamma: draft length.
-        draft_cost: time of one draft step in plain steps (the paper's c).
-        check_cost: time of a target forward by its tokens, in plain steps; 1 in the paper.
+    Costs are in plain steps: of a draft step (the paper's c), and of a target forward by its tokens (1 in the paper).
     """
     return chain_length(rates, gamma) / (gamma * draft_cost + check_cost(gamma + 1))
 
 
 def operations_factor(rates: Sequence[float], gamma: int, draft_operations: float) -> float:
-    """Operations per token, relative to plain decoding (arXiv:2211.17192, theorem 3.11).
-
-    Args:
-        rates: see `chain_length`.
-        gamma: draft length.
-        draft_operations: operations of one draft step over those of a plain one.
-    """
+    """Operations per token, relative to plain decoding (arXiv:2211.17192, theorem 3.11)."""
     return (gamma * draft_operations + gamma + 1) / chain_length(rates, gamma)
 
 
@@ -92,61 +79,40 @@ def best_draft_length(
 
 
 def explain(
-    target: Target,
-    chain_of: Callable[[int], Drafter],
-    depth: int,
-    prompts: list[Tensor],
-    settings: dict[str, Any],
-    draft_operations: float | None = None,
+    target: Target, draft: DraftModel, chains: Mapping[int, Drafter], prompts: list[Tensor], settings: dict[str, Any]
 ) -> list[Explained]:
-    """Answer the prompts plainly and with a chain of every length; print the expected and the measured gain.
-
-    Args:
-        target: the model.
-        chain_of: makes the drafter of chains of a length.
-        depth: of the longest chain.
-        prompts: token ids, each [1, time].
-        settings: arguments of `generate`.
-        draft_operations: see `operations_of`.
-    """
-    lengths = range(1, min(depth, LONGEST) + 1)
-    engines = {0: SpeculativeLM(target)} | {gamma: SpeculativeLM(target, chain_of(gamma)) for gamma in lengths}
+    """Answer the prompts plainly and with each of the chains, by length; print the expected and the measured gain."""
+    longest = max(chains)
+    engines = {0: SpeculativeLM(target)} | {gamma: SpeculativeLM(target, chain) for gamma, chain in chains.items()}
     answered = in_turns(engines, prompts, settings)
-    plain, shortest, deepest = (answered[gamma].round_parts for gamma in (0, 1, max(lengths)))
-    rates = [0.0 if rate != rate else rate for rate in answered[max(lengths)].acceptance_rate_by_depth]
+    plain, shortest, deepest = (answered[gamma].round_parts for gamma in (0, 1, longest))
+    rates = [0.0 if rate != rate else rate for rate in answered[longest].acceptance_rate_by_depth]
     step = sum(plain.values())
     # The cost of a draft is the slope over their number, without the constant part of a round.
     more = max(0.0, deepest["draft"] - shortest["draft"])
-    draft = more / (max(lengths) - 1) if max(lengths) > 1 else shortest["draft"]
-    sides = sum(shortest.values()) - shortest["target"] - draft
-    text_1T = SpeculativeLM(target).generate(prompts[0], **settings).sequences
-    sizes = [gamma + 1 for gamma in lengths]
-    draft_cost = draft / step
-    forwards = forward_costs(target, text_1T, sizes, chain_of(1).feature_layers, plain)
-
-    def check_cost(nodes: int) -> float:
-        return 1.0 if nodes == 1 else (forwards[nodes] + sides) / step
-
+    seconds = more / (longest - 1) if longest > 1 else shortest["draft"]
+    sides = sum(shortest.values()) - shortest["target"] - seconds
+    text_1T = engines[0].generate(prompts[0], **settings).sequences
+    draft_cost, operations = seconds / step, operations_of(draft, target)
+    forwards = forward_costs(target, text_1T, [gamma + 1 for gamma in chains], chains[1].feature_layers, plain)
+    checks = {1: 1.0} | {nodes: (forward + sides) / step for nodes, forward in forwards.items()}
     found = [
         Explained(
             gamma,
             chain_length(rates, gamma),
             answered[gamma].acceptance_length,
-            time_factor(rates, gamma, draft_cost, check_cost),
+            time_factor(rates, gamma, draft_cost, checks.__getitem__),
             step * answered[gamma].acceptance_length / sum(answered[gamma].round_parts.values()),
-            None if draft_operations is None else operations_factor(rates, gamma, draft_operations),
+            None if operations is None else operations_factor(rates, gamma, operations),
         )
-        for gamma in lengths
+        for gamma in chains
     ]
-    _print(found, rates, draft_cost, best_draft_length(rates, draft_cost, check_cost, max(lengths)))
-    return found
-
-
-def _print(found: list[Explained], rates: list[float], draft_cost: float, best: int) -> None:
     table = Table("drafts", "expected tokens", "measured", "expected vs plain", "measured", "operations vs plain")
     for row in found:
         figures = (row.expected_tokens, row.tokens, row.expected_factor, row.factor, row.operations)
         table.add_row(str(row.gamma), *map(number, figures))
     console.print(table)
     by_depth = " ".join(f"{rate:.2f}" for rate in rates)
+    best = best_draft_length(rates, draft_cost, checks.__getitem__, longest)
     log.info(f"acceptance rate by depth {by_depth}; a draft costs {draft_cost:.3f} plain steps; best: {best} drafts")
+    return found

@@ -22,32 +22,21 @@ Prompts = dict[str, list[list[dict[str, str]]]]
 
 
 def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
-    """Read the first `limit` prompts of each file.
-
-    Raises:
-        ValueError: a file that cannot be read or holds no prompts.
-    """
+    """Read the first `limit` prompts of each file."""
     prompts = {path: read_prompts(path, limit) for path in paths}
-    for path, rows in prompts.items():
-        if not rows:
-            raise ValueError(f"{path} holds no prompts")
+    if empty := [path for path, rows in prompts.items() if not rows]:
+        raise ValueError(f"{empty[0]} holds no prompts")
     return prompts
 
 
 def encode_prompts(
     prompts: Prompts, tokenizer: PreTrainedTokenizerBase, target: Target, new_tokens: int, thinking: bool | None
 ) -> dict[str, list[Tensor]]:
-    """Token ids of every prompt, each [1, time], on the target's device.
-
-    Raises:
-        ValueError: a prompt that leaves no room for `new_tokens`.
-    """
-    encoded = {
-        path: [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
-        for path, rows in prompts.items()
-    }
-    for path, ids in encoded.items():
-        check_lengths(ids, new_tokens, target.max_positions, path)
+    """Token ids of every prompt, each [1, time], on the target's device."""
+    encoded = {}
+    for path, rows in prompts.items():
+        encoded[path] = [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
+        check_lengths(encoded[path], new_tokens, target.max_positions, path)
     return encoded
 
 
@@ -59,13 +48,7 @@ def answer_settings(new_tokens: int, temperature: float) -> dict[str, Any]:
 
 
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
-    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike.
-
-    Args:
-        engines: by any key; each first answers the first prompt once more, to be warm and compiled.
-        prompts: token ids, each [1, time].
-        settings: arguments of `generate`.
-    """
+    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike."""
     found: dict[Key, list[Stats]] = {key: [] for key in engines}
     with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
         for lm in engines.values():
@@ -80,11 +63,9 @@ def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settin
 
 @torch.inference_mode()
 def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int) -> dict[str, float] | None:
-    """Find where two answers to a prompt of `prompt` tokens differ first.
+    """Find where two answers to a prompt of `prompt` tokens differ first; None if they are equal.
 
-    Returns:
-        `token`, counted from the first new one, and `logit_gap` between the two tokens there, by a forward of the
-        target over the text before; None if the answers are equal.
+    `token` counts from the first new one; `logit_gap` lies between the two tokens there, by a forward of the target.
     """
     shorter = min(stock_1T.shape[1], ours_1T.shape[1])
     differing = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()

@@ -1,10 +1,8 @@
-"""Early-exit classifier of a head's chains: a logistic regression that decides whether to draft another token.
-
-    headstart tree --stopper --target MODEL --head HEAD --prompts FILE
+"""Early-exit classifier of a head's chains, by `headstart tree --stopper`: whether to draft another token.
 
 The target's answers are decoded with whole chains, and every verified draft is an example: features of the head's
-distribution, and whether its best token was accepted. The threshold is the one that would have decoded these answers
-fastest at the costs of this machine.
+distribution, and whether its best token was accepted. The classifier is a logistic regression. Its threshold is the one
+that would have decoded these answers fastest at the costs of this machine.
 """
 
 from __future__ import annotations
@@ -28,12 +26,10 @@ THRESHOLDS = tuple(i / 20 for i in range(20))
 
 @dataclass(frozen=True)
 class ChainRound:
-    """A round with a whole chain."""
+    """A round with a whole chain: features of the head's distribution at each depth, and the drafts accepted."""
 
     features_KX: Tensor
-    """Features of the head's distribution at each depth."""
     accepted: int
-    """Drafts that were accepted."""
 
 
 class Recorder(EarlyExitChain):
@@ -52,11 +48,7 @@ class Recorder(EarlyExitChain):
 
 
 def fit(rounds: list[ChainRound]) -> tuple[float, ...]:
-    """Fit weights for `confidence` by maximum likelihood, with a small ridge penalty for separable data.
-
-    Raises:
-        ValueError: all drafts were accepted, or none.
-    """
+    """Fit weights for `confidence` by maximum likelihood, with a small ridge penalty for separable data."""
     examples = [(each.features_KX[: each.accepted + 1], each.accepted) for each in rounds]
     features_NX = torch.cat([features for features, _ in examples]).double()
     right_N = torch.cat([torch.arange(len(features)) < accepted for features, accepted in examples]).double()
@@ -80,14 +72,11 @@ def fit(rounds: list[ChainRound]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds on this machine."""
+    """Seconds of one draft, of the target's forward by number of nodes, and of the rest of a round."""
 
     draft: float
-    """One draft."""
     forward: dict[int, float]
-    """The target's forward, by number of nodes."""
     rest: float
-    """The rest of a round."""
 
 
 def simulated(
@@ -108,8 +97,7 @@ def train_stopper(
 ) -> tuple[EarlyExitShape, float, float]:
     """Decode with whole chains, fit, choose the threshold, given the seconds of a plain step's parts.
 
-    Returns:
-        The policy, with its expected tokens a round and tokens per second.
+    Returns the policy with its expected tokens a round and tokens per second.
     """
     recorder = Recorder(head, target)
     lm = SpeculativeLM(target, recorder)

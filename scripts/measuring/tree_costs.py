@@ -54,10 +54,7 @@ def expected_lengths(
 def dynamic_lengths(
     target: Target, head: DraftHead, width: int, examples: Sequence[Example], sizes: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Tokens a round of dynamic trees along the target's own answers, by size (the root counted) and depth.
-
-    The bonus token is counted: greedy decoding would give the same figures.
-    """
+    """Acceptance length of dynamic trees along the target's own answers, by size (the root counted) and depth."""
     depths = range(1, head.max_depth + 1)
     drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.modules)
     lengths: dict[tuple[int, int], list[int]] = {(size, depth): [] for size in sizes for depth in depths}
@@ -81,18 +78,12 @@ def dynamic_lengths(
                 for size in sizes:
                     accepted[size, depth].append(sum(rank < size for rank in ranks))
             drafter.prefill(_chunk(text_1T, output, place, place + 1))
-        for key, found_P in accepted.items():
-            lengths[key] += _rounds(found_P)
+        for key, accepted_P in accepted.items():
+            place = 0  # of a round's root in the answer
+            while place < len(accepted_P):
+                lengths[key].append(min(accepted_P[place] + 1, len(accepted_P) - place))
+                place += lengths[key][-1]
     return {key: statistics.mean(found) for key, found in lengths.items()}
-
-
-def _rounds(accepted_P: list[int]) -> list[int]:
-    """Tokens of each round through an answer, given the drafts that would be accepted at each of its places."""
-    place, returned = 0, []
-    while place < len(accepted_P):
-        returned.append(min(accepted_P[place] + 1, len(accepted_P) - place))
-        place += returned[-1]
-    return returned
 
 
 def _chunk(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> PrefillChunk:

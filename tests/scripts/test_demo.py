@@ -102,18 +102,19 @@ def test_it_stops_within_five_seconds_and_goes_on(config, stage, number, capsys)
 
 def test_time_that_was_spent_before_counts(tmp_path):
     path = tmp_path / "demo.json"
-    with Budget(path, 60) as budget:
-        assert budget.once("plan", lambda: 3) == 3
-        budget._began -= 20
-    with Budget(path, 60) as budget:
-        assert 39 < budget.left <= 40
-        assert budget.once("plan", lambda: 4) == 3
-        assert budget.until(0.5) == pytest.approx(time.monotonic() + 20, abs=0.5)
+    budget = Budget(path, 60)
+    assert budget.once("plan", lambda: 3) == 3
+    budget._began -= 20
+    budget.write()
+    budget = Budget(path, 60)
+    assert 39 < budget.left <= 40
+    assert budget.once("plan", lambda: 4) == 3
 
 
 def test_with_no_time_left_each_stage_does_the_least(config, capsys):
-    with Budget(Path(f"{config.output}-1min/demo.json"), 60) as budget:
-        budget._began -= 100
+    budget = Budget(Path(f"{config.output}-1min/demo.json"), 60)
+    budget._began -= 100
+    budget.write()
     demo(config)
     said = capsys.readouterr().out
     assert "as many steps as there is time for: 1\n" in said and said.count("1/1") == 4  # a row, and their total

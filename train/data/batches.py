@@ -90,12 +90,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
-    """Pad rows on the right, where a causal model's earlier tokens do not attend, outside the loss mask.
-
-    Args:
-        rows: sequences of each row; an empty list gives one row of padding.
-        least: minimum length of the rows, in tokens.
-    """
+    """Pad rows on the right, to at least `least` tokens, outside the loss mask; no rows give one row of padding."""
     tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
     for row in rows:
         tokens.append(torch.tensor([token for example in row for token in example.tokens]))
@@ -122,11 +117,7 @@ class Share:
 
     @classmethod
     def of(cls, batch_size: int, micro_batch: int | None, process: int, processes: int) -> Share:
-        """Divide a step evenly among processes and forwards.
-
-        Raises:
-            ValueError: a step that cannot be divided evenly.
-        """
+        """Divide a step evenly among processes and forwards."""
         rows, rest = divmod(batch_size, processes)
         forwards, left = divmod(rows, micro_batch or max(rows, 1))
         if rest or left or forwards == 0:
@@ -141,16 +132,11 @@ class Share:
 
     @classmethod
     def of_loop(cls, loop: LoopConfig, process: int, processes: int) -> Share:
-        """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`.
-
-        Raises:
-            ValueError: a step that cannot be divided evenly.
-        """
+        """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`."""
         if loop.batch_tokens is None:
             return cls.of(loop.batch_size, loop.micro_batch, process, processes)
-        return cls(
-            process, processes, math.ceil(loop.batch_tokens / processes / (loop.micro_tokens or loop.batch_tokens))
-        )
+        micro_tokens = loop.micro_tokens or loop.batch_tokens
+        return cls(process, processes, math.ceil(loop.batch_tokens / processes / micro_tokens))
 
     def of_step(self, rows: list[Row]) -> list[list[Row]]:
         """Rows of each of this process's forwards; the last step of an epoch may leave some empty."""
@@ -158,38 +144,31 @@ class Share:
         return [rows[i::parts] for i in range(self.process, parts, self.processes)]
 
 
+@dataclass
 class Order:
     """The steps of every epoch, by a seed.
 
     The conversations are shuffled, sorted by length within windows, divided into steps, and the steps shuffled.
     """
 
-    def __init__(
-        self,
-        lengths: list[int],
-        batch_size: int,
-        seed: int,
-        pack: int | None = None,
-        sources: list[int] | None = None,
-        weights: list[float] | None = None,
-        batch_tokens: int | None = None,
-    ) -> None:
-        """Describe the data.
+    lengths: list[int]
+    """Tokens of every conversation."""
+    batch_size: int
+    seed: int
+    pack: int | None = None
+    """Tokens of a row of several conversations; None for one in each row."""
+    sources: list[int] | None = None
+    """Index of each conversation's source."""
+    weights: list[float] | None = None
+    """Passes of an epoch over each source; below 1, every epoch takes other conversations."""
+    batch_tokens: int | None = None
+    """Tokens of a step, padding included, instead of `batch_size` rows."""
 
-        Args:
-            lengths: tokens of every conversation.
-            batch_size: rows of a step.
-            seed: of the shuffling.
-            pack: tokens of a row that holds several conversations; None for one in each.
-            sources: index of each conversation's source.
-            weights: passes of an epoch over each source; below 1, every epoch takes other conversations.
-            batch_tokens: tokens of a step, padding included, instead of `batch_size` rows.
-        """
-        self.lengths, self.batch_size, self.seed, self.pack = lengths, batch_size, seed, pack
-        self.weights, self.batch_tokens = weights or [1.0], batch_tokens
-        self._lengths_N = np.asarray(lengths, dtype=np.int64)
-        sources_N = np.asarray(sources or [0] * len(lengths))
-        self._of_source = [np.flatnonzero(sources_N == source) for source in range(len(self.weights))]
+    def __post_init__(self) -> None:
+        self._weights = self.weights or [1.0]
+        self._lengths_N = np.asarray(self.lengths, dtype=np.int64)
+        sources_N = np.asarray(self.sources or [0] * len(self.lengths))
+        self._of_source = [np.flatnonzero(sources_N == source) for source in range(len(self._weights))]
         self._counted: dict[int, int] = {}
 
     def from_step(self, step: int) -> Iterator[tuple[int, list[Row]]]:
@@ -211,50 +190,41 @@ class Order:
     def steps_in(self, epoch: int) -> int:
         """Number of steps of an epoch: by arithmetic if steps have a fixed number of rows, else by making them."""
         if self.pack is None and self.batch_tokens is None:
-            even = set(self.weights) == {1.0}
+            even = set(self._weights) == {1.0}
             count = len(self.lengths) if even else sum(last - first for first, last in self._laps(epoch))
             return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
-            self._counted[epoch] = len(self._sorted_steps(epoch)[0])
+            self.epoch(epoch)
         return self._counted[epoch]
 
     def epoch(self, number: int) -> list[list[Row]]:
         """Rows of every step of an epoch."""
-        steps, generator = self._sorted_steps(number)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = self._drawn(number, generator)
+        step_rows = self.batch_size
+        if self.batch_tokens is not None:
+            step_rows = max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
+        rows: list[Row] = []
+        steps: list[list[Row]] = []
+        for start in range(0, len(order), WINDOW * step_rows):
+            window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
+            window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
+            if self.batch_tokens is not None:
+                steps += budgeted(window, self.lengths, self.batch_tokens)
+            else:
+                rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
+        steps += [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         self._counted[number] = len(steps)
         return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
 
-    def _sorted_steps(self, epoch: int) -> tuple[list[list[Row]], torch.Generator]:
-        """Divide an epoch's shuffled conversations into steps, sorted by length in each window; and its generator."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        windows = self._windows(self._drawn(epoch, generator))
-        if self.batch_tokens is not None:
-            return [step for each in windows for step in budgeted(each, self.lengths, self.batch_tokens)], generator
-        rows: list[Row] = []
-        for window in windows:
-            rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
-        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)], generator
-
-    def _windows(self, order: list[int]) -> Iterator[list[int]]:
-        """Conversations of `WINDOW` steps at a time, sorted by length."""
-        span = WINDOW * self.batch_size
-        if self.batch_tokens is not None:
-            span = WINDOW * max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
-        for start in range(0, len(order), span):
-            window_N = np.asarray(order[start : start + span], dtype=np.int64)
-            yield window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
-
     def _laps(self, epoch: int) -> list[tuple[int, int]]:
         """First and last place in each source, if endless passes over it are divided into epochs of `weight` passes."""
-        sizes = [len(own) for own in self._of_source]
-        return [
-            (round(epoch * weight * size), round((epoch + 1) * weight * size))
-            for weight, size in zip(self.weights, sizes, strict=True)
-        ]
+        passes = [(weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)]
+        return [(round(epoch * weight * size), round((epoch + 1) * weight * size)) for weight, size in passes]
 
     def _drawn(self, number: int, generator: torch.Generator) -> list[int]:
         """Conversations of an epoch, shuffled."""
-        if set(self.weights) == {1.0}:
+        if set(self._weights) == {1.0}:
             return torch.randperm(len(self.lengths), generator=generator).tolist()
         drawn: list[int] = []
         for source, (first, last) in enumerate(self._laps(number)):
@@ -311,53 +281,29 @@ class Step:
 
 
 class Steps(Dataset[Step]):
-    """Dataset of steps, by epoch and rows: workers of the loader collate their batches."""
+    """Dataset of steps, by epoch and rows: workers of the loader collate the batches, and `read` adds what it can."""
 
     def __init__(
-        self,
-        examples: Sequence[Example],
-        share: Share,
-        least: int,
-        read: Callable[[Batch, int], Batch] | None = None,
+        self, examples: Sequence[Example], share: Share, least: int, read: Callable[[Batch, int], Batch] | None = None
     ) -> None:
-        """Describe the data.
-
-        Args:
-            examples: all conversations as tokens.
-            share: of this process.
-            least: minimum length of a row, in tokens.
-            read: adds to a batch of an epoch what can be read ahead.
-        """
-        self.examples, self.share, self.least, self.read = examples, share, least, read
+        self.examples, self.share, self.read = examples, share, read
+        self.least = least  # tokens of a row
         self._answers_N, self._opens_N = answers_of(examples)
 
     def __getitem__(self, key: tuple[int, list[Row]]) -> Step:
         epoch, rows = key
-        batches = [
-            collate_rows([[self.examples[i] for i in row] for row in part], self.least)
-            for part in self.share.of_step(rows)
-        ]
-        return Step(epoch, [self.read(batch, epoch) for batch in batches] if self.read else batches, self.answers(rows))
-
-    def answers(self, rows: list[Row]) -> int:
-        """Answer tokens of a step on all processes, without the first tokens of packed sequences, as in collating."""
+        parts = self.share.of_step(rows)
+        batches = [collate_rows([[self.examples[i] for i in row] for row in part], self.least) for part in parts]
+        if self.read is not None:
+            batches = [self.read(batch, epoch) for batch in batches]
+        # As in collating, the first tokens of later sequences in a row do not count.
         later = [i for row in rows for i in row[1:]]
-        return int(self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum())
+        answers = self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum()
+        return Step(epoch, batches, int(answers))
 
 
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
-    """Read every step from number `first` on, in order, without end.
-
-    Args:
-        steps: collates them.
-        order: of the data.
-        first: number of the first step.
-        workers: processes that read ahead; 0 reads each step when it is requested.
-        pin: whether batches are copied to pinned memory.
-
-    Raises:
-        RuntimeError: a worker has died.
-    """
+    """Read every step from number `first` on, in order, without end, by `workers` processes ahead if there are any."""
     options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
     loader = DataLoader(
         steps,
@@ -384,11 +330,7 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
 def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
     """Explain the death of a loader's worker, which torch reports wherever the main process is at that moment.
 
-    Args:
-        others: exceptions besides torch's own that mean a worker's death here.
-
-    Raises:
-        RuntimeError: a worker has died.
+    `others` are exceptions besides torch's own that mean a worker's death here.
     """
     caught: tuple[type[Exception], ...] = (RuntimeError, *others)
     try:

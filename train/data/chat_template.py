@@ -38,22 +38,12 @@ def encode(
     max_length: int,
     thinking: bool | None = None,
 ) -> list[Example]:
-    """Tokenize a conversation into sequences with loss masks.
+    """Tokenize a conversation into sequences of at most `max_length` tokens with loss masks.
 
     One sequence if the chat template renders earlier turns the same once later ones follow. Some templates do not
     (they drop the reasoning of earlier turns): then one sequence per answer, rendered as when the assistant generated
-    it.
-
-    Args:
-        conversation: messages; `"finished": false` says that the last answer was truncated, so that its end-of-turn
-            token is the template's and not the assistant's.
-        tokenizer: with a chat template.
-        eos: ids of the tokens that end a turn.
-        max_length: tokens after which a sequence is truncated.
-        thinking: the template's `enable_thinking`; None leaves it out.
-
-    Raises:
-        ValueError: a template whose answers do not start where its generation prompt ends.
+    it. `"finished": false` in the conversation says that its last answer was truncated, so that the end-of-turn token
+    there is the template's and not the assistant's. `eos` are the tokens that end a turn.
     """
     messages, tools = conversation["messages"], conversation.get("tools")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -72,14 +62,28 @@ def encode(
             )
         spans.append((len(prompt), len(text)))
         texts.append(text)
-    truncated = conversation.get("finished") is False
+    groups = [(text, [span]) for text, span in zip(texts, spans, strict=True)]
     if all(texts[-1].startswith(text) for text in texts):
         groups = [(texts[-1], spans)]
-    else:
-        groups = [(text, [span]) for text, span in zip(texts, spans, strict=True)]
-    examples = [_encode_text(text, marked, tokenizer, eos, truncated and text is texts[-1]) for text, marked in groups]
-    kept = [Example(example.tokens[:max_length], example.loss_mask[:max_length]) for example in examples]
-    return [example for example in kept if any(example.loss_mask)]
+    examples = []
+    for text, marked in groups:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens: list[int] = list(encoded["input_ids"])
+        starts_T, stops_T = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        ends_turn_T = np.isin(tokens, list(eos))
+        mask_T = np.zeros(len(tokens), dtype=bool)
+        for span in marked:
+            first, last = span
+            # A span runs to the end of what the template adds after the answer; the assistant's own tokens end with
+            # the end-of-turn token.
+            inside_T = (first <= starts_T) & (starts_T < last) & (stops_T > first)
+            ends = np.flatnonzero(inside_T & ends_turn_T)
+            if len(ends):
+                truncated = conversation.get("finished") is False and span is spans[-1]
+                inside_T[ends[0] + (0 if truncated else 1) :] = False
+            mask_T |= inside_T
+        examples.append(Example(tokens[:max_length], mask_T[:max_length].tolist()))
+    return [example for example in examples if any(example.loss_mask)]
 
 
 def render(
@@ -89,18 +93,7 @@ def render(
     thinking: bool | None = None,
     tools: list[Any] | None = None,
 ) -> str:
-    """Render messages as the text that the model reads.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: transformers leaves out null values, such as content beside tool calls.
-        add_generation_prompt: append what comes before the assistant's answer.
-        thinking: the template's `enable_thinking`; None leaves it out.
-        tools: JSON schemas of functions that the assistant may call.
-
-    Raises:
-        ValueError: the template refuses the messages.
-    """
+    """Render messages as the text that the model reads."""
     options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     try:
         text = tokenizer.apply_chat_template(
@@ -122,11 +115,7 @@ def prompt_ids(
 
 
 def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where: str) -> None:
-    """Refuse prompts that leave no room for their answers.
-
-    Raises:
-        ValueError: naming the first such prompt and the numbers.
-    """
+    """Refuse prompts that leave no room for their answers."""
     for number, ids_1T in enumerate(prompts, start=1):
         if ids_1T.shape[1] + new_tokens > positions:
             raise ValueError(
@@ -147,39 +136,8 @@ def warn_of_other_data(trained: dict[str, Any], tokenizer: PreTrainedTokenizerBa
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a tokenizer from which no loss mask can be made.
-
-    Raises:
-        ValueError: no chat template, or no character offsets.
-    """
+    """Refuse a tokenizer from which no loss mask can be made."""
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it")
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer of {name!r} gives no character offsets; a fast tokenizer is needed")
-
-
-def _encode_text(
-    text: str,
-    spans: list[tuple[int, int]],
-    tokenizer: PreTrainedTokenizerBase,
-    eos: frozenset[int],
-    truncated: bool,
-) -> Example:
-    """Tokenize a rendered conversation and mark the tokens that start within an answer's span of characters.
-
-    A span runs to the end of the text that the template adds after the answer. The assistant's own tokens end with the
-    end-of-turn token; those behind it are not marked.
-    """
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens: list[int] = list(encoded["input_ids"])
-    starts_T, stops_T = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    ends_turn_T = np.isin(tokens, list(eos))
-    mask_T = np.zeros(len(tokens), dtype=bool)
-    for number, (first, last) in enumerate(spans):
-        inside_T = (first <= starts_T) & (starts_T < last) & (stops_T > first)
-        ends = np.flatnonzero(inside_T & ends_turn_T)
-        if len(ends):
-            cut = truncated and number == len(spans) - 1
-            inside_T[ends[0] + (0 if cut else 1) :] = False
-        mask_T |= inside_T
-    return Example(tokens, mask_T.tolist())

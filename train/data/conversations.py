@@ -38,16 +38,9 @@ FORMATS = {
 format of which it has all columns."""
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 """Roles by ShareGPT's value of `from`."""
 SCANNED = 2**26
@@ -83,11 +76,7 @@ class Source:
         return rows if self.limit is None or self.limit >= len(rows) else rows.select(range(self.limit))
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Place of every row, for error messages, and its value; the first one without delay.
-
-        Raises:
-            ValueError: a row that is no JSON.
-        """
+        """Place of every row, for error messages, and its value; the first one without delay."""
         if self.kind == "lines":
             with Path(self.name).open("rb") as file:  # bytes: only a line feed ends a line, not U+2028 and the like
                 full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
@@ -100,11 +89,7 @@ class Source:
 
 
 def open_source(name: str, limit: int | None = None) -> Source:
-    """Open a source, of which at most the first `limit` rows are read.
-
-    Raises:
-        ValueError: nothing there, an unknown config or split, or columns that fit no format.
-    """
+    """Open a source, of which at most the first `limit` rows are read."""
     is_file = name.endswith((".jsonl", ".json", ".parquet")) or Path(name).is_file()
     source = dataclasses.replace(open_file(name) if is_file else _data_set(name, limit), limit=limit)
     if source.kind == "columns" and len(source.rows) > 0:
@@ -113,22 +98,26 @@ def open_source(name: str, limit: int | None = None) -> Source:
 
 
 def open_file(name: str) -> Source:
-    """Open a file.
-
-    Raises:
-        ValueError: no file, or none that can be read.
-    """
-    if not Path(name).is_file():
+    """Open a Parquet file, a JSONL file, or a file with one JSON array."""
+    path = Path(name)
+    if not path.is_file():
         raise ValueError(f"no file at {name!r}")
-    return _parquet(name) if name.endswith(".parquet") else _json(name)
+    if name.endswith(".parquet"):
+        try:
+            return _of_arrow(name, load_dataset("parquet", data_files=name, split="train"))
+        except (DatasetGenerationError, OSError, ValueError) as error:
+            raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
+    status = path.stat()
+    identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
+    with path.open("rb") as file:
+        first = next((text.lstrip() for text in file if text.strip()), b"")
+    if first.startswith(b"["):
+        return Source(name, "texts", identity, partial(_elements, path))
+    return Source(name, "lines", identity, partial(_places, path))
 
 
 def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
-    """Open all sources, of which at most `limit` rows are read together.
-
-    Raises:
-        ValueError: a source that is not there or holds nothing, or whose first row has no known format.
-    """
+    """Open all sources, of which at most `limit` rows are read together; refuse those that hold no conversation."""
     opened: list[Source] = []
     for name in names:
         if limit is not None and limit <= 0:
@@ -144,28 +133,9 @@ def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
 
 
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the first `limit` conversations of a source, each with its `messages`.
-
-    Raises:
-        ValueError: nothing at `source`, or a row that is no conversation, with file and line number.
-    """
+    """Read the first `limit` conversations of a source, each with its `messages`."""
     rows = itertools.islice(open_source(source, limit).read(), limit)
     return [check_conversation(row, where) for where, row in rows]
-
-
-def read_sources(sources: list[str], limit: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the first `limit` conversations of all sources together, and the index of the source of each.
-
-    Raises:
-        ValueError: a source that is not there, or a row that is no conversation, with file and line number.
-    """
-    rows: list[dict[str, Any]] = []
-    numbers: list[int] = []
-    for number, source in enumerate(sources):
-        found = read_conversations(source, None if limit is None else limit - len(rows))
-        rows += found
-        numbers += [number] * len(found)
-    return rows, numbers
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
@@ -173,9 +143,6 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
 
     A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
     (the first turn is the prompt), or {"prompt": ...}.
-
-    Raises:
-        ValueError: no file, or a row in none of these forms, with its number.
     """
     prompts: list[Messages] = []
     for where, row in itertools.islice(open_file(str(path)).read(), limit):
@@ -196,11 +163,7 @@ def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
 
 
 def check_columns(columns: list[str], where: str) -> str:
-    """Return the format of these columns.
-
-    Raises:
-        ValueError: naming the columns, and what each format lacks.
-    """
+    """Return the format of these columns."""
     for name, needed in FORMATS.items():
         if set(needed) <= set(columns):
             return name
@@ -213,35 +176,28 @@ def check_columns(columns: list[str], where: str) -> str:
 
 
 def format_of(row: Any, where: str) -> str:
-    """Return the format of a row, whose columns without a value do not count.
-
-    Raises:
-        ValueError: none fits.
-    """
+    """Return the format of a row, whose columns without a value do not count."""
     if not isinstance(row, dict):
         raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
     return check_columns([name for name, value in row.items() if value is not None], where)
 
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """Convert a row of any format to `messages`; its other columns stay.
-
-    Args:
-        row: a value out of a source.
-        where: its place, for error messages.
-        expected: the format that the row must have; None for any.
-
-    Raises:
-        ValueError: naming `where` and what is wrong.
-    """
+    """Convert a row of any format to `messages`; its other columns stay. Errors name the row's place, `where`."""
     found = format_of(row, where)
     if expected is not None and found != expected:
         raise ValueError(
             f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
             "have one format: split it into several sources"
         )
-    readers = {"messages": _openai, "conversations": _sharegpt, "prompt/completion": _pair}
-    messages = readers[found](row, where)
+    messages: Any
+    if found == "conversations":
+        messages = _sharegpt(row, where)
+    else:
+        messages = row["messages"] if found == "messages" else _pair(row, where)
+        if not isinstance(messages, list):
+            raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
+        messages = [_message(message, i, where) for i, message in enumerate(messages)]
     if not messages:
         raise ValueError(f"{where}: no conversation: {FORMATS[found][0]!r} is empty")
     tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
@@ -266,18 +222,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(own) for name, own in value.items() if own is not None or name == "content"}
     return [without_nulls(own) for own in value] if isinstance(value, list) else value
-
-
-def _json(name: str) -> Source:
-    """Open a JSONL file, or a file with one JSON array."""
-    path = Path(name)
-    status = path.stat()
-    identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
-    with path.open("rb") as file:
-        first = next((text.lstrip() for text in file if text.strip()), b"")
-    if first.startswith(b"["):
-        return Source(name, "texts", identity, partial(_elements, path))
-    return Source(name, "lines", identity, partial(_places, path))
 
 
 def _elements(path: Path) -> Dataset:
@@ -310,14 +254,6 @@ def _line(name: str, number: int, text: bytes) -> tuple[str, Any]:
         return where, json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-
-
-def _parquet(name: str) -> Source:
-    try:
-        rows = load_dataset("parquet", data_files=name, split="train")
-    except (DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
-    return _of_arrow(name, rows)
 
 
 def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
@@ -357,13 +293,6 @@ def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
     return place, revision or None, config, split or None
 
 
-def _openai(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    messages = row["messages"]
-    if not isinstance(messages, list):
-        raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
-    return [_message(message, i, where) for i, message in enumerate(messages)]
-
-
 def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     turns = row["conversations"]
     if not isinstance(turns, list):
@@ -380,7 +309,7 @@ def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _pair(row: dict[str, Any], where: str) -> list[Any]:
     """Join a prompt and its completion, each a text or messages."""
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
@@ -388,7 +317,7 @@ def _pair(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if not isinstance(part, (str, list)):
             raise ValueError(f"{where}: {name!r} must be a text or a list of messages, not {part!r}")
         messages += [{"role": role, "content": part}] if isinstance(part, str) else part
-    return [_message(message, i, where) for i, message in enumerate(messages)]
+    return messages
 
 
 def _message(message: Any, number: int, where: str) -> dict[str, Any]:
@@ -397,7 +326,13 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(content, number, where)
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(
+                    f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
+                )
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'")
     if message.get("role") not in ROLES:
@@ -406,16 +341,6 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
     return message
-
-
-def _joined(parts: list[Any], number: int, where: str) -> str:
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(
-                f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
-            )
-    return "".join(part["text"] for part in parts)
 
 
 def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:

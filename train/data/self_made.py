@@ -14,7 +14,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +47,9 @@ class Progress:
     """Progress of the file, kept in a state file beside it."""
 
     batches: int = 0
-    """Batches made."""
     conversations: int = 0
-    """Conversations written."""
     tokens: int = 0
-    """Answer tokens written."""
+    """Answer tokens."""
     size: int = 0
     """Bytes of the file that belong to whole batches."""
     ended: bool = False
@@ -63,11 +60,7 @@ class _Output:
     """The file of conversations, and the state file beside it, by which it resumes."""
 
     def __init__(self, config: SelfMadeConfig, prompts: list[Messages] | None) -> None:
-        """Start the file, or cut off a half-written batch.
-
-        Raises:
-            ValueError: a file of another origin or of other options, or one that lost what was written to it.
-        """
+        """Start the file, or cut off a half-written batch."""
         self.path, self.progress, self.seen = Path(config.output), Progress(), set[str]()
         self.state_path = self.path.with_name(self.path.name + ".state.json")
         self.config, self.prompts = config, prompts
@@ -121,24 +114,14 @@ class _Output:
 
 
 class _TimeIsOver(Exception):
-    """Raised inside a batch, with the rows that have ended; the others are empty."""
-
-    def __init__(self, rows: Sequence[list[int]] = ()) -> None:
-        self.rows = rows
+    """Raised inside a batch, with its rows of tokens as argument; those that have not ended are empty."""
 
 
 def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> Path:
     """Write the file, or resume it; return its path.
 
-    Args:
-        config: of the command.
-        deadline: on `time.monotonic`'s clock; finished conversations of the batch in progress are kept, and the file is
-            complete with at least `ENOUGH`.
-        shared: target and tokenizer, if other commands of this process use them too.
-
-    Raises:
-        ValueError: options that do not match the file that is there, unusable prompts or tokenizer.
-        Stopped: Ctrl-C or SIGTERM; the batch in progress is lost.
+    At the deadline, on `time.monotonic`'s clock, the finished conversations of the batch in progress are kept, and the
+    file is complete with at least `ENOUGH`. Ctrl-C or SIGTERM loses the batch in progress.
     """
     if config.server is not None:
         from .server_answers import ask_server  # needs the package openai, which nothing else does
@@ -156,8 +139,9 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         ids = [prompt_ids(tokenizer, messages) for messages in output.prompts[: config.conversations]]
         check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
-        with _Watch(output, deadline) as watch, suppress(_TimeIsOver, Stopped):
-            lm.round_callbacks.append(watch)
+        watch = _Watch(output, deadline)
+        lm.round_callbacks.append(watch)
+        with watch.bar, suppress(_TimeIsOver, Stopped):
             empty = 0
             while not output.state()[1]:
                 watch.begin_batch()
@@ -192,19 +176,8 @@ class _Watch:
         self.batch_began, self.batches = self.began, -1
         self.generations: list[Sequences] = []  # of the batch in progress
 
-    def __enter__(self) -> _Watch:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.__exit__(*error)
-
     def begin_batch(self) -> None:
-        """Start counting a batch.
-
-        Raises:
-            _TimeIsOver: less time is left than half of what a batch has taken so far.
-        """
+        """Start counting a batch, unless less time is left than half of what a batch has taken so far."""
         self.tokens += sum(out.tokens for out in self.generations)
         self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
         half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
@@ -212,11 +185,9 @@ class _Watch:
             raise _TimeIsOver
 
     def __call__(self, out: Sequences) -> None:
-        """Show the progress after a round.
+        """Show the progress after a round, and end this part of the batch when its time is over.
 
-        Raises:
-            _TimeIsOver: the time of this part of the batch is over. Half of the first rows must have ended, or only
-                short texts would be kept.
+        Half of the first rows must have ended, or only short texts would be kept.
         """
         if not self.generations or out is not self.generations[-1]:
             self.generations.append(out)
@@ -236,11 +207,7 @@ class _Watch:
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the chat template's text before the user's words.
-
-    Raises:
-        ValueError: a template that changes the user's words.
-    """
+    """Return the chat template's text before the user's words."""
     marker = "USER-WORDS-BEGIN-HERE"
     text = render(tokenizer, [{"role": "user", "content": marker}])
     if marker not in text:
@@ -260,16 +227,8 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
         return []
     texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in prompts]
     sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
-    answers = _continue(
-        lm,
-        tokenizer,
-        texts,
-        config.batch_size,
-        config.answer_tokens,
-        generator,
-        do_sample=config.temperature > 0,
-        **sampling,
-    )
+    sampling["do_sample"] = config.temperature > 0
+    answers = _continue(lm, tokenizer, texts, config.batch_size, config.answer_tokens, generator, **sampling)
     rows = []
     for messages, (answer, finished) in zip(prompts, answers, strict=True):
         text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
@@ -291,19 +250,10 @@ def _generate_prompts(
     lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, generator: torch.Generator
 ) -> list[Messages]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
-    prefix, config, seen = user_prefix(tokenizer), output.config, output.seen
+    config, seen, prefixes = output.config, output.seen, [user_prefix(tokenizer)] * output.at_once
+    sampling = {"temperature": config.prompt_temperature, "min_p": config.prompt_min_p, "top_k": 0, "top_p": 1.0}
     drawn = _continue(
-        lm,
-        tokenizer,
-        [prefix] * output.at_once,
-        config.batch_size,
-        config.prompt_tokens,
-        generator,
-        do_sample=True,
-        temperature=config.prompt_temperature,
-        min_p=config.prompt_min_p,
-        top_k=0,
-        top_p=1.0,
+        lm, tokenizer, prefixes, config.batch_size, config.prompt_tokens, generator, do_sample=True, **sampling
     )
     prompts: list[Messages] = []
     for tokens, finished in drawn:
@@ -328,7 +278,6 @@ def _continue(
     """Continue each text; new tokens without the end token, and whether the model ended by itself."""
     encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
     device = lm.target.device
-    rows: Sequence[list[int]]
     try:
         output = lm.generate(
             encoded["input_ids"].to(device),
@@ -341,7 +290,7 @@ def _continue(
         )
         rows = output.sequences[:, encoded["input_ids"].shape[1] :].tolist()
     except _TimeIsOver as over:
-        rows = over.rows
+        rows = over.args[0]
     ends = lm.target.end_tokens
     written = []
     for row in rows:

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,19 +33,25 @@ KEY = "OPENAI_API_KEY"
 
 
 def ask_server(config: SelfMadeConfig) -> Path:
-    """Write the file, or resume it; return its path.
-
-    Raises:
-        ValueError: no prompts, a file of other options, or a server that gives no chat completions.
-        Stopped: Ctrl-C or SIGTERM; what was answered is in the file.
-    """
+    """Write the file, or resume it; return its path."""
     path = Path(config.output)
     prompts = read_prompts(str(config.prompts), config.conversations)
-    answered = _resume(path, config)
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
+    state = path.with_name(path.name + ".state.json")
+    answered: set[int] = set()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(state, json.dumps({"options": options}))
+    elif not state.exists():
+        raise ValueError(f"{path} exists and was not written by this command; choose another output")
+    else:
+        before = json.loads(state.read_text(encoding="utf-8"))["options"]
+        check_options(f"{path} was started with", before, options, RESUME_ADVICE)
+        answered = {json.loads(line)["number"] for line in whole_lines(path)}
     rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
     bar = ProgressBar("conversations", len(prompts), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
-        work = _Work(config, rest, len(answered), file, stop, bar)
+        work = _Work(config, rest, file, stop, bar, done=len(answered), written=len(answered))
         asyncio.run(work.run())
     log.info(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
     if stop.wanted and work.done < len(prompts):
@@ -52,22 +59,21 @@ def ask_server(config: SelfMadeConfig) -> Path:
     return path
 
 
+@dataclass
 class _Work:
     """State shared by `batch_size` concurrent workers, each of which takes one prompt after the other."""
 
-    def __init__(
-        self,
-        config: SelfMadeConfig,
-        prompts: Iterator[tuple[int, Messages]],
-        done: int,
-        file: TextIO,
-        stop: StopRequest,
-        bar: ProgressBar,
-    ) -> None:
-        self.config, self.prompts, self.file, self.stop, self.bar = config, prompts, file, stop, bar
-        self.done, self.written, self.dropped, self.tokens = done, done, 0, 0
-        self.failure: ValueError | None = None
-        self.began = time.monotonic()
+    config: SelfMadeConfig
+    prompts: Iterator[tuple[int, Messages]]
+    file: TextIO
+    stop: StopRequest
+    bar: ProgressBar
+    done: int
+    written: int
+    dropped: int = 0
+    tokens: int = 0
+    failure: ValueError | None = None
+    began: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         """Answer all prompts, or until one fails."""
@@ -130,18 +136,3 @@ class _Work:
             "tokens": usage.completion_tokens if usage else len(text.split()),
             "messages": [*messages, {"role": "assistant", "content": text}],
         }
-
-
-def _resume(path: Path, config: SelfMadeConfig) -> set[int]:
-    """Start the file, or cut off a half-written line; return the numbers of the prompts that are answered."""
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
-    state = path.with_name(path.name + ".state.json")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(state, json.dumps({"options": options}))
-        return set()
-    if not state.exists():
-        raise ValueError(f"{path} exists and was not written by this command; choose another output")
-    before = json.loads(state.read_text(encoding="utf-8"))["options"]
-    check_options(f"{path} was started with", before, options, RESUME_ADVICE)
-    return {json.loads(line)["number"] for line in whole_lines(path)}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...inference import Target
 from ..config import TrainConfig
 from .chat_template import Example, encode
-from .token_cache import Rendering, TokenCache, TokenizedSequences, split_held_out
+from .token_cache import Rendering, TokenCache, TokenizedSequences
+
+T = TypeVar("T")
 
 
 def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> Rendering:
@@ -21,30 +25,29 @@ def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenize
     return Rendering(tokenizer, frozenset(eos), min(config.data.max_length, target.max_positions), config.data.thinking)
 
 
-def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequences, list[Example]]:
-    """Split sequences into those to train on and those that are held out, whole conversations on either side.
+def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
+    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one."""
+    if len(examples) < 2:
+        raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
+    return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
 
-    Raises:
-        ValueError: fewer than two conversations.
-    """
-    data = config.data
-    groups = cache.conversation_groups()
-    parts = split_held_out(groups, data.held_out, config.loop.seed, data.held_out_limit)
+
+def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequences, list[Example]]:
+    """Split sequences into those to train on and those that are held out, whole conversations on either side."""
+    numbers_N = np.arange(len(cache.conversations_N))
+    borders = np.flatnonzero(np.diff(cache.conversations_N)) + 1
+    groups = np.split(numbers_N, borders) if len(numbers_N) else []
+    parts = split_held_out(groups, config.data.held_out, config.loop.seed, config.data.held_out_limit)
     training, held_out = (TokenizedSequences(cache, np.concatenate(part)) for part in parts)
     return training, held_out[:]
 
 
 def split_examples(
-    conversations: list[dict[str, Any]],
-    config: TrainConfig,
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[dict[str, Any]], config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Example], list[Example]]:
-    """Tokenize and split conversations that are in memory, without a cache.
-
-    Raises:
-        ValueError: naming a conversation that cannot be used.
-    """
+    """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)
     encoded = []
     for number, row in enumerate(conversations):
@@ -53,10 +56,6 @@ def split_examples(
             encoded.append([dataclasses.replace(example, conversation=number) for example in examples])
         except ValueError as error:
             raise ValueError(f"conversation {number}: {error}") from error
-    training, held_out = split_held_out(
-        [examples for examples in encoded if examples],
-        config.data.held_out,
-        config.loop.seed,
-        config.data.held_out_limit,
-    )
+    whole = [examples for examples in encoded if examples]
+    training, held_out = split_held_out(whole, config.data.held_out, config.loop.seed, config.data.held_out_limit)
     return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))

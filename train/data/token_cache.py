@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -36,8 +37,6 @@ from ..console import console
 from ..run_folder import write_whole
 from .chat_template import Example, encode
 from .conversations import Source, check_conversation, format_of, values
-
-T = TypeVar("T")
 
 RECIPE = 1
 """Version of the tokenization: increased when the same conversations become other sequences."""
@@ -77,14 +76,12 @@ class Rendering:
 
 
 class TokenizedSequences(Sequence[Example]):
-    """Some sequences of a cache, read from its files on access."""
+    """Some sequences of a cache, read from its files on access; lengths and conversations are in memory."""
 
     def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
         self.cache, self.chosen_N = cache, chosen_N
         self.lengths: list[int] = cache.lengths_N[chosen_N].tolist()
-        """Tokens of each sequence."""
         self.conversations: list[int] = cache.conversations_N[chosen_N].tolist()
-        """Index of each sequence's conversation, over all sources."""
 
     def __len__(self) -> int:
         return len(self.chosen_N)
@@ -119,11 +116,6 @@ class TokenCache:
     """Hash of all tokens and masks in their order."""
     first_of_source: list[int]
     """Index of each source's first conversation, over all sources."""
-
-    def conversation_groups(self) -> list[NDArray[np.int64]]:
-        """Indices of the sequences of each conversation that has any, in the order of the data."""
-        borders = np.flatnonzero(np.diff(self.conversations_N)) + 1
-        return np.split(np.arange(len(self.conversations_N)), borders) if len(self.conversations_N) else []
 
     def sources_of(self, conversations: list[int]) -> list[int]:
         """Index of the source of each conversation."""
@@ -172,47 +164,53 @@ def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
 
-def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
-    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one.
-
-    Raises:
-        ValueError: fewer than two examples.
-    """
-    if len(examples) < 2:
-        raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
-    return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
-
-
 def cached_sequences(
     sources: list[Source], rendering: Rendering, folder: str | None = None, num_proc: int | None = None
 ) -> TokenCache:
     """Map the sequences of these sources into memory; tokenize those that no process has tokenized before.
 
-    Args:
-        sources: in the order of the data.
-        rendering: how conversations become tokens.
-        folder: where the cache lies; None for `data` in the project's cache folder.
-        num_proc: processes that tokenize; None for one for every `ROWS_PER_PROCESS` conversations, up to the cores.
-
-    Raises:
-        ValueError: a row that is no conversation, or that the template refuses, by file and line; or a folder whose
-            content does not match its name.
-        RuntimeError: a process that tokenized has died.
+    Without a folder, the cache is `data` in the project's cache folder. Without `num_proc`, a process tokenizes for
+    every `ROWS_PER_PROCESS` conversations, up to the cores.
     """
-    how, own = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
-    own.mkdir(parents=True, exist_ok=True)
-    places = []
+    how, root = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
+    root.mkdir(parents=True, exist_ok=True)
+    parts: list[Dataset] = []
+    counts, digests, firsts, conversations = [], [], [0], []
     for source in sources:
         made_of = {"recipe": RECIPE, "rendering": how, "source": source.identity, "limit": source.limit}
-        place = own / key_of(made_of)
-        places.append((place, made_of))
+        place = root / key_of(made_of)
         if not (place / "manifest.json").is_file():
             with WeakFileLock(f"{place}.lock"):
                 if not (place / "manifest.json").is_file():
                     _make(place, made_of, source, rendering, num_proc)
-    return _opened(places)
+        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        for name, value in made_of.items():
+            if manifest["made_of"].get(name) != value:
+                raise ValueError(
+                    f"{place} holds sequences with {name} = {manifest['made_of'].get(name)!r}, not {value!r}: another "
+                    "tokenizer, chat template, option or data; remove it"
+                )
+        own = concatenate_datasets([_mapped(place / file) for file in manifest["files"]])
+        conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
+        parts.append(own)
+        counts.append(np.load(place / "counts.npy"))
+        digests.append(manifest["digest"])
+        firsts.append(firsts[-1] + manifest["rows"])
+    rows = concatenate_datasets(parts)
+    table = rows.data.table
+    counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
+    for own_V in counts:
+        counts_V[: len(own_V)] += own_V
+    return TokenCache(
+        rows,
+        pc.list_value_length(table.column("tokens")).to_numpy().astype(np.int64),
+        np.concatenate(conversations),
+        table.column("answers").to_numpy().astype(np.int64),
+        table.column("opens").to_numpy().astype(np.int64),
+        counts_V,
+        hashlib.sha256("".join(digests).encode()).hexdigest(),
+        firsts[:-1],
+    )
 
 
 def key_of(made_of: dict[str, Any]) -> str:
@@ -226,24 +224,8 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
     if len(source.rows) >= ROWS_PER_PROCESS:
         console.print(f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes} processes")
     folder.mkdir(exist_ok=True)
-    files = _tokenized(source, folder / "sequences.arrow", rendering, processes)
-    for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
-        left.unlink()  # from a start with another number of processes
-    counts_V, digest = _summed(folder, files)
-    np.save(folder / "counts.npy", counts_V)
-    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "digest": digest}
-    write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
-
-
-def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int) -> list[str]:
-    """Write the sequences of a source; file names in the order of the data."""
     place, row = next(source.read())
-    given = {
-        "name": source.name,
-        "kind": source.kind,
-        "expected": format_of(row, place),
-        "rendering": rendering,
-    }
+    given = {"name": source.name, "kind": source.kind, "expected": format_of(row, place), "rendering": rendering}
     try:
         rows = source.rows.map(
             _encoded_rows,
@@ -255,8 +237,8 @@ def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int)
             features=FEATURES,
             fn_kwargs=given,
             num_proc=processes if processes > 1 else None,
-            cache_file_name=str(path),
-            new_fingerprint=path.parent.name,
+            cache_file_name=str(folder / "sequences.arrow"),
+            new_fingerprint=folder.name,
             desc="tokenizing",
         )
     except RuntimeError as error:
@@ -266,16 +248,28 @@ def _tokenized(source: Source, path: Path, rendering: Rendering, processes: int)
             f"one of the {processes} processes that tokenized {source.name} has died, perhaps for want of memory; "
             "lower data.num_proc: the same command resumes with the parts that are whole"
         ) from error
-    return [Path(file["filename"]).name for file in rows.cache_files]
+    files = [Path(file["filename"]).name for file in rows.cache_files]
+    for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
+        left.unlink()  # from a start with another number of processes
+    counts_V = np.zeros(0, dtype=np.int64)
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
+    for batch in itertools.chain.from_iterable(_mapped(folder / file).data.table.to_batches() for file in files):
+        tokens, mask = batch.column("tokens"), batch.column("loss_mask")
+        flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
+        columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
+        for digest, column in zip(digests, columns, strict=True):
+            digest.update(np.ascontiguousarray(column).data)
+        found_V = np.bincount(flat[own], minlength=len(counts_V))
+        found_V[: len(counts_V)] += counts_V
+        counts_V = found_V
+    np.save(folder / "counts.npy", counts_V)
+    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files}
+    manifest["digest"] = "".join(digest.hexdigest() for digest in digests)
+    write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
 
 
 def _encoded_rows(
-    batch: dict[str, list[Any]],
-    numbers: list[int],
-    name: str,
-    kind: str,
-    expected: str,
-    rendering: Rendering,
+    batch: dict[str, list[Any]], numbers: list[int], name: str, kind: str, expected: str, rendering: Rendering
 ) -> pa.Table:
     """Encode some rows of a source."""
     found: list[Example] = []
@@ -299,62 +293,6 @@ def _encoded_rows(
         "opens": pa.array([example.loss_mask[0] for example in found], pa.bool_()),
     }
     return pa.table(columns).cast(FEATURES.arrow_schema)
-
-
-def _summed(folder: Path, files: list[str]) -> tuple[NDArray[np.int64], str]:
-    """Count how often each token is an answer token, and hash all sequences, batch after batch."""
-    counts_V = np.zeros(0, dtype=np.int64)
-    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
-    for file in files:
-        for batch in _mapped(folder / file).data.table.to_batches():
-            tokens, mask = batch.column("tokens"), batch.column("loss_mask")
-            flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
-            columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
-            for digest, column in zip(digests, columns, strict=True):
-                digest.update(np.ascontiguousarray(column).data)
-            found_V = np.bincount(flat[own], minlength=len(counts_V))
-            found_V[: len(counts_V)] += counts_V
-            counts_V = found_V
-    return counts_V, "".join(digest.hexdigest() for digest in digests)
-
-
-def _opened(places: list[tuple[Path, dict[str, Any]]]) -> TokenCache:
-    """Map whole folders into memory, each given with the values that name it.
-
-    Raises:
-        ValueError: one was made of other values.
-    """
-    parts: list[Dataset] = []
-    counts, digests, firsts, conversations = [], [], [0], []
-    for folder, made_of in places:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        for name, value in made_of.items():
-            if manifest["made_of"].get(name) != value:
-                raise ValueError(
-                    f"{folder} holds sequences with {name} = {manifest['made_of'].get(name)!r}, not {value!r}: another "
-                    "tokenizer, chat template, option or data; remove it"
-                )
-        own = concatenate_datasets([_mapped(folder / file) for file in manifest["files"]])
-        conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
-        parts.append(own)
-        counts.append(np.load(folder / "counts.npy"))
-        digests.append(manifest["digest"])
-        firsts.append(firsts[-1] + manifest["rows"])
-    rows = concatenate_datasets(parts)
-    columns = {name: rows.data.table.column(name) for name in ("tokens", "answers", "opens")}
-    counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
-    for own_V in counts:
-        counts_V[: len(own_V)] += own_V
-    return TokenCache(
-        rows,
-        pc.list_value_length(columns["tokens"]).to_numpy().astype(np.int64),
-        np.concatenate(conversations),
-        columns["answers"].to_numpy().astype(np.int64),
-        columns["opens"].to_numpy().astype(np.int64),
-        counts_V,
-        hashlib.sha256("".join(digests).encode()).hexdigest(),
-        firsts[:-1],
-    )
 
 
 def _mapped(path: Path) -> Dataset:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from headstart.inference import DraftTree, TreeShape, kv_cache
 from headstart.inference.logits import RandomSampler
-from headstart.scripts.measuring import gpu_rounds
+from headstart.scripts.measuring import bench_gpu as module
 from headstart.scripts.measuring.bench_gpu import GpuBenchConfig, bench_gpu
 
 
@@ -29,7 +29,7 @@ def tiny():
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_rounds, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(module, "SHAPES", {"tiny": tiny})
     return GpuBenchConfig(
         str(tmp_path), ["tiny"], batches=[1, 2], contexts=[40], nodes=[1, 4, 12], repeats=2, training=[2, 24]
     )
@@ -67,8 +67,6 @@ def test_synthetic_acceptance_has_its_rate():
     shape = TreeShape.chain(7)
     parents = torch.tensor(shape.parents).expand(2000, -1)
     tree = DraftTree(torch.zeros_like(parents), parents, torch.full((2000,), 8), 7)
-    lengths = gpu_rounds.synthetic(
-        tree, torch.zeros(2000, 8, 3), RandomSampler(torch.Generator().manual_seed(0))
-    ).lengths_B
-    expected = 1 + sum(gpu_rounds.RATE**depth for depth in range(1, 8))
+    lengths = module.synthetic(tree, torch.zeros(2000, 8, 3), RandomSampler(torch.Generator().manual_seed(0))).lengths_B
+    expected = 1 + sum(module.RATE**depth for depth in range(1, 8))
     assert lengths.float().mean() == pytest.approx(expected, abs=0.15) and 6 < expected < 6.5

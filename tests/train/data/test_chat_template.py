@@ -14,8 +14,8 @@ from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example, check_tokenizer, encode
 from headstart.train.data.conversations import read_conversations, read_prompts
-from headstart.train.data.split import split_examples
-from headstart.train.data.token_cache import count_answer_tokens, split_held_out
+from headstart.train.data.split import split_examples, split_held_out
+from headstart.train.data.token_cache import count_answer_tokens
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -10,9 +10,9 @@ from datasets import Dataset, DatasetDict
 from headstart.train.data.conversations import (
     check_conversation,
     open_source,
+    open_sources,
     parsed_name,
     read_conversations,
-    read_sources,
 )
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -215,5 +215,4 @@ def test_a_saved_data_set_has_splits_too(tmp_path):
 
 def test_a_limit_counts_over_all_sources(tmp_path):
     paths = [write(tmp_path / f"{i}.jsonl", [{"messages": MESSAGES}] * 3) for i in range(3)]
-    rows, numbers = read_sources(paths, 4)
-    assert len(rows) == 4 and numbers == [0, 0, 0, 1]
+    assert [len(source.rows) for source in open_sources(paths, 4)] == [3, 1]

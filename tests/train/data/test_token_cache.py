@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from headstart.inference import Target, load_tokenizer
 from headstart.train.data import token_cache
-from headstart.train.data.conversations import open_sources, read_sources
+from headstart.train.data.conversations import open_sources, read_conversations
 from headstart.train.data.split import rendering, split_cache, split_examples
 from headstart.train.data.token_cache import (
     Rendering,
@@ -74,7 +74,9 @@ def folders(config):
 def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened, changed, num_proc, limit):
     config = changed(config, data={"max_conversations": limit})
     target, tokenizer = Target.from_pretrained(config.target, torch.float32), load_tokenizer(config.target)
-    rows, numbers = read_sources(config.data.sources, limit)
+    parts = [read_conversations(source) for source in config.data.sources]
+    rows = [row for part in parts for row in part][:limit]
+    numbers = [number for number, part in enumerate(parts) for _ in part][:limit]
     expected = split_examples(rows, config, target, tokenizer)
     sources = open_sources(config.data.sources, limit)
     cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, num_proc)
