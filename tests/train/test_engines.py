@@ -32,7 +32,7 @@ from headstart.train.data.batches import Share
 from headstart.train.data.chat_template import Example
 from headstart.train.engines import check_engine, configure_deepspeed
 from headstart.train.features import online as features
-from headstart.train.features.cached import FeatureCache
+from headstart.train.features.cached import FeatureCache, decoded
 from headstart.train.features.placement import load_target
 from headstart.train.loop import check_same_everywhere, train
 
@@ -296,8 +296,8 @@ def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("engine", "change", "words"),
     [
-        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which ZeRO-2 cuts; choose"),
-        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which FSDP2 cuts; choose"),
+        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon needs whole matrices, which ZeRO-2 shards; choose"),
+        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon needs whole matrices, which FSDP2 shards; choose"),
         ("FSDP2", {"adapter": AdapterConfig(rank=4)}, "FSDP2 would shard the adapter inside the target; choose"),
         ("ZeRO-3", {}, "ZeRO-3 saves nothing here.* choose ZeRO-2 or FSDP2"),
     ],
@@ -410,7 +410,7 @@ BATCH_TOKENS = 120
 def states_in(folder):
     """The states of a cache, by their keys."""
     cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
-    return {key: cache.read(key) for key in cache._locations}
+    return {key: decoded(*cache.stored(key)) for key in cache._locations}
 
 
 def without_some(folder, to):
