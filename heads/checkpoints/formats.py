@@ -1,23 +1,24 @@
-"""How each project writes a draft head: every key of its config.json and every tensor, in one table.
+"""How each project writes a draft head: tables of every key of its config.json and every tensor.
 
-`interop.py` reads and writes by these tables alone: a key or tensor that is not in them is an error there. Sizes are
-letters: D the head's width, Dt the target's, V and Vd the target's and the draft vocabulary, I the MLP, Q and K all
-query and key heads together, E one head, F the fused features, P the (h + 2) D wide input of Hydra's head h. In names
-{l} counts decoder layers or blocks, {i} fused features, {h} heads.
+`import_formats.py` and `export_formats.py` refuse a key or tensor that is not in these tables. Sizes are letters: D the
+head's width, Dt the target's, V and Vd the target's and the draft vocabulary, I the MLP, Q and K all query and key
+heads together, E one head, F the fused features, P the (h + 2) D wide input of Hydra's head h. In names {l} counts
+decoder layers or blocks, {i} fused features and {h} heads; {next} is l + 1, {blocks} the number of blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..base import DraftHead
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..hydra import HydraHead
-from ..medusa import MedusaHead
 
 NEEDED: Any = ...
 """The default of a key without one."""
@@ -29,9 +30,9 @@ class Key:
 
     meaning: str
     default: Any = NEEDED
-    """What the format's readers take where it is absent."""
+    """Value that the format's readers take where the key is absent."""
     only: tuple[Any, ...] = ()
-    """The values that a head here can have; all if empty."""
+    """Values that a head here can have; all if empty."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +40,29 @@ class Row:
     """A tensor, or one for each layer, feature or head."""
 
     ours: str
-    """Its name in our state_dict."""
+    """Name in our state_dict."""
     shape: str
     meaning: str
     when: str = ""
-    """The property of the head without which the tensor is not there."""
+    """Property of the head without which the tensor does not exist; empty for a tensor that always does."""
     optional: bool = False
-    """Whether a file may lack it: what it holds can be had otherwise."""
+    """Whether a file may lack it, because it follows from other tensors."""
     dtype: str = "float"
 
 
 @dataclass(frozen=True)
 class Format:
-    """One project's way of writing one family of heads."""
+    """The format of one project for one family of heads."""
 
     heads: tuple[str, ...]
-    """The words in `HEADS` that it can hold."""
+    """Names in `HEADS` that it can hold."""
     files: tuple[str, ...]
-    """Where the weights may be."""
+    """Names of the weight file."""
     keys: dict[str, Key]
     tensors: dict[str, Row]
-    ignored: tuple[str, ...] = field(default=())
-    """Tensors that are copies of the target's, by the beginning of their names."""
+    """By their names in the file."""
+    ignored: tuple[str, ...] = ()
+    """Prefixes of tensors that are copies of the target's."""
 
 
 OWN = "of transformers, says nothing about the head"
@@ -136,20 +138,20 @@ SPECULATORS = {
 def _layer(theirs: str, ours: str, attention: str, input_norm: bool) -> dict[str, Row]:
     """A decoder layer whose attention reads states of width `attention`."""
     rows = {
-        "self_attn.q_proj.weight": Row("", f"Q,{attention}", "queries"),
-        "self_attn.k_proj.weight": Row("", f"K,{attention}", "keys"),
-        "self_attn.v_proj.weight": Row("", f"K,{attention}", "values"),
-        "self_attn.o_proj.weight": Row("", "D,Q", "attention's output"),
-        "self_attn.q_norm.weight": Row("", "E", "norm of each query", "qk_norm"),
-        "self_attn.k_norm.weight": Row("", "E", "norm of each key", "qk_norm"),
-        "mlp.gate_proj.weight": Row("", "I,D", "the MLP's gate"),
-        "mlp.up_proj.weight": Row("", "I,D", "into the MLP"),
-        "mlp.down_proj.weight": Row("", "D,I", "out of the MLP"),
-        "post_attention_layernorm.weight": Row("", "D", "norm before the MLP"),
+        "self_attn.q_proj.weight": (f"Q,{attention}", "queries", ""),
+        "self_attn.k_proj.weight": (f"K,{attention}", "keys", ""),
+        "self_attn.v_proj.weight": (f"K,{attention}", "values", ""),
+        "self_attn.o_proj.weight": ("D,Q", "attention's output", ""),
+        "self_attn.q_norm.weight": ("E", "norm of each query", "qk_norm"),
+        "self_attn.k_norm.weight": ("E", "norm of each key", "qk_norm"),
+        "mlp.gate_proj.weight": ("I,D", "the MLP's gate", ""),
+        "mlp.up_proj.weight": ("I,D", "into the MLP", ""),
+        "mlp.down_proj.weight": ("D,I", "out of the MLP", ""),
+        "post_attention_layernorm.weight": ("D", "norm before the MLP", ""),
     }
     if input_norm:
-        rows["input_layernorm.weight"] = Row("", "D", "norm before attention; in the first layer, of the embedding")
-    return {f"{theirs}.{name}": Row(f"{ours}.{name}", row.shape, row.meaning, row.when) for name, row in rows.items()}
+        rows["input_layernorm.weight"] = ("D", "norm before attention; in the first layer, of the embedding", "")
+    return {f"{theirs}.{name}": Row(f"{ours}.{name}", *row) for name, row in rows.items()}
 
 
 def _eagle3(first: str) -> dict[str, Row]:
@@ -231,7 +233,7 @@ FORMATS: dict[str, Format] = {
         {
             "{h}.{l}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "D,D", "a residual block"),
             "{h}.{l}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "D", "its bias", "bias"),
-            "{h}.{n}.weight": Row("lm_heads.{h}.weight", "V,D", "LM head, n blocks before it", "own_lm_head"),
+            "{h}.{blocks}.weight": Row("lm_heads.{h}.weight", "V,D", "LM head", "own_lm_head"),
         },
     ),
     "speculators": Format(
@@ -279,20 +281,22 @@ FORMATS: dict[str, Format] = {
             "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),
         },
         {
-            "hydra_mlp.{h}.{j}.linear.weight": Row("blocks.{h}.join.linear.weight", "D,P", "joins state and path"),
-            "hydra_mlp.{h}.{j}.linear.bias": Row("blocks.{h}.join.linear.bias", "D", "its bias"),
-            "hydra_mlp.{h}.{j}.res_connection.weight": Row("blocks.{h}.join.res.weight", "D,P", "its residual"),
-            "hydra_mlp.{h}.{j}.res_connection.bias": Row("blocks.{h}.join.res.bias", "D", "the residual's bias"),
-            "hydra_mlp.{h}.{b}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "D,D", "a residual block"),
-            "hydra_mlp.{h}.{b}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "D", "its bias"),
-            "hydra_lm_head.{h}.{w}": Row("lm_heads.{h}.weight", "V,D", "LM head"),
-            "hydra_lm_head.{h}.{c}": Row("lm_heads.{h}.bias", "V", "its bias"),
+            "hydra_mlp.{h}.0.linear.weight": Row("blocks.{h}.join.linear.weight", "D,P", "joins state and path"),
+            "hydra_mlp.{h}.0.linear.bias": Row("blocks.{h}.join.linear.bias", "D", "its bias"),
+            "hydra_mlp.{h}.0.res_connection.weight": Row("blocks.{h}.join.res.weight", "D,P", "its residual"),
+            "hydra_mlp.{h}.0.res_connection.bias": Row("blocks.{h}.join.res.bias", "D", "the residual's bias"),
+            "hydra_mlp.{h}.{next}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "D,D", "a residual block"),
+            "hydra_mlp.{h}.{next}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "D", "its bias"),
+            "hydra_lm_head.{h}.weight": Row("lm_heads.{h}.weight", "V,D", "LM head"),
+            "hydra_lm_head.{h}.bias": Row("lm_heads.{h}.bias", "V", "its bias"),
             **{
-                name.replace("{l}", "0"): Row(row.ours, row.shape, row.meaning, "prefix")
-                for name, row in _layer("prefix_embeding_layer.layers.{l}", "prefix", "D", True).items()
-                if row.when == ""
+                name: Row(row.ours, row.shape, row.meaning, "prefix_layer")
+                for name, row in _layer("prefix_embeding_layer.layers.0", "prefix", "D", input_norm=True).items()
+                if row.when != "qk_norm"
             },
-            "prefix_embeding_layer.norm.weight": Row("prefix_norm.weight", "D", "norm behind the prefix", "prefix"),
+            "prefix_embeding_layer.norm.weight": Row(
+                "prefix_norm.weight", "D", "norm after the prefix", "prefix_layer"
+            ),
         },
         ignored=(
             "input_embed_fn.",
@@ -302,13 +306,13 @@ FORMATS: dict[str, Format] = {
         ),
     ),
 }
-"""By the word in `--to`, or in what `headstart import` says that it found. `eagle3`, `eagle` and `medusa` are what
-servers read and what is native here; SafeAILab, SpecForge and ModelOpt write the first two as well."""
+"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle` and `medusa`, the native formats here;
+SafeAILab, SpecForge and ModelOpt write the first two as well."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of one head is, in a format and here."""
+    """A tensor of one head: its names and shape."""
 
     row: Row
     theirs: str
@@ -318,43 +322,46 @@ class Place:
 
 def places(form: Format, head: DraftHead) -> Iterator[Place]:
     """Every tensor that a head has in a format."""
-    sizes, has, count, first = _measures(head)
-    prefix = has.get("prefix", False)
+    config, layer = head.config, head.shape or head.target
+    sizes = {
+        "D": layer.hidden_size,
+        "Dt": head.target.hidden_size,
+        "V": head.target.vocab_size,
+        "Vd": head.draft_vocab_size,
+        "I": layer.intermediate_size,
+        "E": layer.head_dim,
+        "Q": layer.num_attention_heads * layer.head_dim,
+        "K": layer.num_key_value_heads * layer.head_dim,
+        "F": len(head.feature_layers),
+    }
+    has = {
+        "own_embedding": hasattr(head, "embed_tokens"),
+        "own_lm_head": getattr(config, "lm_head", None) == "own",
+        "qk_norm": getattr(head.shape, "qk_norm", False),
+        "truncated": getattr(config, "draft_vocab_size", None) is not None,
+    }
+    flags = ("bias", "fc_bias", "fc_norm", "norm_before_fc", "prefix_layer")
+    has |= {name: getattr(config, name, False) for name in flags}
+    first = 1 if isinstance(head, (EagleHead, Eagle3Head)) else 0
+    blocks = config.num_layers - 1 if isinstance(head, HydraHead) else config.num_layers  # its joining block apart
     for name, row in form.tensors.items():
-        if row.when and not has.get(row.when, False):
+        if row.when and not has[row.when]:
             continue
-        for h in range(count["h"] if "{h}" in name else 1):
-            for number in range(first, count["l"]) if "{l}" in row.ours else (0,):
-                for i in range(count["i"] if "{i}" in name else 1):
-                    words: dict[str, int | str] = {"h": h, "l": number, "i": i, "n": count["l"]}
-                    # Hydra's modules behind a prefix each follow a dropout, which counts as a module.
-                    words |= {"j": int(prefix), "b": 2 * number + 3 if prefix else number + 1}
-                    words |= {"w": "1.weight" if prefix else "weight", "c": "1.bias" if prefix else "bias"}
-                    factors = [part.split("*") for part in row.shape.split(",")]
-                    known = sizes | {"P": (h + 2) * sizes["D"]}
-                    shape = tuple(math.prod(known[f] if f in known else int(f) for f in product) for product in factors)
-                    yield Place(row, name.format(**words), row.ours.format(**words), shape)
+        for h, number, i in itertools.product(
+            range(config.num_heads) if "{h}" in name else (0,),
+            range(first, blocks) if "{l}" in row.ours else (0,),
+            range(sizes["F"]) if "{i}" in name else (0,),
+        ):
+            theirs = name.format(h=h, l=number, i=i, next=number + 1, blocks=blocks)
+            if has["prefix_layer"]:
+                theirs = _after_dropout(theirs)
+            factors = [part.split("*") for part in row.shape.split(",")]
+            known = sizes | {"P": (h + 2) * sizes["D"]}
+            shape = tuple(math.prod(known[f] if f in known else int(f) for f in product) for product in factors)
+            yield Place(row, theirs, row.ours.format(h=h, l=number, i=i), shape)
 
 
-def _measures(head: DraftHead) -> tuple[dict[str, int], dict[str, bool], dict[str, int], int]:
-    """A head's sizes by letter, its properties, how many heads, layers and features, and the first {l}."""
-    target = head.target
-    sizes = {"D": target.hidden_size, "Dt": target.hidden_size, "V": target.vocab_size, "Vd": head.draft_vocab_size}
-    has = {"truncated": getattr(head.config, "draft_vocab_size", None) is not None}
-    if isinstance(head, (EagleHead, Eagle3Head)):
-        shape = head.shape
-        sizes |= {"D": shape.hidden_size, "I": shape.intermediate_size, "E": shape.head_dim}
-        sizes |= {"Q": shape.num_attention_heads * shape.head_dim, "K": shape.num_key_value_heads * shape.head_dim}
-        sizes["F"] = len(head.feature_layers)
-        has |= {"qk_norm": shape.qk_norm, "fc_bias": getattr(head.config, "fc_bias", False)}
-        has |= {"own_embedding": hasattr(head, "embed_tokens")}
-        has |= {name: getattr(head.config, name, False) for name in ("fc_norm", "norm_before_fc")}
-        return sizes, has, {"h": 1, "l": head.config.num_layers, "i": sizes["F"]}, 1
-    assert isinstance(head, (MedusaHead, HydraHead))
-    sizes |= {"I": target.intermediate_size, "E": target.head_dim}
-    sizes |= {"Q": target.num_attention_heads * target.head_dim, "K": target.num_key_value_heads * target.head_dim}
-    has |= {"bias": head.config.bias, "own_lm_head": head.config.lm_head == "own"}
-    if isinstance(head, MedusaHead):
-        return sizes, has, {"h": head.config.num_heads, "l": head.config.num_layers, "i": 1}, 0
-    has["prefix"] = head.config.prefix_layer
-    return sizes, has, {"h": head.config.num_heads, "l": head.config.num_layers - 1, "i": 1}, 0
+def _after_dropout(name: str) -> str:
+    """The name of a Hydra tensor in Hydra++, where a dropout precedes, and is counted before, each module."""
+    name = re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda match: f"{match[1]}.{2 * int(match[2]) + 1}", name)
+    return re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)

@@ -70,7 +70,7 @@ def export_foreign(config: ExportConfig) -> None:
         target = original_target(config.target or head.target.name)
         head.target.check(target.info)
         embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
-    export_head(head, metadata, config.to, config.output, embedding_VD, architectures)
+    export_head(head, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, build_head
-from headstart.heads.checkpoints.conversion import import_head, recognise
+from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
 from headstart.heads.checkpoints.files import WEIGHT_FILES, read_json, read_weights
 from headstart.heads.checkpoints.formats import EAGLE_CONFIG, FORMATS, places
+from headstart.heads.checkpoints.import_formats import import_head, recognise
 
 INFO = TargetInfo(
     "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 5e5}
@@ -85,7 +85,7 @@ def exported(form: str, head: DraftHead, folder: Path) -> tuple[dict[str, Any], 
     """The files of a head in a format."""
     for project, heads in PROJECTS.items():
         if heads.get(type(head)) == form and project != "safeailab":
-            export_head(head, CheckpointMetadata(), project, folder, embedding())
+            export_head(head, project, folder, embedding())
             return read_json(folder / "config.json"), read_weights(folder)
     return written(form, head)
 
@@ -331,19 +331,19 @@ def test_what_a_project_cannot_say_is_refused(
     project: str, word: str, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=told):
-        export_head(drawn(word, options), CheckpointMetadata(), project, tmp_path / "out", embedding())
+        export_head(drawn(word, options), project, tmp_path / "out", embedding())
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("word", ["eagle", "eagle3"])
 def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(word: str, tmp_path: Path) -> None:
     head = drawn(word, {})
-    export_head(head, CheckpointMetadata(), "safeailab", tmp_path / "out", embedding())
+    export_head(head, "safeailab", tmp_path / "out", embedding())
     tensors = read_weights(tmp_path / "out")
     assert torch.equal(tensors["embed_tokens.weight"], embedding())
     same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, embedding()).head, head)
     with pytest.raises(ValueError, match="safeailab keeps the target's embedding in the file: it is needed"):
-        export_head(head, CheckpointMetadata(), "safeailab", tmp_path / "other")
+        export_head(head, "safeailab", tmp_path / "other")
 
 
 def test_every_file_of_a_format_is_looked_for_and_every_head_of_it_is_tried() -> None:
