@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face Hub: download and upload by its own client, with its cache and offline mode."""
+"""Download and upload of checkpoints by the Hugging Face Hub's client, with its cache and offline mode."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from huggingface_hub.errors import (
 )
 
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
-"""Patterns of the files that are downloaded: everything that a head may consist of."""
+"""Patterns of the files that are downloaded: all files of a head."""
 
 
 def local_folder(
-    source: str | Path,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
+    source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
     """Return a folder as it is; download the files of a Hub id, or take them from the cache.
 
     Raises:
-        ValueError: neither a folder nor a repository that can be read; with the reason that the Hub gave.
+        ValueError: neither a folder nor a repository that can be read, with the Hub's reason.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -64,10 +61,10 @@ def push_folder(
 ) -> str:
     """Upload a folder as one commit, creating the repository if needed; returns the commit's URL.
 
-    An upload that is interrupted or refused leaves the repository as it was: files count when their commit is made.
+    An upload that is interrupted or refused leaves the repository as it was.
 
     Raises:
-        ValueError: the Hub refuses; with its reason.
+        ValueError: the Hub refuses, with its reason.
     """
     api = HfApi(token=token)
     try:
@@ -77,6 +74,6 @@ def push_folder(
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, revision=branch, create_pr=create_pr, commit_message=message
         )
-    except Exception as error:  # likewise
+    except Exception as error:  # of any class, as above
         raise ValueError(f"{repo_id!r} cannot be pushed to: {error}") from error
     return str(commit.commit_url)

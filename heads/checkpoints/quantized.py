@@ -1,6 +1,6 @@
 """Heads with int8 weights: torchao's weight-only tensors, one scale per row of a weight.
 
-A file holds NAME.qdata and NAME.scale where another holds NAME. Servers do not read such a head.
+A file holds NAME.qdata and NAME.scale in place of NAME. Servers do not read such a head.
 """
 
 from __future__ import annotations

@@ -360,10 +360,10 @@ def test_broken_weights_are_refused(keep: int, tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "head")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was cut"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was truncated"):
         load_head(folder)
     path.write_bytes(b"PK\x03\x04 a zip file, as torch.save writes them")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was cut"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was truncated"):
         load_head(folder)
 
 
