@@ -14,7 +14,7 @@ from ..base import DraftHead, dtype_name
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
-from .files import CONFIG_FILE, new_folder
+from .files import CONFIG_FILE, WEIGHTS_FILE, new_folder
 from .formats import EAGLE3_FLAGS, FEATURES, FORMATS, LLAMA, places
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
@@ -58,10 +58,12 @@ def export_head(
         config = _speculators_config(head, architectures)
     else:
         config = _safeailab_config(head) if project == "safeailab" else _fasterdecoding_config(head)
-    form, state = FORMATS[name], head.state_dict()
-    tensors = {place.theirs: state.pop(place.ours).cpu().contiguous() for place in places(form, head)}
-    if state:
-        raise ValueError(f"{project} has no place for {', '.join(sorted(state))}")
+    form = FORMATS[name]
+    found = list(places(form, head))
+    missing = head.state_dict().keys() - {place.ours for place in found}
+    if missing:
+        raise ValueError(f"{project} has no place for {', '.join(sorted(missing))}")
+    tensors = {place.theirs: place.tensor.cpu().contiguous() for place in found}
     if "embed_tokens.weight" not in tensors and name not in ("fasterdecoding", "speculators-eagle"):
         if embedding_VD is None:
             raise ValueError(f"{project} keeps the target's embedding in the file: it is needed")
@@ -71,9 +73,9 @@ def export_head(
     with new_folder(folder) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if project == "speculators":
-            save_file(tensors, partial / form.files[0], metadata={"format": "pt"})
-        else:  # the file of their own code
-            torch.save(tensors, partial / next(file for file in form.files if not file.endswith(".safetensors")))
+            save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        else:  # the files of their own code
+            torch.save(tensors, partial / ("pytorch_model.bin" if project == "safeailab" else "medusa_lm_head.pt"))
 
 
 def _safeailab_config(head: DraftHead) -> dict[str, Any]:

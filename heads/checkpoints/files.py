@@ -34,11 +34,7 @@ WEIGHT_FILES = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: no such file, too large, or no JSON object.
-    """
+    """Read a JSON object of at most `CONFIG_LIMIT` bytes."""
     if not path.is_file():
         raise ValueError(f"no head in {str(path.parent)!r}: it has no {path.name}")
     size = path.stat().st_size

@@ -70,11 +70,7 @@ def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> No
 
 
 def recognise(config: dict[str, Any], names: set[str]) -> str:
-    """The row of `FORMATS` that a config.json and the names of the tensors belong to.
-
-    Raises:
-        ValueError: to none.
-    """
+    """The row of `FORMATS` that a config.json and the names of its tensors belong to."""
     kind = config.get("speculators_model_type")
     if kind is not None:
         forms = {"eagle3": "speculators", "eagle": "speculators-eagle"}
@@ -375,12 +371,13 @@ def _load(head: DraftHead, form: Format, tensors: dict[str, Tensor]) -> None:
     for place in places(form, head):
         tensor = rest.pop(place.theirs, None)
         if tensor is None:
-            problems.append(f"missing tensor {place.theirs!r} ({place.row.meaning})")
-        elif tuple(tensor.shape) != place.shape:
-            problems.append(f"tensor {place.theirs!r} of shape {tuple(tensor.shape)} instead of {place.shape}")
-        elif place.row.dtype == "float" and tensor.dtype not in FLOATS:
+            problems.append(f"missing tensor {place.theirs!r} ({place.meaning})")
+        elif tensor.shape != place.tensor.shape:
+            shape, own = tuple(tensor.shape), tuple(place.tensor.shape)
+            problems.append(f"tensor {place.theirs!r} of shape {shape} instead of {own}")
+        elif place.tensor.is_floating_point() and tensor.dtype not in FLOATS:
             problems.append(f"tensor {place.theirs!r} of {tensor.dtype} instead of {', '.join(map(str, FLOATS))}")
-        elif place.row.dtype == "float" and not tensor.isfinite().all():
+        elif place.tensor.is_floating_point() and not tensor.isfinite().all():
             problems.append(f"tensor {place.theirs!r} has values that are no numbers or infinite")
         else:
             state[place.ours] = tensor

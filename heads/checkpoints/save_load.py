@@ -141,14 +141,7 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
 
 
 def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str) -> None:
-    """Change the draft tree of a checkpoint and record its calibration; the weights stay as they are.
-
-    Args:
-        folder: the checkpoint.
-        tree: recorded for `machine`, and the default of machines for which no tree is recorded.
-        calibration: the measurement that chose it.
-        machine: see `machine_key`.
-    """
+    """Record a draft tree in a checkpoint, for `machine` and as the default of others, and the calibration behind it."""
     config = _read_config(Path(folder))
     section = config["headstart"]
     section["tree"] = tree
@@ -162,11 +155,7 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
 
 
 def copy_weights(head: DraftHead, source: str | Path) -> CheckpointMetadata:
-    """Start a head from another one's checkpoint, draft vocabulary included.
-
-    Raises:
-        ValueError: another kind of head, or a tensor that is missing, extra or of another shape; each named.
-    """
+    """Start a head from the checkpoint of another one of its class, draft vocabulary included."""
     other, metadata = load_head(source, head.target)
     if type(other) is not type(head):
         raise ValueError(f"{str(source)!r} holds a {type(other).__name__}, not a {type(head).__name__}")
@@ -216,11 +205,7 @@ def push_head(head: DraftHead, repo: str, *options: Any) -> str:
 
 
 def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
-    """Load tensors that must be the head's own, in names and shapes.
-
-    Raises:
-        ValueError: naming every tensor that is missing, unknown or of another shape.
-    """
+    """Load tensors whose names and shapes must be the head's own; the error names all that are not."""
     expected = head.state_dict()
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]

@@ -38,11 +38,7 @@ ROOM = 0.8
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """The torch dtype of a name such as bfloat16.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The torch dtype of a name such as bfloat16."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"unknown dtype {dtype!r}; choose from auto, float32, bfloat16, float16")
@@ -85,11 +81,7 @@ def chosen_dtype(
 def own_dtype(
     source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
 ) -> tuple[torch.dtype, PreTrainedConfig | None]:
-    """A checkpoint's own dtype, float32 by default, and its config, None for a GGUF file.
-
-    Raises:
-        ValueError: no config at `source`.
-    """
+    """A checkpoint's own dtype, float32 by default, and its config, None for a GGUF file."""
     config = config_of(source, revision, options)
     if config is None:
         return torch.float32, None
@@ -125,12 +117,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 def against_float32(dtype: torch.dtype, linear: Linear = F.linear) -> float:
-    """Time of linear layers in `dtype` over that in float32, on this machine's CPU, measured once.
-
-    Args:
-        dtype: dtype of rows and weights.
-        linear: the kernel.
-    """
+    """Time of linear layers in `dtype` over that in float32, on this machine's CPU, measured once."""
     name = f"{linear.__name__} of {ROWS} rows in {dtype_name(dtype)} over float32"
     return measured_once(torch.device("cpu"), name, lambda: _timed(dtype, linear), positive)
 

@@ -58,11 +58,7 @@ class Seq2SeqTarget(Target):
         return ("full_attention",)
 
     def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
-        """Run the encoder on the input, which the decoder attends to from then on.
-
-        Raises:
-            ValueError: more than one row.
-        """
+        """Run the encoder on one row, which the decoder attends to from then on."""
         mask = torch.ones_like(input_ids) if mask is None else mask
         with torch.inference_mode():
             encoded = self.model.get_encoder()(input_ids, attention_mask=mask, return_dict=True)
@@ -70,11 +66,7 @@ class Seq2SeqTarget(Target):
         return encoded
 
     def set_encoder_outputs(self, encoded: BaseModelOutput, mask: Tensor | None) -> None:
-        """Set the encoder's outputs, which the decoder attends to from then on.
-
-        Raises:
-            ValueError: more than one row.
-        """
+        """Set the encoder's outputs for one row, which the decoder attends to from then on."""
         states_BTD = encoded.last_hidden_state
         assert states_BTD is not None
         if len(states_BTD) > 1:
@@ -85,11 +77,7 @@ class Seq2SeqTarget(Target):
         self.encoded, self.encoded_mask = encoded, mask
 
     def check_encoder_outputs(self) -> None:
-        """Refuse to draft before `set_encoder_outputs`.
-
-        Raises:
-            ValueError: with the call that sets them.
-        """
+        """Refuse to draft before `set_encoder_outputs`."""
         if self.encoded is None:
             raise ValueError(
                 f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which only "

@@ -50,11 +50,7 @@ MODEL_OPTIONS = (
 
 
 def locate(source: str | Path) -> tuple[str, str | None]:
-    """The folder or Hub id of a target, and the name of the GGUF file in it, or None.
-
-    Raises:
-        ValueError: a package or file that is not there, or a package with no or several GGUF files.
-    """
+    """The folder or Hub id of a target, and the name of the GGUF file in it, or None."""
     text = str(source)
     if text.startswith(PACKAGE):
         return _gguf_of_package(text.removeprefix(PACKAGE))
@@ -105,11 +101,7 @@ def without_peft(source: Any) -> Any:
 
 
 def check_model_options(options: dict[str, Any]) -> None:
-    """Refuse unknown options before anything is loaded.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse unknown options before anything is loaded."""
     unknown = sorted(options.keys() - set(MODEL_OPTIONS))
     if unknown:
         raise ValueError(f"unknown option {unknown[0]!r} for a target; choose from {', '.join(sorted(MODEL_OPTIONS))}")
@@ -118,11 +110,7 @@ def check_model_options(options: dict[str, Any]) -> None:
 def config_of(
     source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
 ) -> PreTrainedConfig | None:
-    """A target's config, None for a GGUF file; the arguments are those of `load_model`.
-
-    Raises:
-        ValueError: no config at `source`.
-    """
+    """A target's config, None for a GGUF file; the arguments are those of `load_model`."""
     folder, gguf = locate(source)
     if gguf is not None:
         return None
@@ -202,11 +190,7 @@ def refuse_loading_options(
     revision: str | None,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Refuse options of loading for a target that is loaded already.
-
-    Raises:
-        ValueError: naming the option, and the model's own dtype if that differs.
-    """
+    """Refuse options of loading for a target that is loaded already."""
     if dtype not in ("auto", loaded, dtype_name(loaded)):
         raise ValueError(
             f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so instead"
