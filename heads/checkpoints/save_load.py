@@ -141,7 +141,7 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
 
 
 def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str) -> None:
-    """Record a draft tree in a checkpoint, for `machine` and as the default of others, and the calibration behind it."""
+    """Record a draft tree in a checkpoint, for `machine` and as the default of others, with its calibration."""
     config = _read_config(Path(folder))
     section = config["headstart"]
     section["tree"] = tree
