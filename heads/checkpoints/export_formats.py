@@ -36,12 +36,7 @@ def export_head(
 ) -> None:
     """Write a head for another project; `folder` appears whole or not at all.
 
-    Args:
-        head: its weights and options.
-        project: a key of `PROJECTS`.
-        folder: the destination.
-        embedding_VD: the target's embedding, which speculators and SafeAILab keep in the file.
-        architectures: the target's, for speculators.
+    speculators and SafeAILab keep the target's embedding in the file; speculators also names its architectures.
 
     Raises:
         ValueError: the project has no such head, or no way to express one of its options; named.

@@ -299,12 +299,7 @@ def places(form: Format, head: DraftHead) -> Iterator[Place]:
             if match := pattern.fullmatch(ours):
                 numbers = {letter: int(number) for letter, number in match.groupdict().items()}
                 name = theirs.format(**numbers, next=numbers.get("l", 0) + 1, blocks=head.config.num_layers)
-                if getattr(head.config, "prefix_layer", False):
-                    name = _after_dropout(name)
+                if getattr(head.config, "prefix_layer", False):  # Hydra++ counts the dropout before each module
+                    name = re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda old: f"{old[1]}.{2 * int(old[2]) + 1}", name)
+                    name = re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)
                 yield Place(name, ours, row.meaning, tensor)
-
-
-def _after_dropout(name: str) -> str:
-    """The name of a Hydra tensor in Hydra++, where a dropout precedes, and is counted before, each module."""
-    name = re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda match: f"{match[1]}.{2 * int(match[2]) + 1}", name)
-    return re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)

@@ -94,13 +94,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
 def import_head(
     config: dict[str, Any], tensors: dict[str, Tensor], target: TargetInfo, embedding_VD: Tensor | None = None
 ) -> Imported:
-    """A head from another project's config.json and weights.
-
-    Args:
-        config: the parsed config.json.
-        tensors: the weights by name.
-        target: the model that it drafts for.
-        embedding_VD: the target's embedding: copies of it in the file are left out.
+    """A head from another project's config.json and weights, without copies of the target's `embedding_VD`.
 
     Raises:
         ValueError: anything in it that is unknown, missing, contradictory or impossible here; named.

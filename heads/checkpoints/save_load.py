@@ -59,15 +59,9 @@ def load_head(
     token: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> tuple[DraftHead, CheckpointMetadata]:
-    """Load a head from a folder or a Hub id, strictly.
+    """Load a head from a folder or a Hub id, strictly; see `DraftHead.from_pretrained`.
 
-    Args:
-        source: the checkpoint.
-        target: the model to draft for, whose dimensions must match; None to skip the check.
-        dtype: dtype of the parameters; None keeps the saved one.
-        revision: branch, tag or commit of a Hub id.
-        token: access token of a private repository.
-        cache_dir: folder of downloads; None for the Hub's default.
+    Its dimensions must match those of `target`, if given. A `dtype` of None keeps the saved one.
 
     Raises:
         ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
@@ -102,13 +96,9 @@ def load_head(
 
 
 def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None) -> None:
-    """Write a head's checkpoint; `folder` changes only when everything has been written.
+    """Write a head's checkpoint, with the peft model that it drafts for if `metadata.adapted`.
 
-    Args:
-        head: its weights and options.
-        folder: the destination.
-        metadata: saved with it; `metadata.adapted` must say whether there is an adapter.
-        adapter: the peft model that the head drafts for.
+    `folder` changes only when everything has been written.
 
     Raises:
         ValueError: a head whose class is not in `HEADS`.

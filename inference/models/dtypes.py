@@ -54,12 +54,7 @@ def chosen_dtype(
 ) -> torch.dtype:
     """The dtype for a checkpoint: the fastest right one for "auto", or the named one, with a warning if it is slow.
 
-    Args:
-        dtype: as the user gave it.
-        source: as in `Target.from_pretrained`.
-        device: the model's device; None for several.
-        revision: branch, tag or commit of a Hub id.
-        options: by the names in `loading.MODEL_OPTIONS`.
+    The arguments are those of `Target.from_pretrained`, with None as the device of a model on several.
 
     Raises:
         ValueError: an unknown name for `dtype`, or no config at `source`.

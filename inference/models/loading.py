@@ -53,27 +53,26 @@ def locate(source: str | Path) -> tuple[str, str | None]:
     """The folder or Hub id of a target, and the name of the GGUF file in it, or None."""
     text = str(source)
     if text.startswith(PACKAGE):
-        return _gguf_of_package(text.removeprefix(PACKAGE))
+        package = text.removeprefix(PACKAGE)
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ModuleNotFoundError, ValueError):
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        if len(files) != 1:
+            raise ValueError(
+                f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one"
+            )
+        return str(folder), files[0]
     if text.endswith(".gguf"):
         path = Path(text)
         if not path.is_file():
             raise ValueError(f"no GGUF file at {text!r}")
         return str(path.parent), path.name
     return text, None
-
-
-def _gguf_of_package(package: str) -> tuple[str, str]:
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ModuleNotFoundError, ValueError):
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    files = sorted(path.name for path in folder.glob("*.gguf"))
-    if len(files) != 1:
-        raise ValueError(f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one")
-    return str(folder), files[0]
 
 
 def default_device() -> str:
@@ -132,15 +131,12 @@ def load_model(
     """A target's model, frozen and in eval mode.
 
     Args:
-        loader: transformers' class that loads it.
+        loader: AutoModelForCausalLM or AutoModelForSeq2SeqLM.
         source: as in `Target.from_pretrained`.
         dtype: dtype of the weights.
         where: a device, accelerate's map of modules to devices, or one of `MAPS`.
         revision: branch, tag or commit of a Hub id.
         options: by the names in `MODEL_OPTIONS`.
-
-    Raises:
-        ValueError: nothing to load at `source`.
     """
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})
@@ -184,17 +180,13 @@ def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def refuse_loading_options(
-    loaded: torch.dtype,
-    dtype: torch.dtype | str,
-    device: Any,
-    revision: str | None,
-    options: dict[str, Any] | None = None,
+    loaded: torch.dtype, dtype: torch.dtype | str, device: Any, revision: str | None, options: dict[str, Any]
 ) -> None:
     """Refuse options of loading for a target that is loaded already."""
     if dtype not in ("auto", loaded, dtype_name(loaded)):
         raise ValueError(
             f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so instead"
         )
-    for name, given in {"device": device, "revision": revision, **(options or {})}.items():
+    for name, given in {"device": device, "revision": revision, **options}.items():
         if given is not None:
             raise ValueError(f"{name} {given} was given with a target that is loaded already; load it so instead")
