@@ -47,10 +47,10 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 EACH = [pytest.param(form, *head, id=f"{form}, {head[1]}") for form, heads in VARIANTS.items() for head in heads]
 
 
-def drawn(word: str, options: dict[str, Any]) -> DraftHead:
+def drawn(kind: str, options: dict[str, Any]) -> DraftHead:
     """A head of random weights, a truncated vocabulary spread out."""
     torch.manual_seed(0)
-    head = build_head(word, options, INFO)
+    head = build_head(kind, options, INFO)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     if size := options.get("draft_vocab_size"):
@@ -97,17 +97,17 @@ def same_head(found: DraftHead, head: DraftHead) -> None:
     assert found.feature_layers == head.feature_layers and found.server_config() == head.server_config()
 
 
-@pytest.mark.parametrize(("form", "word", "options"), EACH)
-def test_the_table_has_every_tensor_of_a_head_once(form: str, word: str, options: dict[str, Any]) -> None:
-    head = drawn(word, options)
+@pytest.mark.parametrize(("form", "kind", "options"), EACH)
+def test_the_table_has_every_tensor_of_a_head_once(form: str, kind: str, options: dict[str, Any]) -> None:
+    head = drawn(kind, options)
     found = list(places(FORMATS[form], head))
     assert sorted(place.ours for place in found) == sorted(head.state_dict())
     assert len({place.theirs for place in found}) == len(found)
 
 
-@pytest.mark.parametrize(("form", "word", "options"), EACH)
-def test_a_round_trip_gives_the_same_head(form: str, word: str, options: dict[str, Any], tmp_path: Path) -> None:
-    head = drawn(word, options)
+@pytest.mark.parametrize(("form", "kind", "options"), EACH)
+def test_a_round_trip_gives_the_same_head(form: str, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    head = drawn(kind, options)
     config, tensors = exported(form, head, tmp_path / "out")
     assert recognise(config, set(tensors)) == form
     assert config.keys() <= FORMATS[form].keys.keys()
@@ -115,11 +115,11 @@ def test_a_round_trip_gives_the_same_head(form: str, word: str, options: dict[st
     same_head(import_head(config, tensors, INFO, embedding()).head, head)
 
 
-@pytest.mark.parametrize(("form", "word", "options"), EACH)
+@pytest.mark.parametrize(("form", "kind", "options"), EACH)
 def test_a_missing_or_unknown_tensor_or_key_is_refused(
-    form: str, word: str, options: dict[str, Any], tmp_path: Path
+    form: str, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    head = drawn(word, options)
+    head = drawn(kind, options)
     config, tensors = exported(form, head, tmp_path / "out")
     for place in places(FORMATS[form], head):
         rest = {name: tensor for name, tensor in tensors.items() if name != place.theirs}
@@ -316,7 +316,7 @@ def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tm
 
 
 @pytest.mark.parametrize(
-    ("project", "word", "options", "told"),
+    ("project", "kind", "options", "told"),
     [
         ("speculators", "medusa", {}, "speculators has no MedusaHead"),
         ("fasterdecoding", "medusa", {"draft_vocab_size": 7}, "no draft_vocab_size"),
@@ -328,16 +328,16 @@ def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tm
     ],
 )
 def test_what_a_project_cannot_say_is_refused(
-    project: str, word: str, options: dict[str, Any], told: str, tmp_path: Path
+    project: str, kind: str, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=told):
-        export_head(drawn(word, options), project, tmp_path / "out", embedding())
+        export_head(drawn(kind, options), project, tmp_path / "out", embedding())
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("word", ["eagle", "eagle3"])
-def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(word: str, tmp_path: Path) -> None:
-    head = drawn(word, {})
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(kind: str, tmp_path: Path) -> None:
+    head = drawn(kind, {})
     export_head(head, "safeailab", tmp_path / "out", embedding())
     tensors = read_weights(tmp_path / "out")
     assert torch.equal(tensors["embed_tokens.weight"], embedding())
