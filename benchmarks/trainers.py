@@ -73,7 +73,7 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace, folder: Path) -> Any:
     """Write rows with the target's states, the target's ends, the starting weights; return the head."""
-    from headstart.heads import CheckpointMetadata, build_head
+    from headstart.heads import build_head
     from headstart.heads.checkpoints.export_formats import export_head
     from headstart.inference import Target, load_tokenizer
     from headstart.train.data.chat_template import encode
@@ -109,7 +109,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     config.pop("quantization_config", None)
     (folder / "target" / "config.json").write_text(json.dumps(config, default=str))
     head.target = dataclasses.replace(info, name=str(folder / "target"))
-    export_head(head, CheckpointMetadata(), "speculators", folder / "start", embedding_VD)
+    export_head(head, "speculators", folder / "start", embedding_VD)
     save_file(head.state_dict(), folder / "start.safetensors")
     given = {
         "info": dataclasses.asdict(info),

@@ -3,7 +3,7 @@
 from .custom_generate import custom_generate, generate_from
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .metrics import Meter, Stats
-from .models.loading import load_tokenizer, tokenizer_origin
+from .models.loading import load_tokenizer, tokenizer_provenance
 from .sequences import Conversation
 from .speculative_lm import Chat, GenerateOutput, SpeculativeLM
 from .target import Target
@@ -12,6 +12,7 @@ from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape,
 from .verify import RULES
 
 DrawnShape, Passage, Round, Start, tree_word = SampledShape, PrefillChunk, StepResult, DraftContext, spec_of
+tokenizer_origin = tokenizer_provenance
 """Earlier names, which keep working."""
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "load_tokenizer",
     "spec_of",
     "tokenizer_origin",
+    "tokenizer_provenance",
     "tree_policy",
     "tree_word",
 ]

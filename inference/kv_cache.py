@@ -148,8 +148,8 @@ class TreeCache(Cache):
         """Slots that the next forward attends to; None for the whole capacity."""
         self.start = 0
         """Position of the next forward's first token, for models without position ids; others are given them."""
-        self.crossed: Cache | None = None
-        """Of an encoder-decoder: what its decoder has read of the encoder."""
+        self.cross_attention: Cache | None = None
+        """Cross-attention cache of an encoder-decoder."""
 
     def ensure_capacity(self, tokens: int) -> None:
         """Make room for so many tokens of each row, which are known to come."""

@@ -426,9 +426,9 @@ class SpeculativeLM:
             # transformers passes parameters named here twice, hence the mask among the rest
             mask = inputs.get("attention_mask")
             if isinstance(self.target, Seq2SeqTarget):
-                self.target.hear(inputs["encoder_outputs"], mask)
+                self.target.set_encoder_outputs(inputs["encoder_outputs"], mask)
                 for drafting in draft_models(self.drafter):
-                    drafting.check_heard()
+                    drafting.check_encoder_outputs()
                 mask = None  # it is the encoder's
             cached = inputs.get("past_key_values")
             if cached is not None and cached.get_seq_length() > 0:

@@ -13,14 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..heads import TargetModules
 from ..heads.base import dtype_name
 from ..heads.layers.draft_cache import FEW, counting
 from . import tree_attention
@@ -28,9 +27,8 @@ from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
 from .kv_cache import Pool, StateShape, TreeCache
 from .models.dtypes import chosen_dtype
-from .models.info import active_adapters, fingerprint, logit_scale_and_cap, norm_and_blocks, target_info
+from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
 from .models.loading import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
-from .models.supported import attention_kinds
 from .tree import DraftTree, framed
 from .tree_attention import attending
 
@@ -88,10 +86,8 @@ class Target:
         """Whether its layers lie on several devices."""
         self.lock = threading.RLock()
         """Held by the generation that runs: kernels, drafters and what they learn are there once."""
-        lm_head = cast(torch.nn.Linear, model.get_output_embeddings())
-        ends = norm_and_blocks(model)
-        self.modules = TargetModules(model.get_input_embeddings(), lm_head, *ends, *logit_scale_and_cap(self.config))
-        self.info = target_info(self.config, self.name, lm_head.weight.shape[0])
+        self.modules = target_modules(model)
+        self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0])
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
@@ -121,7 +117,7 @@ class Target:
                 first GPU, or the CPU.
             revision: of a Hub id.
             model_kwargs: quantization_config, attn_implementation, trust_remote_code, token, cache_dir and others of
-                `sources.MODEL_OPTIONS`, for transformers' `from_pretrained`.
+                `loading.MODEL_OPTIONS`, for transformers' `from_pretrained`.
 
         Raises:
             ValueError: nothing to load at `source`, an unknown option, or an architecture that cannot be asked for

@@ -43,7 +43,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     from headstart.heads.checkpoints.files import new_folder
     from headstart.inference import load_tokenizer
     from headstart.inference.drafters.ngram_index import Datastore
-    from headstart.inference.models.loading import tokenizer_origin
+    from headstart.inference.models.loading import tokenizer_provenance
     from headstart.train.data.chat_template import check_tokenizer, render
     from headstart.train.data.conversations import read_conversations
 
@@ -57,7 +57,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
             check_tokenizer(tokenizer, source)
             found = [render(tokenizer, row["messages"]) for row in read_conversations(source, config.limit)]
         texts += [tokenizer(text, add_special_tokens=False)["input_ids"] for text in found]
-    store = Datastore.of(texts, tokenizer_origin(tokenizer)["tokenizer"])
+    store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
     with new_folder(Path(config.output)) as partial:
         store.save(partial)
     log.info(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")

@@ -1,4 +1,4 @@
-"""A head as another project writes it: where that differs from what is native here."""
+"""Writes a head in another project's format, by the tables of `formats.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..base import CheckpointMetadata, DraftHead, dtype_name
+from ..base import DraftHead, dtype_name
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
-from .files import CONFIG_FILE, new_folder
+from .files import CONFIG_FILE, WEIGHTS_FILE, new_folder
 from .formats import EAGLE3_FLAGS, FEATURES, FORMATS, LLAMA, places
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
@@ -22,14 +22,13 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "fasterdecoding": {MedusaHead: "fasterdecoding"},
     "safeailab": {Eagle3Head: "eagle3", EagleHead: "eagle"},
 }
-"""By the word in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
+"""By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
 SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
 """Options of EAGLE-3 that its authors' code does not have."""
 
 
 def export_head(
     head: DraftHead,
-    metadata: CheckpointMetadata,
     project: str,
     folder: str | Path,
     embedding_VD: Tensor | None = None,
@@ -37,31 +36,30 @@ def export_head(
 ) -> None:
     """Write a head for another project; `folder` appears whole or not at all.
 
-    Args:
-        head: the head.
-        facts: what travels with it.
-        project: a word of `PROJECTS`.
-        folder: where to.
-        embedding_VD: the target's embedding, which speculators and SafeAILab keep in the file.
-        architectures: the target's, for speculators.
+    speculators and SafeAILab keep the target's embedding in the file; speculators also names its architectures.
 
     Raises:
-        ValueError: the project has no such head, or nothing to say an option with; named.
+        ValueError: the project has no such head, or no way to express one of its options; named.
     """
     if project not in PROJECTS:
         raise ValueError(f"unknown project {project!r}; choose from {', '.join(PROJECTS)}")
-    word = PROJECTS[project].get(type(head))
-    if word is None:
+    name = PROJECTS[project].get(type(head))
+    if name is None:
         names = ", ".join(kind.__name__ for kind in PROJECTS[project])
         raise ValueError(f"{project} has no {type(head).__name__}; it has {names}")
     if -1 in head.feature_layers and isinstance(head, Eagle3Head):
         raise ValueError(f"{project} has no feature layer -1, the state after the final norm")
-    config = WRITERS[word](head, metadata, project, architectures)
-    form, state = FORMATS[word], head.state_dict()
-    tensors = {place.theirs: state.pop(place.ours).cpu().contiguous() for place in places(form, head)}
-    if state:
-        raise ValueError(f"{project} has no place for {', '.join(sorted(state))}")
-    if word != "fasterdecoding" and "embed_tokens.weight" not in tensors and word != "speculators-eagle":
+    if project == "speculators":
+        config = _speculators_config(head, architectures)
+    else:
+        config = _safeailab_config(head) if project == "safeailab" else _fasterdecoding_config(head)
+    form = FORMATS[name]
+    found = list(places(form, head))
+    missing = head.state_dict().keys() - {place.ours for place in found}
+    if missing:
+        raise ValueError(f"{project} has no place for {', '.join(sorted(missing))}")
+    tensors = {place.theirs: place.tensor.cpu().contiguous() for place in found}
+    if "embed_tokens.weight" not in tensors and name not in ("fasterdecoding", "speculators-eagle"):
         if embedding_VD is None:
             raise ValueError(f"{project} keeps the target's embedding in the file: it is needed")
         tensors["embed_tokens.weight"] = embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
@@ -70,13 +68,13 @@ def export_head(
     with new_folder(folder) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if project == "speculators":
-            save_file(tensors, partial / form.files[0], metadata={"format": "pt"})
-        else:  # what their own code saves
-            torch.save(tensors, partial / next(name for name in form.files if not name.endswith(".safetensors")))
+            save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        else:  # the files of their own code
+            torch.save(tensors, partial / ("pytorch_model.bin" if project == "safeailab" else "medusa_lm_head.pt"))
 
 
-def _native_config(head: DraftHead, *_: Any) -> dict[str, Any]:
-    """SafeAILab's keys are those that servers read."""
+def _safeailab_config(head: DraftHead) -> dict[str, Any]:
+    """SafeAILab's keys, which are those that servers read."""
     config = head.server_config()
     if isinstance(head, EagleHead):
         return config
@@ -92,7 +90,7 @@ def _native_config(head: DraftHead, *_: Any) -> dict[str, Any]:
     return config
 
 
-def _fasterdecoding_config(head: DraftHead, *_: Any) -> dict[str, Any]:
+def _fasterdecoding_config(head: DraftHead) -> dict[str, Any]:
     assert isinstance(head, MedusaHead)
     if head.config.draft_vocab_size is not None:
         raise ValueError("FasterDecoding's heads have the target's whole vocabulary, no draft_vocab_size")
@@ -106,42 +104,31 @@ def _fasterdecoding_config(head: DraftHead, *_: Any) -> dict[str, Any]:
     return config if head.config.lm_head == "own" else config | {"version": "2"}
 
 
-def _speculators_config(
-    head: DraftHead, metadata: CheckpointMetadata, project: str, architectures: tuple[str, ...]
-) -> dict[str, Any]:
-    assert isinstance(head, (EagleHead, Eagle3Head))
-    native = head.server_config()
-    eagle3 = isinstance(head, Eagle3Head)
-    own = (*EAGLE3_FLAGS, *FEATURES)
+def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict[str, Any]:
+    native, eagle3 = head.server_config(), isinstance(head, Eagle3Head)
     layer = {name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}}
     layer["model_type"] = "qwen3" if head.shape.qk_norm else "llama"
-    method = {"proposal_type": "greedy", "speculative_tokens": head.max_depth}
-    common = {
+    own = (
+        {name: native[name] for name in (*EAGLE3_FLAGS, *FEATURES)}
+        if eagle3
+        else {
+            "layernorms": False,
+            "fusion_bias": head.config.fc_bias,
+            "transformer_layer_architecture": "LlamaDecoderLayer",
+        }
+    )
+    return {
         "architectures": ["Eagle3DraftModel"] if eagle3 else ["EagleSpeculator", "LlamaDecoderLayer"],
         "speculators_model_type": "eagle3" if eagle3 else "eagle",
         "speculators_version": "0.3.0",
         "speculators_config": {
             "algorithm": "eagle3" if eagle3 else "eagle",
-            "proposal_methods": [method],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.max_depth}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": head.target.name, "architectures": list(architectures)},
         },
         "transformer_layer_config": layer,
         "torch_dtype": dtype_name(next(head.parameters()).dtype),
         "tie_word_embeddings": False,
+        **own,
     }
-    if eagle3:
-        return common | {name: native[name] for name in own}
-    assert isinstance(head, EagleHead)
-    extra = {"layernorms": False, "fusion_bias": head.config.fc_bias}
-    return common | extra | {"transformer_layer_architecture": "LlamaDecoderLayer"}
-
-
-WRITERS = {
-    "eagle3": _native_config,
-    "eagle": _native_config,
-    "fasterdecoding": _fasterdecoding_config,
-    "speculators": _speculators_config,
-    "speculators-eagle": _speculators_config,
-}
-"""By a row of `FORMATS`: the config.json of a head."""

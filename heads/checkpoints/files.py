@@ -1,7 +1,6 @@
-"""Files of checkpoints: read without trusting them, written whole or not at all.
+"""Files of checkpoints: untrusted when read, written whole or not at all.
 
-Pickles are read by `torch.load(weights_only=True)`, which runs no code; files must lie in the folder itself, and a
-config is small.
+Pickles are read by `torch.load(weights_only=True)`, which runs no code. Files must lie in the folder itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_LIMIT = 2**22
-"""Bytes of a JSON file, at most."""
+"""Most bytes of a JSON file."""
 WEIGHT_FILES = (
     WEIGHTS_FILE,
     "medusa_lm_head.safetensors",
@@ -31,15 +30,11 @@ WEIGHT_FILES = (
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
 )
-"""Names of weight files, the first that exists being read; each may be sharded."""
+"""Names of weight files, each possibly sharded; the first that exists is read."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: no such file, too large, or no JSON object.
-    """
+    """Read a JSON object of at most `CONFIG_LIMIT` bytes."""
     if not path.is_file():
         raise ValueError(f"no head in {str(path.parent)!r}: it has no {path.name}")
     size = path.stat().st_size
@@ -55,11 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint, on the CPU.
-
-    Args:
-        folder: the checkpoint.
-        names: of the weight file, in order of preference.
+    """Read all tensors of a checkpoint to the CPU, from the first of `names` that exists.
 
     Raises:
         ValueError: no weights, a file outside of the folder, a broken file, or a pickle with more than tensors.
@@ -94,7 +85,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read, or was cut: {error}") from error
+        raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is a pickle that holds more than tensors, which could run anything: it is not opened. Ask its "
@@ -109,7 +100,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
 def new_folder(final: str | Path) -> Iterator[Path]:
     """A folder that appears whole or not at all: written beside its final path under another name, then renamed."""
     final = Path(final)
-    partial, replaced = final.with_name(final.name + ".partial"), _replaced(final)
+    partial, replaced = (final.with_name(f"{final.name}.{suffix}") for suffix in ("partial", "replaced"))
     finish_replacing(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -128,16 +119,13 @@ def new_folder(final: str | Path) -> Iterator[Path]:
 
 def finish_replacing(folder: Path) -> None:
     """Restore the previous `folder` if a process was killed between moving it away and placing the new one."""
-    if _replaced(folder).exists() and not folder.exists():
-        _replaced(folder).rename(folder)
-
-
-def _replaced(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".replaced")
+    replaced = folder.with_name(folder.name + ".replaced")
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
 
 
 def json_ready(value: Any) -> Any:
-    """Convert for strict JSON: tuples become lists, and NaN and infinities, such as a mean over nothing, null."""
+    """Convert for strict JSON: tuples become lists; NaN and infinities, such as a mean over nothing, become null."""
     if isinstance(value, dict):
         return {key: json_ready(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

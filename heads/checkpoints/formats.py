@@ -1,23 +1,19 @@
-"""How each project writes a draft head: every key of its config.json and every tensor, in one table.
+"""How each project writes a draft head: tables of every key of its config.json and every tensor.
 
-`interop.py` reads and writes by these tables alone: a key or tensor that is not in them is an error there. Sizes are
-letters: D the head's width, Dt the target's, V and Vd the target's and the draft vocabulary, I the MLP, Q and K all
-query and key heads together, E one head, F the fused features, P the (h + 2) D wide input of Hydra's head h. In names
-{l} counts decoder layers or blocks, {i} fused features, {h} heads.
+`import_formats.py` and `export_formats.py` refuse a key or tensor that is not in these tables. In names {l} counts
+decoder layers or blocks, {i} fused features and {h} heads; {next} is l + 1, {blocks} the number of blocks.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..base import DraftHead
-from ..eagle import EagleHead
-from ..eagle3 import Eagle3Head
-from ..hydra import HydraHead
-from ..medusa import MedusaHead
 
 NEEDED: Any = ...
 """The default of a key without one."""
@@ -29,41 +25,33 @@ class Key:
 
     meaning: str
     default: Any = NEEDED
-    """What the format's readers take where it is absent."""
+    """Value that the format's readers take where the key is absent."""
     only: tuple[Any, ...] = ()
-    """The values that a head here can have; all if empty."""
+    """Values that a head here can have; all if empty."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A tensor, or one for each layer, feature or head."""
 
     ours: str
-    """Its name in our state_dict."""
-    shape: str
+    """Name in our state_dict."""
     meaning: str
-    when: str = ""
-    """The property of the head without which the tensor is not there."""
-    optional: bool = False
-    """Whether a file may lack it: what it holds can be had otherwise."""
-    dtype: str = "float"
 
 
 @dataclass(frozen=True)
 class Format:
-    """One project's way of writing one family of heads."""
+    """The format of one project for one family of heads."""
 
     heads: tuple[str, ...]
-    """The words in `HEADS` that it can hold."""
-    files: tuple[str, ...]
-    """Where the weights may be."""
+    """Names in `HEADS` that it can hold."""
     keys: dict[str, Key]
     tensors: dict[str, Row]
-    ignored: tuple[str, ...] = field(default=())
-    """Tensors that are copies of the target's, by the beginning of their names."""
+    """By their names in the file."""
+    ignored: tuple[str, ...] = ()
+    """Prefixes of tensors that are copies of the target's."""
 
 
-OWN = "of transformers, says nothing about the head"
+OWN = "of transformers, irrelevant for the head"
 TRANSFORMERS = {
     name: Key(OWN, None)
     for name in (
@@ -79,15 +67,15 @@ ROPE = {
 LLAMA = {
     **TRANSFORMERS,
     **ROPE,
-    "hidden_size": Key("D"),
-    "intermediate_size": Key("I"),
+    "hidden_size": Key("width of the head"),
+    "intermediate_size": Key("width of the MLP"),
     "num_attention_heads": Key("query heads"),
     "num_key_value_heads": Key("key and value heads; as many as query heads where absent", None),
-    "head_dim": Key("E; D / query heads where absent", None),
+    "head_dim": Key("width of an attention head; hidden_size / query heads where absent", None),
     "hidden_act": Key("activation of the MLP", "silu"),
     "rms_norm_eps": Key("of all norms", 1e-6),
     "num_hidden_layers": Key("decoder layers", 1),
-    "vocab_size": Key("V"),
+    "vocab_size": Key("size of the target's vocabulary"),
     "max_position_embeddings": Key("longest text that a server allows", 2048),
     "tie_word_embeddings": Key("whether the LM head is the embedding", False, only=(False,)),
     "attention_bias": Key("bias in attention", False, only=(False,)),
@@ -104,9 +92,9 @@ FEATURES = {
     "num_aux_hidden_states": Key("how many features are fused", None),
 }
 EAGLE3_FLAGS = {
-    "draft_vocab_size": Key("Vd; null or absent for V", None),
-    "target_hidden_size": Key("Dt; D where absent", None),
-    "norm_before_residual": Key("the residual stream begins behind hidden_norm", False),
+    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
+    "target_hidden_size": Key("width of the target; hidden_size where absent", None),
+    "norm_before_residual": Key("the residual stream begins after hidden_norm", False),
     "norm_before_fc": Key("one norm on all features together", False),
     "fc_norm": Key("a norm on each feature", False),
     "norm_output": Key("the normalised output is fed back", False),
@@ -122,7 +110,7 @@ EAGLE_CONFIG = {
     "parallel_draft_step": Key("ModelOpt: tokens drafted at once", 1, only=(1, None)),
     "parallel_draft_heads_num_layers": Key("ModelOpt: of parallel drafting", None),
 }
-"""The keys inside of `eagle_config`."""
+"""Keys of `eagle_config`."""
 
 SPECULATORS = {
     **{name: TRANSFORMERS[name] for name in ("architectures", "auto_map", "dtype", "model_type", "torch_dtype")},
@@ -130,78 +118,73 @@ SPECULATORS = {
     "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
     "tie_word_embeddings": LLAMA["tie_word_embeddings"],
 }
-"""What both of its kinds write."""
+"""Keys of both of its kinds."""
 
 
-def _layer(theirs: str, ours: str, attention: str, input_norm: bool) -> dict[str, Row]:
-    """A decoder layer whose attention reads states of width `attention`."""
-    rows = {
-        "self_attn.q_proj.weight": Row("", f"Q,{attention}", "queries"),
-        "self_attn.k_proj.weight": Row("", f"K,{attention}", "keys"),
-        "self_attn.v_proj.weight": Row("", f"K,{attention}", "values"),
-        "self_attn.o_proj.weight": Row("", "D,Q", "attention's output"),
-        "self_attn.q_norm.weight": Row("", "E", "norm of each query", "qk_norm"),
-        "self_attn.k_norm.weight": Row("", "E", "norm of each key", "qk_norm"),
-        "mlp.gate_proj.weight": Row("", "I,D", "the MLP's gate"),
-        "mlp.up_proj.weight": Row("", "I,D", "into the MLP"),
-        "mlp.down_proj.weight": Row("", "D,I", "out of the MLP"),
-        "post_attention_layernorm.weight": Row("", "D", "norm before the MLP"),
+def _layer(theirs: str, ours: str) -> dict[str, Row]:
+    """A decoder layer."""
+    meanings = {
+        "self_attn.q_proj": "queries",
+        "self_attn.k_proj": "keys",
+        "self_attn.v_proj": "values",
+        "self_attn.o_proj": "attention's output",
+        "self_attn.q_norm": "norm of each query",
+        "self_attn.k_norm": "norm of each key",
+        "mlp.gate_proj": "the MLP's gate",
+        "mlp.up_proj": "into the MLP",
+        "mlp.down_proj": "out of the MLP",
+        "input_layernorm": "norm before attention; in the first layer, of the embedding",
+        "post_attention_layernorm": "norm before the MLP",
     }
-    if input_norm:
-        rows["input_layernorm.weight"] = Row("", "D", "norm before attention; in the first layer, of the embedding")
-    return {f"{theirs}.{name}": Row(f"{ours}.{name}", row.shape, row.meaning, row.when) for name, row in rows.items()}
+    return {f"{theirs}.{name}.weight": Row(f"{ours}.{name}.weight", meaning) for name, meaning in meanings.items()}
 
 
 def _eagle3(first: str) -> dict[str, Row]:
     """EAGLE-3, its first layer called `first`."""
     return {
-        "fc.weight": Row("fc.weight", "D,F*Dt", "joins the fused features, the shallowest first"),
-        "fc_norm.{i}.weight": Row("fc_norm.{i}.weight", "Dt", "norm of one feature", "fc_norm"),
-        "input_norm.weight": Row("input_norm.weight", "F*Dt", "norm of all features", "norm_before_fc"),
-        **_layer(first, "midlayer", "2*D", input_norm=True),
-        f"{first}.hidden_norm.weight": Row("midlayer.hidden_norm.weight", "D", "norm of the state"),
-        **_layer("layers.{l}", "layers.{l}", "D", input_norm=True),
-        "norm.weight": Row("norm.weight", "D", "norm before the LM head"),
-        "lm_head.weight": Row("lm_head.weight", "Vd,D", "LM head over the draft vocabulary"),
-        "embed_tokens.weight": Row("embed_tokens.weight", "V,D", "embedding, if not the target's", "own_embedding"),
-        "d2t": Row("d2t", "Vd", "target id minus draft id", "truncated", dtype="int64"),
-        "t2d": Row("t2d", "V", "whether a target id is in the draft vocabulary", "truncated", True, "bool"),
+        "fc.weight": Row("fc.weight", "joins the fused features, the shallowest first"),
+        "fc_norm.{i}.weight": Row("fc_norm.{i}.weight", "norm of one feature"),
+        "input_norm.weight": Row("input_norm.weight", "norm of all features"),
+        **_layer(first, "midlayer"),
+        f"{first}.hidden_norm.weight": Row("midlayer.hidden_norm.weight", "norm of the state"),
+        **_layer("layers.{l}", "layers.{l}"),
+        "norm.weight": Row("norm.weight", "norm before the LM head"),
+        "lm_head.weight": Row("lm_head.weight", "LM head over the draft vocabulary"),
+        "embed_tokens.weight": Row("embed_tokens.weight", "embedding, if not the target's"),
+        "d2t": Row("d2t", "target id minus draft id"),
+        "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
     }
 
 
 FORMATS: dict[str, Format] = {
     "eagle3": Format(
         ("eagle3",),
-        ("model.safetensors", "pytorch_model.bin"),
         {
             **LLAMA,
             **EAGLE3_FLAGS,
             **FEATURES,
-            "eagle_config": Key("see EAGLE_CONFIG", {}),
+            "eagle_config": Key("more options", {}),
             "bias": Key("bias of fc", False, only=(False,)),
         },
         _eagle3("midlayer"),
     ),
     "eagle": Format(
         ("eagle",),
-        ("model.safetensors", "pytorch_model.bin"),
         {**LLAMA, "bias": Key("whether fc has a bias: SafeAILab's default, which vLLM does not read", True)},
         {
-            "fc.weight": Row("fc.weight", "D,2*D", "joins embedding and feature"),
-            "fc.bias": Row("fc.bias", "D", "its bias", "fc_bias"),
-            **_layer("layers.0", "layers.0", "D", input_norm=False),
-            **_layer("layers.{l}", "layers.{l}", "D", input_norm=True),
+            "fc.weight": Row("fc.weight", "joins embedding and feature"),
+            "fc.bias": Row("fc.bias", "its bias"),
+            **_layer("layers.{l}", "layers.{l}"),
         },
         ignored=("embed_tokens.",),
     ),
     "medusa": Format(
         ("medusa",),
-        ("model.safetensors",),
         {
             **TRANSFORMERS,
-            "hidden_size": Key("D"),
-            "vocab_size": Key("V"),
-            "truncated_vocab_size": Key("Vd; null or absent for V", None),
+            "hidden_size": Key("width of the head"),
+            "vocab_size": Key("size of the target's vocabulary"),
+            "truncated_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
             "num_heads": Key("heads", 5),
             "num_hidden_layers": Key("blocks of each head", 1),
             "medusa_fc_bias": Key("whether the blocks have a bias", False),
@@ -212,15 +195,14 @@ FORMATS: dict[str, Format] = {
             "logit_scale": Key("factor of the logits", 1.0, only=(1.0,)),
         },
         {
-            "blocks.{h}.layers.{l}.weight": Row("blocks.{h}.layers.{l}.weight", "D,D", "a residual block"),
-            "blocks.{h}.layers.{l}.bias": Row("blocks.{h}.layers.{l}.bias", "D", "its bias", "bias"),
-            "lm_heads.{h}.weight": Row("lm_heads.{h}.weight", "Vd,D", "LM head", "own_lm_head"),
-            "token_map": Row("token_map", "Vd", "target ids of the draft vocabulary", "truncated", dtype="int64"),
+            "blocks.{h}.layers.{l}.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
+            "blocks.{h}.layers.{l}.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
+            "lm_heads.{h}.weight": Row("lm_heads.{h}.weight", "LM head"),
+            "token_map": Row("token_map", "target ids of the draft vocabulary"),
         },
     ),
     "fasterdecoding": Format(
         ("medusa",),
-        ("medusa_lm_head.pt", "medusa_lm_head.safetensors"),
         {
             **TRANSFORMERS,
             "medusa_num_heads": Key("heads; published files have more than they say, so tensors are counted", None),
@@ -229,14 +211,13 @@ FORMATS: dict[str, Format] = {
             "version": Key("2 for heads without an LM head of their own", None),
         },
         {
-            "{h}.{l}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "D,D", "a residual block"),
-            "{h}.{l}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "D", "its bias", "bias"),
-            "{h}.{n}.weight": Row("lm_heads.{h}.weight", "V,D", "LM head, n blocks before it", "own_lm_head"),
+            "{h}.{l}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
+            "{h}.{l}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
+            "{h}.{blocks}.weight": Row("lm_heads.{h}.weight", "LM head"),
         },
     ),
     "speculators": Format(
         ("eagle3",),
-        ("model.safetensors",),
         {
             **SPECULATORS,
             **EAGLE3_FLAGS,
@@ -250,7 +231,6 @@ FORMATS: dict[str, Format] = {
     ),
     "speculators-eagle": Format(
         ("eagle",),
-        ("model.safetensors",),
         {
             **SPECULATORS,
             "speculators_model_type": Key("eagle"),
@@ -260,15 +240,14 @@ FORMATS: dict[str, Format] = {
             "fusion_bias": Key("whether fc has a bias", False),
         },
         {
-            "fusion_fc.weight": Row("fc.weight", "D,2*D", "joins embedding and feature"),
-            "fusion_fc.bias": Row("fc.bias", "D", "its bias", "fc_bias"),
-            **_layer("transformer", "layers.0", "D", input_norm=False),
+            "fusion_fc.weight": Row("fc.weight", "joins embedding and feature"),
+            "fusion_fc.bias": Row("fc.bias", "its bias"),
+            **_layer("transformer", "layers.0"),
         },
         ignored=("embed_tokens.", "lm_head."),
     ),
     "hydra": Format(
         ("hydra", "hydra++"),
-        ("hydra_lm_head.pt",),
         {
             **TRANSFORMERS,
             "hydra_num_heads": Key("heads; tensors are counted", None),
@@ -279,20 +258,16 @@ FORMATS: dict[str, Format] = {
             "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),
         },
         {
-            "hydra_mlp.{h}.{j}.linear.weight": Row("blocks.{h}.join.linear.weight", "D,P", "joins state and path"),
-            "hydra_mlp.{h}.{j}.linear.bias": Row("blocks.{h}.join.linear.bias", "D", "its bias"),
-            "hydra_mlp.{h}.{j}.res_connection.weight": Row("blocks.{h}.join.res.weight", "D,P", "its residual"),
-            "hydra_mlp.{h}.{j}.res_connection.bias": Row("blocks.{h}.join.res.bias", "D", "the residual's bias"),
-            "hydra_mlp.{h}.{b}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "D,D", "a residual block"),
-            "hydra_mlp.{h}.{b}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "D", "its bias"),
-            "hydra_lm_head.{h}.{w}": Row("lm_heads.{h}.weight", "V,D", "LM head"),
-            "hydra_lm_head.{h}.{c}": Row("lm_heads.{h}.bias", "V", "its bias"),
-            **{
-                name.replace("{l}", "0"): Row(row.ours, row.shape, row.meaning, "prefix")
-                for name, row in _layer("prefix_embeding_layer.layers.{l}", "prefix", "D", True).items()
-                if row.when == ""
-            },
-            "prefix_embeding_layer.norm.weight": Row("prefix_norm.weight", "D", "norm behind the prefix", "prefix"),
+            "hydra_mlp.{h}.0.linear.weight": Row("blocks.{h}.join.linear.weight", "joins state and path"),
+            "hydra_mlp.{h}.0.linear.bias": Row("blocks.{h}.join.linear.bias", "its bias"),
+            "hydra_mlp.{h}.0.res_connection.weight": Row("blocks.{h}.join.res.weight", "its residual"),
+            "hydra_mlp.{h}.0.res_connection.bias": Row("blocks.{h}.join.res.bias", "the residual's bias"),
+            "hydra_mlp.{h}.{next}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
+            "hydra_mlp.{h}.{next}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
+            "hydra_lm_head.{h}.weight": Row("lm_heads.{h}.weight", "LM head"),
+            "hydra_lm_head.{h}.bias": Row("lm_heads.{h}.bias", "its bias"),
+            **_layer("prefix_embeding_layer.layers.0", "prefix"),
+            "prefix_embeding_layer.norm.weight": Row("prefix_norm.weight", "norm after the prefix"),
         },
         ignored=(
             "input_embed_fn.",
@@ -302,59 +277,29 @@ FORMATS: dict[str, Format] = {
         ),
     ),
 }
-"""By the word in `--to`, or in what `headstart import` says that it found. `eagle3`, `eagle` and `medusa` are what
-servers read and what is native here; SafeAILab, SpecForge and ModelOpt write the first two as well."""
+"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle` and `medusa`, the native formats here;
+SafeAILab, SpecForge and ModelOpt write the first two as well."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor of one head is, in a format and here."""
+class Place(NamedTuple):
+    """A tensor of a head, with its names in a format and here."""
 
-    row: Row
     theirs: str
     ours: str
-    shape: tuple[int, ...]
+    meaning: str
+    tensor: Tensor
 
 
 def places(form: Format, head: DraftHead) -> Iterator[Place]:
-    """Every tensor that a head has in a format."""
-    sizes, has, count, first = _measures(head)
-    prefix = has.get("prefix", False)
-    for name, row in form.tensors.items():
-        if row.when and not has.get(row.when, False):
-            continue
-        for h in range(count["h"] if "{h}" in name else 1):
-            for number in range(first, count["l"]) if "{l}" in row.ours else (0,):
-                for i in range(count["i"] if "{i}" in name else 1):
-                    words: dict[str, int | str] = {"h": h, "l": number, "i": i, "n": count["l"]}
-                    # Hydra's modules behind a prefix each follow a dropout, which counts as a module.
-                    words |= {"j": int(prefix), "b": 2 * number + 3 if prefix else number + 1}
-                    words |= {"w": "1.weight" if prefix else "weight", "c": "1.bias" if prefix else "bias"}
-                    factors = [part.split("*") for part in row.shape.split(",")]
-                    known = sizes | {"P": (h + 2) * sizes["D"]}
-                    shape = tuple(math.prod(known[f] if f in known else int(f) for f in product) for product in factors)
-                    yield Place(row, name.format(**words), row.ours.format(**words), shape)
-
-
-def _measures(head: DraftHead) -> tuple[dict[str, int], dict[str, bool], dict[str, int], int]:
-    """A head's sizes by letter, its properties, how many heads, layers and features, and the first {l}."""
-    target = head.target
-    sizes = {"D": target.hidden_size, "Dt": target.hidden_size, "V": target.vocab_size, "Vd": head.draft_vocab_size}
-    has = {"truncated": getattr(head.config, "draft_vocab_size", None) is not None}
-    if isinstance(head, (EagleHead, Eagle3Head)):
-        shape = head.shape
-        sizes |= {"D": shape.hidden_size, "I": shape.intermediate_size, "E": shape.head_dim}
-        sizes |= {"Q": shape.num_attention_heads * shape.head_dim, "K": shape.num_key_value_heads * shape.head_dim}
-        sizes["F"] = len(head.feature_layers)
-        has |= {"qk_norm": shape.qk_norm, "fc_bias": getattr(head.config, "fc_bias", False)}
-        has |= {"own_embedding": hasattr(head, "embed_tokens")}
-        has |= {name: getattr(head.config, name, False) for name in ("fc_norm", "norm_before_fc")}
-        return sizes, has, {"h": 1, "l": head.config.num_layers, "i": sizes["F"]}, 1
-    assert isinstance(head, (MedusaHead, HydraHead))
-    sizes |= {"I": target.intermediate_size, "E": target.head_dim}
-    sizes |= {"Q": target.num_attention_heads * target.head_dim, "K": target.num_key_value_heads * target.head_dim}
-    has |= {"bias": head.config.bias, "own_lm_head": head.config.lm_head == "own"}
-    if isinstance(head, MedusaHead):
-        return sizes, has, {"h": head.config.num_heads, "l": head.config.num_layers, "i": 1}, 0
-    has["prefix"] = head.config.prefix_layer
-    return sizes, has, {"h": head.config.num_heads, "l": head.config.num_layers - 1, "i": 1}, 0
+    """Every tensor of a head that a format has a name for."""
+    state = head.state_dict()
+    for theirs, row in form.tensors.items():
+        pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(row.ours)))  # {h} to (?P<h>\d+)
+        for ours, tensor in state.items():
+            if match := pattern.fullmatch(ours):
+                numbers = {letter: int(number) for letter, number in match.groupdict().items()}
+                name = theirs.format(**numbers, next=numbers.get("l", 0) + 1, blocks=head.config.num_layers)
+                if getattr(head.config, "prefix_layer", False):  # Hydra++ counts the dropout before each module
+                    name = re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda old: f"{old[1]}.{2 * int(old[2]) + 1}", name)
+                    name = re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)
+                yield Place(name, ours, row.meaning, tensor)

@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face Hub: download and upload by its own client, with its cache and offline mode."""
+"""Download and upload of checkpoints by the Hugging Face Hub's client, with its cache and offline mode."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from huggingface_hub.errors import (
 )
 
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
-"""Patterns of the files that are downloaded: everything that a head may consist of."""
+"""Patterns of the files that are downloaded: all files of a head."""
+REASONS: dict[type[Exception], str] = {
+    HFValidationError: "it is no folder, and no Hub id either: {error}",
+    GatedRepoError: "its repository is gated; ask for access, then give a token",
+    RepositoryNotFoundError: "neither a folder nor a repository of the Hub, unless it is private: give a token",
+    RevisionNotFoundError: "the repository has no such revision",
+    OfflineModeIsEnabled: "neither a folder, nor in the cache, nor can the Hub be asked",
+    LocalEntryNotFoundError: "neither a folder, nor in the cache, nor can the Hub be asked",
+    Exception: "the Hub cannot be read: {error}",
+}
+"""Messages of errors, the first matching class counting; the client's network library has errors of its own."""
 
 
 def local_folder(
-    source: str | Path,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
+    source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
     """Return a folder as it is; download the files of a Hub id, or take them from the cache.
 
     Raises:
-        ValueError: neither a folder nor a repository that can be read; with the reason that the Hub gave.
+        ValueError: neither a folder nor a repository that can be read, with the Hub's reason.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -37,20 +44,9 @@ def local_folder(
         return Path(
             snapshot_download(str(source), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=FILES)
         )
-    except HFValidationError as error:
-        raise ValueError(f"no head at {where}: it is no folder, and no Hub id either: {error}") from error
-    except GatedRepoError as error:
-        raise ValueError(f"no head at {where}: its repository is gated; ask for access, then give a token") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"no head at {where}: neither a folder nor a repository of the Hub, unless it is private: give a token"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ValueError(f"no head at {where}: the repository has no such revision") from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        raise ValueError(f"no head at {where}: neither a folder, nor in the cache, nor can the Hub be asked") from error
-    except Exception as error:  # the client's network library, and so its errors, differ between versions
-        raise ValueError(f"no head at {where}: the Hub cannot be read: {error}") from error
+    except Exception as error:
+        reason = next(reason for kind, reason in REASONS.items() if isinstance(error, kind))
+        raise ValueError(f"no head at {where}: {reason.format(error=error)}") from error
 
 
 def push_folder(
@@ -64,10 +60,10 @@ def push_folder(
 ) -> str:
     """Upload a folder as one commit, creating the repository if needed; returns the commit's URL.
 
-    An upload that is interrupted or refused leaves the repository as it was: files count when their commit is made.
+    An upload that is interrupted or refused leaves the repository as it was.
 
     Raises:
-        ValueError: the Hub refuses; with its reason.
+        ValueError: the Hub refuses, with its reason.
     """
     api = HfApi(token=token)
     try:
@@ -77,6 +73,6 @@ def push_folder(
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, revision=branch, create_pr=create_pr, commit_message=message
         )
-    except Exception as error:  # likewise
+    except Exception as error:  # of any class: its network library differs between versions
         raise ValueError(f"{repo_id!r} cannot be pushed to: {error}") from error
     return str(commit.commit_url)

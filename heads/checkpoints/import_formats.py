@@ -1,20 +1,52 @@
-"""A config.json of another project as the options of a head, by the tables of `formats.py`."""
+"""Heads of other projects: their format is recognised by the files, which are read by the tables of `formats.py`.
+
+Nothing is assumed. A key or tensor that no table has, a value that no head here can have, layer numbers that contradict
+each other, ids where offsets belong: each is an error that names it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from ..base import TargetInfo
-from .formats import EAGLE_CONFIG, LLAMA, NEEDED, Key
+from ..base import DraftHead, TargetInfo
+from ..by_name import build_head
+from .formats import EAGLE_CONFIG, FORMATS, LLAMA, NEEDED, Format, Key, places
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that a head's weights may have."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A head that another project wrote."""
+
+    head: DraftHead
+    form: str
+    """The row of `FORMATS` that it was read by."""
+    remarks: list[str]
+    """Messages for its user."""
+
+
+@dataclass
+class Source:
+    """The files of a head in the format `form`, and the target that it drafts for."""
+
+    form: str
+    keys: Keys
+    tensors: dict[str, Tensor]
+    target: TargetInfo
+    remarks: list[str] = field(default_factory=list)
 
 
 class Keys:
-    """A config.json, read by a table."""
+    """A config.json whose keys are checked by a table, with the table's defaults."""
 
     def __init__(self, table: dict[str, Key], config: dict[str, Any], where: str) -> None:
         self.table, self.config, self.where = table, config, where
@@ -31,46 +63,99 @@ class Keys:
 
 
 def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> None:
-    """Refuse a key that a table does not have.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuse a key that a table does not have."""
     unknown = sorted(config.keys() - table.keys())
     if unknown:
         raise ValueError(f"{where}: unknown config key {unknown[0]!r}; known are {', '.join(sorted(table))}")
 
 
-def _eagle3_options(
-    keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, remarks: list[str]
-) -> tuple[str, dict[str, Any]]:
-    nested = Keys(EAGLE_CONFIG, keys["eagle_config"] or {}, "eagle_config")
-    options = _llama_options(keys, target, remarks) | _eagle3_flags(keys, tensors)
-    options["norm_before_fc"] = keys["norm_before_fc"] or nested["norm_before_fc"]
-    outputs = nested["eagle_aux_hidden_state_layer_ids"]
-    options["feature_layers"] = _layers(keys["eagle_aux_hidden_state_layer_ids"], outputs, target, remarks)
-    _check_width(keys, tensors, target, len(options["feature_layers"]))
-    return "eagle3", options
+def recognise(config: dict[str, Any], names: set[str]) -> str:
+    """The row of `FORMATS` that a config.json and the names of its tensors belong to."""
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        forms = {"eagle3": "speculators", "eagle": "speculators-eagle"}
+        if kind not in forms:
+            raise ValueError(f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}")
+        return forms[kind]
+    tests: dict[str, Callable[[str], Any]] = {
+        "hydra": lambda name: name.startswith("hydra_"),
+        "fasterdecoding": lambda name: re.fullmatch(r"(medusa_head\.)?\d+\.\d+(\.linear)?\.(weight|bias)", name),
+        "medusa": lambda name: name.startswith("blocks.0.layers."),
+        "eagle3": lambda name: name.endswith(".hidden_norm.weight"),
+        "eagle": lambda name: name == "fc.weight",
+    }
+    for form, belongs in tests.items():
+        if any(map(belongs, names)):
+            return form
+    shown = ", ".join(sorted(names)[:5]) or "nothing"
+    raise ValueError(f"no head that is known here: its tensors are {shown}, ...; known are {', '.join(FORMATS)}")
 
 
-def _speculators_options(
-    keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, remarks: list[str]
-) -> tuple[str, dict[str, Any]]:
-    options = _llama_options(_layer_keys(keys), target, remarks) | _eagle3_flags(keys, tensors)
-    options["feature_layers"] = _layers(keys["eagle_aux_hidden_state_layer_ids"], None, target, remarks)
-    _check_width(keys, tensors, target, len(options["feature_layers"]))
-    if "norm_before_residual" not in keys.config:
+def import_head(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: TargetInfo, embedding_VD: Tensor | None = None
+) -> Imported:
+    """A head from another project's config.json and weights, without copies of the target's `embedding_VD`.
+
+    Raises:
+        ValueError: anything in it that is unknown, missing, contradictory or impossible here; named.
+    """
+    form = recognise(config, set(tensors))
+    remarks = []
+    if form == "fasterdecoding":
+        tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
+        if any(name.startswith("model.") for name in tensors):
+            remarks.append("the file holds a whole model that was trained with its heads: they draft for that model")
+            tensors = {name: tensor for name, tensor in tensors.items() if name[0].isdigit()}
+    source = Source(form, Keys(FORMATS[form].keys, config, form), dict(tensors), target, remarks)
+    options = READERS[form](source)
+    embedding = _take_embedding(source, embedding_VD, options)
+    _sort_draft_vocab(source, options)
+    tensors = source.tensors | embedding
+    if form == "eagle3" and "midlayer.hidden_norm.weight" not in tensors:  # ModelOpt's newer name of the first layer
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    name = "hydra++" if options.get("prefix_layer") else FORMATS[form].heads[0]
+    head = build_head(name, {key: value for key, value in options.items() if value is not None}, target)
+    _load(head, FORMATS[form], tensors)
+    return Imported(head, form, remarks)
+
+
+# Options of a head, from its config.json and tensors.
+
+
+def _eagle3_options(source: Source) -> dict[str, Any]:
+    keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
+    native = source.form == "eagle3"
+    nested = Keys(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
+    options = _llama_options(keys if native else _layer_keys(keys), target, remarks)
+    size = keys["draft_vocab_size"]
+    if size is None and "lm_head.weight" in tensors:
+        size = len(tensors["lm_head.weight"])
+    options["draft_vocab_size"] = size
+    options["qk_norm"] = any(name.endswith("q_norm.weight") for name in tensors)
+    options |= {name: bool(keys[name]) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    options["norm_before_fc"] = options["norm_before_fc"] or nested["norm_before_fc"]
+    inputs, outputs = keys["eagle_aux_hidden_state_layer_ids"], nested["eagle_aux_hidden_state_layer_ids"]
+    options["feature_layers"] = _feature_layers(inputs, outputs, target, remarks)
+    width, count = keys["target_hidden_size"], len(options["feature_layers"])
+    if width not in (None, target.hidden_size):
+        raise ValueError(f"target_hidden_size is {width}, and {target.hidden_size} in the target {target.name!r}")
+    weight = tensors.get("fc.weight")
+    if weight is not None and weight.shape[1] != count * target.hidden_size:
+        raise ValueError(
+            f"fc.weight reads {weight.shape[1]} values, and {count} feature layers of the target {target.name!r} are "
+            f"{count} x {target.hidden_size}"
+        )
+    if not native and "norm_before_residual" not in keys.config:
         remarks.append("norm_before_residual is missing: read as false, speculators' own default; vLLM reads true")
-    return "eagle3", options
+    return options
 
 
-def _eagle_options(
-    keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, remarks: list[str]
-) -> tuple[str, dict[str, Any]]:
-    llama = _layer_keys(keys) if keys.where == "speculators-eagle" else keys
-    options = _llama_options(llama, target, remarks)
+def _eagle_options(source: Source) -> dict[str, Any]:
+    keys, tensors, remarks = source.keys, source.tensors, source.remarks
+    native = source.form == "eagle"
+    options = _llama_options(keys if native else _layer_keys(keys), source.target, remarks)
     options.pop("hidden_size")
-    name, key = ("fusion_fc.bias", "fusion_bias") if llama is not keys else ("fc.bias", "bias")
+    name, key = ("fc.bias", "bias") if native else ("fusion_fc.bias", "fusion_bias")
     bias = tensors.get(name)
     if bias is not None and not bias.any():
         tensors.pop(name)
@@ -80,17 +165,16 @@ def _eagle_options(
         remarks.append("fc has a bias: SGLang reads such a head, vLLM does not")
     elif keys.config.get(key):
         raise ValueError(f"{keys.where}: {key} is true and the tensor {name!r} is missing")
-    return "eagle", options
+    return options
 
 
-def _medusa_options(
-    keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, remarks: list[str]
-) -> tuple[str, dict[str, Any]]:
+def _medusa_options(source: Source) -> dict[str, Any]:
+    keys, target = source.keys, source.target
     for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if keys[name] != own:
             raise ValueError(f"medusa: {name} is {keys[name]}, and {own} in the target {target.name!r}")
     size = keys["truncated_vocab_size"]
-    return "medusa", {
+    return {
         "num_heads": keys["num_heads"],
         "num_layers": keys["num_hidden_layers"],
         "bias": keys["medusa_fc_bias"],
@@ -99,34 +183,30 @@ def _medusa_options(
     }
 
 
-def _fasterdecoding_options(
-    keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, remarks: list[str]
-) -> tuple[str, dict[str, Any]]:
+def _fasterdecoding_options(source: Source) -> dict[str, Any]:
+    keys, tensors, remarks = source.keys, source.tensors, source.remarks
     heads = _count(tensors, r"(\d+)\.0\.linear\.weight")
     blocks = _count(tensors, r"0\.(\d+)\.linear\.weight")
     if keys["medusa_num_heads"] not in (None, heads):
         remarks.append(f"config.json says {keys['medusa_num_heads']} heads, the file holds {heads}: all are taken")
     if blocks > 1:
-        _say_repeated(tensors, [f"0.{i}.linear.weight" for i in range(blocks)], remarks)
-    own = f"0.{blocks}.weight" in tensors
-    return "medusa", {
+        _report_repeated(tensors, [f"0.{i}.linear.weight" for i in range(blocks)], remarks)
+    return {
         "num_heads": heads,
         "num_layers": blocks,
         "bias": "0.0.linear.bias" in tensors,
-        "lm_head": "own" if own else "shared",
+        "lm_head": "own" if f"0.{blocks}.weight" in tensors else "shared",
     }
 
 
-def _hydra_options(
-    keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, remarks: list[str]
-) -> tuple[str, dict[str, Any]]:
-    prefix = keys["hydra_head_arch"] == "prefix-mlp"
-    heads, blocks = _count(tensors, r"hydra_lm_head\.(\d+)\..*weight"), keys["hydra_num_layers"]
-    later = [f"hydra_mlp.0.{2 * i + 3 if prefix else i + 1}.linear.weight" for i in range(blocks - 1)]
+def _hydra_options(source: Source) -> dict[str, Any]:
+    tensors, blocks = source.tensors, source.keys["hydra_num_layers"]
+    prefix = source.keys["hydra_head_arch"] == "prefix-mlp"
     if blocks > 2:
-        _say_repeated(tensors, later, remarks)
-    return "hydra++" if prefix else "hydra", {
-        "num_heads": heads,
+        later = [f"hydra_mlp.0.{2 * i + 3 if prefix else i + 1}.linear.weight" for i in range(blocks - 1)]
+        _report_repeated(tensors, later, source.remarks)
+    return {
+        "num_heads": _count(tensors, r"hydra_lm_head\.(\d+)\..*weight"),
         "num_layers": blocks,
         "prefix_layer": prefix,
         "prefix_norm": prefix,
@@ -134,24 +214,23 @@ def _hydra_options(
     }
 
 
-READERS = {
+READERS: dict[str, Callable[[Source], dict[str, Any]]] = {
     "eagle3": _eagle3_options,
     "eagle": _eagle_options,
     "medusa": _medusa_options,
     "fasterdecoding": _fasterdecoding_options,
-    "speculators": _speculators_options,
+    "speculators": _eagle3_options,
     "speculators-eagle": _eagle_options,
     "hydra": _hydra_options,
 }
-"""By a row of `FORMATS`: its config and tensors as the word and the options of a head."""
+"""By a row of `FORMATS`."""
 
 
 def _count(tensors: dict[str, Tensor], pattern: str) -> int:
-    found = {int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name))}
-    return len(found)
+    return len({int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name))})
 
 
-def _say_repeated(tensors: dict[str, Tensor], names: list[str], remarks: list[str]) -> None:
+def _report_repeated(tensors: dict[str, Tensor], names: list[str], remarks: list[str]) -> None:
     """The authors' `[ResBlock(D)] * n` is one block n times; its copies are what was trained."""
     first = tensors.get(names[0])
     if first is not None and all(name in tensors and torch.equal(tensors[name], first) for name in names):
@@ -159,7 +238,7 @@ def _say_repeated(tensors: dict[str, Tensor], names: list[str], remarks: list[st
 
 
 def _layer_keys(keys: Keys) -> Keys:
-    """The decoder layer of a speculators config: what is not written there has its class's default."""
+    """The decoder layer of a speculators config, in which absent keys have the defaults of the layer's class."""
     given = dict(keys["transformer_layer_config"])
     classes = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     kind = given.get("model_type")
@@ -186,18 +265,20 @@ def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str]) -> dict[s
         )
     if set(keys["layer_types"] or ()) - {"full_attention"}:
         raise ValueError(f"{keys.where}: layer_types are {keys['layer_types']}; a head here has full_attention alone")
-    asked = {
+    sizes = {
         "hidden_size": width,
         "intermediate_size": keys["intermediate_size"],
         "num_attention_heads": heads,
         "num_key_value_heads": keys["num_key_value_heads"] or heads,
         "head_dim": keys["head_dim"] or width // heads,
     }
-    options = {name: None if value == getattr(target, name) else value for name, value in asked.items()}
+    options = {name: None if value == getattr(target, name) else value for name, value in sizes.items()}
     options["num_layers"] = keys["num_hidden_layers"]
     eps = keys["rms_norm_eps"]
     options["rms_norm_eps"] = None if abs(eps / target.rms_norm_eps - 1) < 1e-3 else eps
-    rope, own = _rope(keys), {"rope_type": "default", **target.rope_parameters}
+    rope = {"rope_theta": keys["rope_theta"], **(keys["rope_scaling"] or {}), **(keys["rope_parameters"] or {})}
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    own = {"rope_type": "default", **target.rope_parameters}
     options["rope_parameters"] = None if rope == own else rope
     if rope["rope_theta"] != own["rope_theta"]:
         given = "" if "rope_theta" in keys.config or keys["rope_parameters"] else " (none is written: the default)"
@@ -205,26 +286,10 @@ def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str]) -> dict[s
     return options
 
 
-def _rope(keys: Keys) -> dict[str, Any]:
-    rope = {"rope_theta": keys["rope_theta"], **(keys["rope_scaling"] or {}), **(keys["rope_parameters"] or {})}
-    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
-    return rope
-
-
-def _eagle3_flags(keys: Keys, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    size = keys["draft_vocab_size"]
-    if size is None and "lm_head.weight" in tensors:
-        size = len(tensors["lm_head.weight"])
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return {
-        "draft_vocab_size": size,
-        "qk_norm": any(name.endswith("q_norm.weight") for name in tensors),
-        **{name: bool(keys[name]) for name in flags},
-    }
-
-
-def _layers(inputs: list[int] | None, outputs: list[int] | None, target: TargetInfo, remarks: list[str]) -> list[int]:
-    """Feature layers in our count, by a block's output, from either way of counting."""
+def _feature_layers(
+    inputs: list[int] | None, outputs: list[int] | None, target: TargetInfo, remarks: list[str]
+) -> list[int]:
+    """Feature layers by the block's output, as they are counted here, from either way of counting."""
     if inputs is not None and outputs is not None and [layer - 1 for layer in inputs] != outputs:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids are {inputs} at the top level, which counts inputs of blocks, and "
@@ -242,13 +307,77 @@ def _layers(inputs: list[int] | None, outputs: list[int] | None, target: TargetI
     return sorted(layers)
 
 
-def _check_width(keys: Keys, tensors: dict[str, Tensor], target: TargetInfo, count: int) -> None:
-    stated = keys["target_hidden_size"]
-    if stated not in (None, target.hidden_size):
-        raise ValueError(f"target_hidden_size is {stated}, and {target.hidden_size} in the target {target.name!r}")
-    weight = tensors.get("fc.weight")
-    if weight is not None and weight.shape[1] != count * target.hidden_size:
-        raise ValueError(
-            f"fc.weight reads {weight.shape[1]} values, and {count} feature layers of the target {target.name!r} are "
-            f"{count} x {target.hidden_size}"
-        )
+# Tensors of a head.
+
+
+def _take_embedding(source: Source, target_VD: Tensor | None, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Take the embedding out of the file's tensors; it is returned if the head needs one of its own."""
+    own_VD = source.tensors.pop("embed_tokens.weight", None)
+    if own_VD is None:
+        return {}
+    if target_VD is not None and own_VD.shape == target_VD.shape and torch.equal(own_VD, target_VD.to(own_VD.dtype)):
+        source.remarks.append("its embedding is the target's and left out")
+    elif "embed_tokens.weight" in FORMATS[source.form].tensors:
+        options["own_embedding"] = options["hidden_size"] is None
+        return {"embed_tokens.weight": own_VD}
+    elif target_VD is not None:
+        name = source.target.name
+        raise ValueError(f"its embedding is not that of the target {name!r}: it was made for another model")
+    return {}
+
+
+def _sort_draft_vocab(source: Source, options: dict[str, Any]) -> None:
+    """Check a draft vocabulary's offsets; sort it, as it is here, or drop it if it is the whole vocabulary."""
+    tensors, vocab_size = source.tensors, source.target.vocab_size
+
+    def distinct(ids_V: Tensor) -> bool:
+        return bool((ids_V >= 0).all() and (ids_V < vocab_size).all() and len(ids_V.unique()) == len(ids_V))
+
+    offsets_V = tensors.get("d2t")
+    if options.get("draft_vocab_size") == vocab_size:
+        options["draft_vocab_size"] = None
+        if offsets_V is not None and offsets_V.any():
+            raise ValueError("d2t moves ids although the draft vocabulary is the target's whole one")
+        for name in ("d2t", "t2d"):
+            tensors.pop(name, None)
+    elif offsets_V is not None:
+        ids_V = torch.arange(len(offsets_V)) + offsets_V.long()
+        if not distinct(ids_V):
+            absolute = "; its values look like target ids, and d2t holds these minus the draft id"
+            raise ValueError(
+                f"d2t does not lead to different ids below {vocab_size}"
+                + (absolute if distinct(offsets_V.long()) else "")
+            )
+        chosen_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids_V, True)
+        if "t2d" in tensors and not torch.equal(tensors["t2d"].bool(), chosen_V):
+            raise ValueError("d2t and t2d name different draft vocabularies")
+        tensors["t2d"] = chosen_V
+        order = ids_V.argsort()
+        if not torch.equal(order, torch.arange(len(order))):
+            source.remarks.append("the draft vocabulary is sorted, the LM head with it")
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+        tensors["d2t"] = ids_V[order] - torch.arange(len(order))
+
+
+def _load(head: DraftHead, form: Format, tensors: dict[str, Tensor]) -> None:
+    """Load a head's weights, each of which must be in the table and in the file."""
+    state, problems, rest = {}, [], dict(tensors)
+    for place in places(form, head):
+        tensor = rest.pop(place.theirs, None)
+        if tensor is None:
+            problems.append(f"missing tensor {place.theirs!r} ({place.meaning})")
+        elif tensor.shape != place.tensor.shape:
+            shape, own = tuple(tensor.shape), tuple(place.tensor.shape)
+            problems.append(f"tensor {place.theirs!r} of shape {shape} instead of {own}")
+        elif place.tensor.is_floating_point() and tensor.dtype not in FLOATS:
+            problems.append(f"tensor {place.theirs!r} of {tensor.dtype} instead of {', '.join(map(str, FLOATS))}")
+        elif place.tensor.is_floating_point() and not tensor.isfinite().all():
+            problems.append(f"tensor {place.theirs!r} has values that are no numbers or infinite")
+        else:
+            state[place.ours] = tensor
+    problems += [f"unknown tensor {name!r}" for name in rest if not name.startswith(form.ignored or ("\0",))]
+    if problems:
+        raise ValueError("; ".join(problems))
+    for name, parameter in head.named_parameters():
+        parameter.data = parameter.data.to(state[name].dtype)
+    head.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The model card of a head checkpoint: written from what its config.json holds, and from nothing else."""
+"""The model card of a head checkpoint, written from its config.json alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 SELF = "THIS FOLDER OR ITS HUB ID"
-"""Stands for the checkpoint until it is pushed."""
+"""Placeholder for the checkpoint's id until it is pushed."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Listing:
     """Hub metadata of a head; the rest of a model card is in the checkpoint."""
 
     repo: str = SELF
-    """Its own id."""
+    """Id of the head."""
     base_model: str | None = None
-    """The target's id on the Hub, if it is not what the head was trained with."""
+    """Hub id of the target, if the head was trained with it under another name."""
     license: str | None = None
-    """The head's licence, in the Hub's words: apache-2.0, llama3.1."""
+    """Licence of the head by its identifier on the Hub: apache-2.0, llama3.1."""
 
 
 _CARD = """---
@@ -31,7 +31,7 @@ _CARD = """---
 
 # A draft head ({head}) for {target}
 
-Draft heads guess several tokens, one forward pass of the model checks them all. With greedy or exact verification
+A draft head drafts several tokens, one forward pass of the model verifies them all. With greedy or exact verification
 the output is the model's own: lossless.{adapted} Typical acceptance (`verifier="typical"`, `lossy=True`) is not.
 
 ## Use
@@ -96,24 +96,28 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm {me
 ```""",
 }
 MODEL = "MODEL"
-"""Stands in a server's command for a target that no server loads by the name that it has here."""
+"""Placeholder in a server's command for a target that no server loads by the name that it has here."""
 SERVED_DEPTH = 3
-"""Tokens of the chain that a server is told to draft: what both projects' pages begin with."""
+"""Draft length in a server's command: the first example in both projects' documentation."""
 
 
 def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
-    """Markdown from the `headstart` section of a checkpoint's config.json, and where it will be listed."""
+    """Markdown from the `headstart` section of a checkpoint's config.json and its entry on the Hub."""
     listing = listing or Listing()
     target = listing.base_model or section["target"]["name"]
-    options = "\n".join(f"- {name}: {value}" for name, value in section["options"].items())
+    front: dict[str, Any] = {"library_name": "headstart", "tags": ["speculative-decoding", section["head"]]}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():  # the Hub takes no folder here
+        front |= {"base_model": target, "base_model_relation": "adapter"}
+    if listing.license:
+        front["license"] = listing.license
     return _CARD.format(
-        front=yaml.safe_dump(_front_matter(section, listing, target), sort_keys=False),
+        front=yaml.safe_dump(front, sort_keys=False),
         target=target,
         quoted=json.dumps(target),
         repo=listing.repo,
         head=section["head"],
         measured=_measured_table(section["measured"]),
-        options=options,
+        options="\n".join(f"- {name}: {value}" for name, value in section["options"].items()),
         adapted=_ADAPTED if section["adapted"] else "",
         recipe=_recipe(section["training"]),
         provenance="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
@@ -121,58 +125,38 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     )
 
 
-def _front_matter(section: dict[str, Any], listing: Listing, target: str) -> dict[str, Any]:
-    """YAML front matter for the Hub, which takes no folder and no package for a base model."""
-    front: dict[str, Any] = {"library_name": "headstart", "tags": ["speculative-decoding", section["head"]]}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():
-        front |= {"base_model": target, "base_model_relation": "adapter"}
-    return front | ({"license": listing.license} if listing.license else {})
-
-
 def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> str:
-    """How to serve the head, or why not."""
+    """The command that serves the head, or the reason why the server does not read it."""
     reason = section.get("unread_by", {}).get(server)
     if reason is not None:
         return f"does not read this head: {reason}."
     depth = min(SERVED_DEPTH, section["options"].get("depth") or section["options"].get("num_heads", SERVED_DEPTH))
     method = section["head"] if server == "vllm" else section["head"].upper()
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
-    loadable = _loadable(target)
-    command = _COMMANDS[server].format(
-        target=target if loadable else MODEL, method=method, repo=repo, depth=depth, nodes=depth + 1
-    )
-    told = (
-        ""
-        if loadable
-        else f" It does not load `{target}`, a GGUF file: put the Hub id of the same model in place of {MODEL},\n"
-        "or its folder as transformers saves it. Where its weights differ from the file's, acceptance does too."
-    )
-    return f"reads this folder as it is{adapted}.{told}{command}"
-
-
-def _loadable(target: str) -> bool:
-    """Whether a server loads a target by its name: a Hub id or a folder, no GGUF file and no Python package's."""
-    return not target.startswith("package:") and not target.lower().endswith(".gguf")
+    name, note = target, ""
+    if target.startswith("package:") or target.lower().endswith(".gguf"):
+        name = MODEL
+        note = (
+            f" It does not load `{target}`, a GGUF file: put the Hub id of the same model in place of {MODEL},\n"
+            "or its folder as transformers saves it. Where its weights differ from the file's, acceptance does too."
+        )
+    command = _COMMANDS[server].format(target=name, method=method, repo=repo, depth=depth, nodes=depth + 1)
+    return f"reads this folder as it is{adapted}.{note}{command}"
 
 
 def _recipe(training: dict[str, Any]) -> str:
-    """The options that were given to training, and how long it took."""
+    """Duration and config of the training run."""
     if "config" not in training:
         return "Nothing was written down: the head was not trained by headstart."
     tokens, minutes = training.get("answer_tokens"), training.get("seconds", 0.0) / 60
-    told = f"{training.get('step')} steps" + (f", {tokens:,} answer tokens" if tokens else "")
-    # Who watched the run, and under which names, is not how it is made again.
+    steps = f"{training.get('step')} steps" + (f", {tokens:,} answer tokens" if tokens else "")
+    # Trackers and their names do not help to repeat the run.
     options = {name: value for name, value in training["config"].items() if name != "tracking"}
     settings = yaml.safe_dump(options, sort_keys=False)
     return (
-        f"{told}, {minutes:.0f} minutes on {training.get('hardware')}. `headstart train --config recipe.yaml` with\n\n"
+        f"{steps}, {minutes:.0f} minutes on {training.get('hardware')}. `headstart train --config recipe.yaml` with\n\n"
         f"```yaml\n{settings}```"
     )
-
-
-def _figure(value: float | None) -> str:
-    """Two digits, or a dash where nothing was measured."""
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _measured_table(measured: dict[str, Any]) -> str:
@@ -182,17 +166,14 @@ def _measured_table(measured: dict[str, Any]) -> str:
     trees = measured.get("trees")
     if not trees:
         return "Nothing was measured when this checkpoint was written."
-    rows = [
-        f"| {name} | {row['nodes']} | {_figure(row['acceptance_length'])} "
-        f"({_figure(row['interval'][0])} to {_figure(row['interval'][1])}) | "
-        + " ".join(map(_figure, row["acceptance_rate_by_depth"]))
-        + " |"
-        for name, row in trees.items()
-    ]
+    rows = []
+    for name, row in trees.items():
+        values = (row["acceptance_length"], *row["interval"], *row["acceptance_rate_by_depth"])
+        length, low, high, *rates = ("-" if value is None else f"{value:.2f}" for value in values)
+        rows.append(f"| {name} | {row['nodes']} | {length} ({low} to {high}) | {' '.join(rates)} |")
     header = "| tree | nodes | acceptance length (95 % interval) | acceptance rate by depth |\n|---|---|---|---|\n"
     kind = measured.get("kind", "held-out prompts, greedy")
-    told = f"{measured['prompts']} {kind}, {measured['new_tokens']} tokens each.\n\n"
-    table = told + header + "\n".join(rows)
+    table = f"{measured['prompts']} {kind}, {measured['new_tokens']} tokens each.\n\n{header}" + "\n".join(rows)
     if "speedup" not in measured:
         return table
     times, hardware = measured["speedup"], measured["hardware"]

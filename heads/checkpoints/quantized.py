@@ -1,6 +1,6 @@
 """Heads with int8 weights: torchao's weight-only tensors, one scale per row of a weight.
 
-A file holds NAME.qdata and NAME.scale where another holds NAME. Servers do not read such a head.
+A file holds NAME.qdata and NAME.scale in place of NAME. Servers do not read such a head.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ UNREAD = "its weights are int8, in torchao's form"
 
 
 def torchao() -> Any:
-    """Import `torchao.quantization`, which is optional and prints when it is imported.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import `torchao.quantization`, which is optional and prints when it is imported."""
     try:
         import torchao.quantization as library
     except ImportError as error:
@@ -45,11 +41,7 @@ def plain_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def int8_tensor(saved: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    """Take the two parts of an int8 weight out of `saved` and join them.
-
-    Raises:
-        ValueError: no scale, or values that are not int8 of `shape`.
-    """
+    """Take the two parts of an int8 weight out of `saved` and join them to a tensor of `shape`."""
     if f"{name}.scale" not in saved:
         raise ValueError(f"tensor {name!r} has int8 values and no scale")
     data, scale = saved.pop(f"{name}.qdata"), saved.pop(f"{name}.scale")

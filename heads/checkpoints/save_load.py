@@ -1,8 +1,7 @@
 """Head checkpoints: config.json, model.safetensors and a model card in one folder.
 
-config.json holds the keys that serving engines read and a `headstart` section that they ignore: the head's name, its
-options, its target and its `CheckpointMetadata`. Loading is strict, and a save that fails leaves the previous
-checkpoint as it was.
+config.json holds the keys that servers read and a `headstart` section that they ignore: the head's name, options,
+target and `CheckpointMetadata`. Loading is strict; a save that fails leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from headstart.inference import generate_from
 
 
 def generate(model, **arguments):
-    """What `model.generate` calls, with its own arguments."""
+    """Called by `model.generate` with its own arguments."""
     # transformers runs a copy of this file and does not say where it came from: only its caller knows.
     head = inspect.currentframe().f_back.f_locals["custom_generate"]
     return generate_from(head, model, **arguments)
 '''
-"""Source of the file by which transformers takes a head's repository as a decoding method."""
+"""Source of the file that makes a head's repository a decoding method of transformers."""
 
 
 def load_head(
@@ -60,15 +59,9 @@ def load_head(
     token: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> tuple[DraftHead, CheckpointMetadata]:
-    """Load a head from a folder or a Hub id, strictly.
+    """Load a head from a folder or a Hub id, strictly; see `DraftHead.from_pretrained`.
 
-    Args:
-        source: the checkpoint.
-        target: the model that it is to draft for, whose dimensions must match; None to skip the check.
-        dtype: of the parameters; None keeps the saved one.
-        revision: of a Hub id.
-        token: for a private repository.
-        cache_dir: where downloads are kept; None for the Hub's default.
+    Its dimensions must match those of `target`, if given. A `dtype` of None keeps the saved one.
 
     Raises:
         ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
@@ -103,13 +96,9 @@ def load_head(
 
 
 def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None) -> None:
-    """Write a head's checkpoint; `folder` changes only when everything has been written.
+    """Write a head's checkpoint, with the peft model that it drafts for if `metadata.adapted`.
 
-    Args:
-        head: its weights and options.
-        folder: where to.
-        metadata: saved with it; `metadata.adapted` must say whether there is an adapter.
-        adapter: the peft model that the head drafts for.
+    `folder` changes only when everything has been written.
 
     Raises:
         ValueError: a head whose class is not in `HEADS`.
@@ -142,32 +131,21 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
 
 
 def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str) -> None:
-    """Change the draft tree of a checkpoint and record its calibration; the weights stay as they are.
-
-    Args:
-        folder: the checkpoint.
-        tree: becomes the default of machines for which no tree is recorded.
-        calibration: the measurement that chose it.
-        machine: the key under which it is recorded.
-    """
+    """Record a draft tree in a checkpoint, for `machine` and as the default of others, with its calibration."""
     config = _read_config(Path(folder))
     section = config["headstart"]
     section["tree"] = tree
     section["measured"]["calibration"] = json_ready(calibration)
     section["measured"].setdefault("fastest", {})[machine] = tree
-    card = model_card(section)
-    for name, text in ((CARD_FILE, card), (CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n")):
+    contents = json.dumps(config, indent=2, allow_nan=False) + "\n"
+    for name, text in ((CARD_FILE, model_card(section)), (CONFIG_FILE, contents)):
         partial = Path(folder) / (name + ".partial")
         partial.write_text(text, encoding="utf-8")
         partial.replace(Path(folder) / name)
 
 
 def copy_weights(head: DraftHead, source: str | Path) -> CheckpointMetadata:
-    """Start a head from another one's checkpoint, draft vocabulary included.
-
-    Raises:
-        ValueError: another kind of head, or a tensor that is missing, extra or of another shape; each named.
-    """
+    """Start a head from the checkpoint of another one of its class, draft vocabulary included."""
     other, metadata = load_head(source, head.target)
     if type(other) is not type(head):
         raise ValueError(f"{str(source)!r} holds a {type(other).__name__}, not a {type(head).__name__}")
@@ -179,29 +157,21 @@ def copy_weights(head: DraftHead, source: str | Path) -> CheckpointMetadata:
 
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
-    """Compare the provenance of a head with that of the target in use.
-
-    Returns:
-        One phrase for each entry that both have and that differs.
-    """
-    left_out = {"target", "revision"}
+    """One phrase for each entry of the target's provenance that differs between training and use."""
+    ignored = {"target", "revision"}
     if "float16" in (trained.get("dtype"), used.get("dtype")) and trained.get("dtype") != used.get("dtype"):
-        left_out.add("weights")  # their hash is over values rounded to bfloat16, which float16 rounds before
+        ignored.add("weights")  # their hash is over values rounded to bfloat16, which float16 rounds before
     return [
         f"{name.replace('_', ' ')} {trained[name]!r} (trained against) and {used[name]!r} (in use)"
         for name in trained.keys() & used.keys()
-        if name not in left_out and trained[name] != used[name]
+        if name not in ignored and trained[name] != used[name]
     ]
 
 
 def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> None:
-    """Copy a checkpoint to the folder that is uploaded.
+    """Copy a checkpoint to the folder that is uploaded, with a card for its repository.
 
-    Args:
-        source: the checkpoint.
-        folder: the copy, with a card that names its repository.
-        listing: the card's entry on the Hub.
-        shared: the target's tensors that servers look for in the head's file, by name.
+    `shared` holds the target's tensors that servers expect in the head's file, by name.
     """
     shutil.copytree(source, folder)
     section = _read_config(folder)["headstart"]
@@ -225,11 +195,7 @@ def push_head(head: DraftHead, repo: str, *options: Any) -> str:
 
 
 def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
-    """Load tensors that must be the head's own, in names and shapes.
-
-    Raises:
-        ValueError: naming every tensor that is missing, unknown or of another shape.
-    """
+    """Load tensors whose names and shapes must be the head's own; the error names all that are not."""
     expected = head.state_dict()
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]
@@ -262,14 +228,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) -> None:
-    """Servers read other keys than we do: refuse a checkpoint that would be another head there."""
+    """Refuse a checkpoint whose server keys describe another head than its `headstart` section."""
     expected = {**json_ready(head.server_config()), "torch_dtype": config.get("torch_dtype")}
-    found = {name: value for name, value in config.items() if name != "headstart"}
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found and expected[name] in (None, False):
-            continue  # written before there was such an option: servers read the same
-        if expected.get(name, "absent") != found.get(name, "absent"):
+    for name in sorted(expected.keys() | config.keys() - {"headstart"}):
+        ours, theirs = expected.get(name, "absent"), config.get(name, "absent")
+        if name not in config and ours in (None, False):
+            continue  # written before the option existed: servers read the same
+        if ours != theirs:
             raise ValueError(
-                f"{folder / CONFIG_FILE}: {name} is {found.get(name, 'absent')!r} for servers, and by the section "
-                f"'headstart' {expected.get(name, 'absent')!r}: one of them was changed"
+                f"{folder / CONFIG_FILE}: {name} is {theirs!r} for servers, and by the section 'headstart' {ours!r}: "
+                "one of them was changed"
             )

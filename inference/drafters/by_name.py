@@ -9,7 +9,7 @@ from ...heads import CheckpointMetadata, DraftHead, TargetModules
 from ...heads.checkpoints.hub import local_folder
 from ...heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from ..models.loading import load_tokenizer, tokenizer_origin
+from ..models.loading import load_tokenizer, tokenizer_provenance
 from ..target import Target
 from ..tuning.costs import AssumedCosts, RoundCosts, measured_costs
 from ..tuning.machine import machine_key
@@ -212,7 +212,7 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
         raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
     try:  # the same ids must mean the same tokens
-        ours, theirs = (tokenizer_origin(load_tokenizer(each.name))["tokenizer"] for each in (target, model))
+        ours, theirs = (tokenizer_provenance(load_tokenizer(each.name))["tokenizer"] for each in (target, model))
     except ValueError:  # models that were made in memory have no files: compare their sizes
         ours, theirs = str(target.info.vocab_size), str(model.info.vocab_size)
     if ours != theirs:
@@ -240,7 +240,7 @@ def _depth(tree: TreeSpec) -> int:
 
 def _datastore(folder: str, target: Target) -> Datastore:
     store = Datastore.load(folder)
-    store.check(tokenizer_origin(load_tokenizer(target.name))["tokenizer"], folder)
+    store.check(tokenizer_provenance(load_tokenizer(target.name))["tokenizer"], folder)
     if store.vocab_size > target.info.vocab_size:
         raise ValueError(
             f"the datastore {folder!r} holds token {store.vocab_size - 1}; the target has {target.info.vocab_size}"

@@ -70,7 +70,7 @@ class Datastore:
 
         Args:
             texts: token ids of each.
-            tokenizer: hash of the tokenizer; see `tokenizer_origin`.
+            tokenizer: hash of the tokenizer; see `tokenizer_provenance`.
 
         Raises:
             ValueError: no tokens at all.

@@ -1,7 +1,7 @@
-"""Which number format a model runs in: `dtype="auto"` is the fastest on this machine of those that are right for it.
+"""The dtype that a model runs in: `dtype="auto"` is the fastest on this machine of those that are exact for it.
 
-Right are the checkpoint's own format, and on a CPU float32 too, which holds every number of a 16-bit format exactly. A
-GGUF file that is dequantised here is right in float32 only. On an accelerator the checkpoint's own format is taken.
+Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF file is dequantised
+here and exact in float32 only. On an accelerator "auto" is the checkpoint's own dtype.
 """
 
 from __future__ import annotations
@@ -23,26 +23,22 @@ from ..tuning.machine import measured_once, positive, seconds_in_turns, tell_onc
 from .loading import config_of
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Formats that float32 holds exactly, and that a CPU may be slow in."""
+"""Dtypes that float32 holds exactly and that may be slow on a CPU."""
 WIDTH, INNER, LAYERS = 1024, 4096, 4
-"""Of the linear layers whose forwards are timed: as wide as a model of half a billion parameters has them, and together
-larger than most processors' caches."""
+"""Sizes and number of the linear layers that are timed: as in a model of half a billion parameters, and together larger
+than most processors' caches."""
 ROWS = (1, 8)
-"""Tokens of the forwards that are timed: a plain step, and the check of a small tree."""
+"""Tokens of the forwards that are timed: a plain step, and the verification of a small tree."""
 REPEATS, LIMIT = 7, 1.0
-"""Calls of each, at most, and seconds after which there are no more."""
+"""Most calls of each, and seconds after which no further one starts."""
 SLOW = 1.25
-"""A format that somebody names is told to be slow if it takes so many times as long as the best right one."""
+"""Ratio of the time in a named dtype to that in the fastest exact one from which on a warning is given."""
 ROOM = 0.8
-"""Share of the free memory that a model's weights may take in float32: caches and a head need some too."""
+"""Share of the free memory that weights in float32 may take; the rest is for caches and a head."""
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """A format, by its word or as it is.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+    """The torch dtype of a name such as bfloat16."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"unknown dtype {dtype!r}; choose from auto, float32, bfloat16, float16")
@@ -58,41 +54,29 @@ def chosen_dtype(
 ) -> torch.dtype:
     """The dtype for a checkpoint: the fastest right one for "auto", or the named one, with a warning if it is slow.
 
-    Args:
-        dtype: as the user gave it.
-        source: a folder, a Hub id, a GGUF file, or `package:NAME`.
-        device: where the model goes; None for several.
-        revision: of a Hub id.
-        options: of `sources.MODEL_OPTIONS`.
+    The arguments are those of `Target.from_pretrained`, with None as the device of a model on several.
 
     Raises:
-        ValueError: an unknown word for `dtype`, or no config at `source`.
+        ValueError: an unknown name for `dtype`, or no config at `source`.
     """
     named = None if dtype == "auto" else dtype_named(dtype)
-    if named is not None and (named not in (torch.float32, *HALVES) or not _on_cpu(device)):
+    on_cpu = device is not None and device.type == "cpu"
+    if named is not None and (named not in (torch.float32, *HALVES) or not on_cpu):
         return named
     own, config = own_dtype(source, revision, options)
     if named is not None:
         warn_if_slow(named, own)
         return named
     quantized = getattr(config, "quantization_config", None) or (options or {}).get("quantization_config")
-    if config is None or quantized or own not in HALVES or not _on_cpu(device) or against_float32(own) < 1:
+    if config is None or quantized or own not in HALVES or not on_cpu or against_float32(own) < 1:
         return own
     return torch.float32 if fits(config) else own
-
-
-def _on_cpu(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cpu"
 
 
 def own_dtype(
     source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
 ) -> tuple[torch.dtype, PreTrainedConfig | None]:
-    """A checkpoint's own format, float32 if it does not say; and its config, None for a GGUF file.
-
-    Raises:
-        ValueError: no config at `source`.
-    """
+    """A checkpoint's own dtype, float32 by default, and its config, None for a GGUF file."""
     config = config_of(source, revision, options)
     if config is None:
         return torch.float32, None
@@ -110,12 +94,7 @@ def fits(config: PreTrainedConfig) -> bool:
 
 
 def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
-    """Warn, once, of a format that takes longer on this machine's CPU than another that is right.
-
-    Args:
-        named: the format that a user asked for.
-        own: the checkpoint's.
-    """
+    """Warn, once, that the dtype `named` by the user is slower on this machine's CPU than another exact one."""
     others = {torch.float32, own} & {torch.float32, *HALVES} - {named}
     if not others:
         return
@@ -133,19 +112,14 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 def against_float32(dtype: torch.dtype, linear: Linear = F.linear) -> float:
-    """How many times as long as in float32 linear layers take on this machine's CPU; measured once.
-
-    Args:
-        dtype: of rows and weights.
-        linear: by what the layers will be computed.
-    """
+    """Time of linear layers in `dtype` over that in float32, on this machine's CPU, measured once."""
     name = f"{linear.__name__} of {ROWS} rows in {dtype_name(dtype)} over float32"
     return measured_once(torch.device("cpu"), name, lambda: _timed(dtype, linear), positive)
 
 
 @torch.inference_mode()
 def _timed(dtype: torch.dtype, linear: Linear) -> float:
-    """The medians of all `ROWS` together, over those in float32."""
+    """The sum of the medians of all `ROWS`, over that in float32."""
 
     def forward(rows_RD: Tensor, weights: list[Tensor]) -> None:
         for weight_OI in weights:

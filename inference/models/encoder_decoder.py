@@ -1,8 +1,8 @@
-"""Encoder-decoders (T5): the encoder runs once a text, the decoder is asked as a decoder-only target is.
+"""Encoder-decoders (T5): the encoder runs once per text, the decoder is used like a decoder-only target.
 
-T5 knows no position ids: a token's place is its slot in the cache, and one relative bias serves the whole batch. So
-guesses form a chain, and one row is decoded at a time; trees and batches are refused. The papers' own case
-(arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its draft.
+T5 has no position ids: a token's position is its slot in the cache, and one relative bias serves the whole batch.
+Therefore drafts form a chain and one row is decoded at a time; trees and batches are refused. The paper's own case
+(arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its draft model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..tree import DraftTree
 from .loading import config_of
 
 FAMILIES = ("t5", "mt5")
-"""Model types whose decoder places tokens by the cache alone."""
+"""Model types whose decoder derives positions from the cache alone."""
 
 
 def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[str, Any] | None = None) -> bool:
-    """Whether a loaded model, or a folder or Hub id, is one; what cannot be read is left to who loads it."""
+    """Whether a loaded model, a folder or a Hub id is one; False for what cannot be read: loading it tells why."""
     if isinstance(source, PreTrainedModel):
         return bool(source.config.is_encoder_decoder)
     if isinstance(source, Target):
@@ -38,17 +38,12 @@ def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[s
 
 
 class Seq2SeqTarget(Target):
-    """A frozen encoder-decoder; see `Target`."""
+    """Frozen encoder-decoder target."""
 
     loader = AutoModelForSeq2SeqLM
     shares_prompts = False
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
-        """Wrap a loaded model.
-
-        Raises:
-            ValueError: another family than T5.
-        """
         super().__init__(model, name)
         self.encoded: BaseModelOutput | None = None
         self.encoded_mask: Tensor | None = None
@@ -63,23 +58,15 @@ class Seq2SeqTarget(Target):
         return ("full_attention",)
 
     def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
-        """Read what is to be answered; the decoder sees it from then on.
-
-        Raises:
-            ValueError: see `hear`.
-        """
+        """Run the encoder on one row, which the decoder attends to from then on."""
         mask = torch.ones_like(input_ids) if mask is None else mask
         with torch.inference_mode():
             encoded = self.model.get_encoder()(input_ids, attention_mask=mask, return_dict=True)
-        self.hear(encoded, mask)
+        self.set_encoder_outputs(encoded, mask)
         return encoded
 
-    def hear(self, encoded: BaseModelOutput, mask: Tensor | None) -> None:
-        """Take what the encoder has read.
-
-        Raises:
-            ValueError: more than one row.
-        """
+    def set_encoder_outputs(self, encoded: BaseModelOutput, mask: Tensor | None) -> None:
+        """Set the encoder's outputs for one row, which the decoder attends to from then on."""
         states_BTD = encoded.last_hidden_state
         assert states_BTD is not None
         if len(states_BTD) > 1:
@@ -89,12 +76,8 @@ class Seq2SeqTarget(Target):
             )
         self.encoded, self.encoded_mask = encoded, mask
 
-    def check_heard(self) -> None:
-        """Refuse to draft for a text that this model was not shown.
-
-        Raises:
-            ValueError: naming the way out.
-        """
+    def check_encoder_outputs(self) -> None:
+        """Refuse to draft before `set_encoder_outputs`."""
         if self.encoded is None:
             raise ValueError(
                 f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which only "
@@ -102,18 +85,12 @@ class Seq2SeqTarget(Target):
             )
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """No head reads an encoder-decoder.
-
-        Raises:
-            ValueError: naming the model.
-        """
         if layers:
             raise ValueError(f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a drafter")
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        """An empty cache; the encoder's keys and values join it at the first forward."""
         cache = super().new_cache(batch_size, tokens, rows)
-        cache.crossed = DynamicCache()
+        cache.cross_attention = DynamicCache()
         return cache
 
     @cached_property
@@ -122,11 +99,6 @@ class Seq2SeqTarget(Target):
         return [shape] * (2 * self.config.num_decoder_layers)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """One forward over all nodes.
-
-        Raises:
-            ValueError: a tree that is no chain.
-        """
         chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=self.device)
         if not bool((tree.parents_BN == chain_N).all()):  # sync: decoding one row waits for its tokens anyway
             raise ValueError(
@@ -143,14 +115,13 @@ class Seq2SeqTarget(Target):
         layers: tuple[int, ...],
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logits, and no features."""
         cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
         output = self.model(
             encoder_outputs=self.encoded,
             attention_mask=self.encoded_mask,
             decoder_input_ids=tokens_BN,
             decoder_attention_mask=masks,
-            past_key_values=EncoderDecoderCache(cache, cache.crossed),
+            past_key_values=EncoderDecoderCache(cache, cache.cross_attention),
             use_cache=True,
         )
         kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]

@@ -1,10 +1,11 @@
-"""Model info: dimensions, modules by their usual names, and a fingerprint of the weights."""
+"""Model info: dimensions, modules by their usual names, a fingerprint of the weights, and support for token trees."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -12,18 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from ...heads import TargetInfo
+from ...heads import TargetInfo, TargetModules
 
 
 def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:
-    """A model's dimensions from its transformers config; where it has no word for one, what Llama would take."""
+    """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in rope:  # one for each kind of attention
-        rope = rope["full_attention"]
+    rope = rope.get("full_attention", rope)  # some models have one for each kind of attention
     full = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-    eps = next((getattr(config, word) for word in ("rms_norm_eps", "layer_norm_eps") if hasattr(config, word)), 1e-5)
-    act = next((getattr(config, word) for word in ("hidden_act", "hidden_activation") if hasattr(config, word)), "silu")
+    eps = next((getattr(config, key) for key in ("rms_norm_eps", "layer_norm_eps") if hasattr(config, key)), 1e-5)
+    act = next((getattr(config, key) for key in ("hidden_act", "hidden_activation") if hasattr(config, key)), "silu")
     return TargetInfo(
         name=name,
         hidden_size=config.hidden_size,
@@ -41,46 +41,97 @@ def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of a few values of every weight, rounded to bfloat16: the same in all dtypes, another after training."""
+    """A hash of a few values of every weight, rounded to bfloat16: equal in all dtypes, different after training."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        for part in _unpacked(weight):
+        parts: list[Tensor] = [weight]
+        if is_traceable_wrapper_subclass(weight):  # weight-only quantization (torchao): a tensor with few operations
+            try:
+                parts = [weight.dequantize()]
+            except NotImplementedError:  # packed for one kernel alone: the parts that it is packed in
+                parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
+        for part in parts:
             first = part.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
             digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _unpacked(weight: Tensor) -> list[Tensor]:
-    """The tensors of a weight that weight-only quantization (torchao) packs into one that knows few operations."""
-    if not is_traceable_wrapper_subclass(weight):
-        return [weight]
-    try:
-        return [weight.dequantize()]
-    except NotImplementedError:  # packed for one kernel alone: the parts that it is packed in
-        return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-
-
-def norm_and_blocks(model: PreTrainedModel) -> tuple[torch.nn.Module, Sequence[torch.nn.Module]]:
-    """The final norm and the decoder blocks, by the names that transformers gives them."""
-    body = model.base_model
-    body = getattr(body, "language_model", body)
+def target_modules(model: PreTrainedModel) -> TargetModules:
+    """A model's modules by the names that transformers gives them, with the scale and soft cap of its logits."""
+    body = getattr(model.base_model, "language_model", model.base_model)
     norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-    norm = next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity())
-    blocks = next((getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name)), ())
-    return norm, cast(Sequence[torch.nn.Module], blocks)
-
-
-def logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
-    """Scale and soft cap of a model's logits, from transformers' three config keys: see `TargetModules`."""
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-    return float(scale), getattr(config, "final_logit_softcapping", None)
+    config: Any = model.config.get_text_config()
+    return TargetModules(
+        embed=model.get_input_embeddings(),
+        lm_head=cast(torch.nn.Linear, model.get_output_embeddings()),
+        norm=next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity()),
+        blocks=next((getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name)), ()),
+        logit_scale=float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+    )
 
 
 def active_adapters(model: PreTrainedModel) -> Hashable:
-    """By layer which of peft's adapters are active, and which are merged into its weights."""
-    if "peft" not in sys.modules:  # whoever has adapters has imported it, which takes a second
+    """For each layer, the peft adapters that are active and those that are merged into its weights."""
+    if "peft" not in sys.modules:  # importing it takes a second, and a model with adapters has done so
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     return tuple((tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters)) for each in layers)
+
+
+def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
+    """Attention masks that the model's layers need: full_attention, sliding_attention or both.
+
+    A tree of tokens needs layers of attention alone, whose mask and positions are inputs: each node then attends to
+    what it would attend to if its path were the text.
+
+    Raises:
+        ValueError: an architecture that cannot process trees, with the reason.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which follows one text and not the paths of a tree; a target's layers "
+            "must all be attention"
+        )
+    if getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} uses ALiBi, which counts places in the cache and not positions in the text, so a tree of tokens "
+            "would not see what single tokens see"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager", "flex_attention"):
+        raise ValueError(
+            f"{name} was loaded with attention {attention!r}, which takes no mask of our own; load it with "
+            "attn_implementation sdpa or eager, or on a GPU flex_attention"
+        )
+    if attention == "flex_attention" and model.device.type == "cpu":
+        raise ValueError(
+            f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for "
+            "masks that change; load it with attn_implementation sdpa or eager"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    changing = [part["rope_type"] for part in by_layer if part.get("rope_type") in ("dynamic", "longrope")]
+    if changing:
+        raise ValueError(
+            f"{name} uses {changing[0]!r} rotary embeddings, whose angles depend on the longest position of a "
+            "forward, so a tree of tokens would not see what single tokens see"
+        )
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        sliding = getattr(config, "sliding_window", None) is not None
+        return ("sliding_attention",) if sliding else ("full_attention",)
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"{name} has layers of kind {unknown[0]!r}; a target's layers must be full_attention or sliding_attention"
+        )
+    return tuple(sorted(set(layer_types)))

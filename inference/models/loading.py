@@ -1,4 +1,4 @@
-"""Where targets come from: a folder, a Hub id, a GGUF file, or the one in an installed Python package."""
+"""Loads targets and tokenizers from a folder, a Hub id, a GGUF file, or an installed Python package with one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from transformers import (
 from ...heads.base import dtype_name
 
 PACKAGE = "package:"
-"""Prefix of a target that lies as a GGUF file in an installed Python package."""
+"""Prefix of a target that is a GGUF file in an installed Python package."""
 
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Words for how accelerate spreads a model over devices."""
+"""Names of accelerate's device maps."""
 CONFIG_OPTIONS = (
     "cache_dir",
     "code_revision",
@@ -34,7 +34,7 @@ CONFIG_OPTIONS = (
     "token",
     "trust_remote_code",
 )
-"""Options of transformers' `from_pretrained` that say where a model's files are and whose code is run."""
+"""Options of transformers' `from_pretrained` for the location of files and for remote code."""
 MODEL_OPTIONS = (
     *CONFIG_OPTIONS,
     "attn_implementation",
@@ -46,38 +46,33 @@ MODEL_OPTIONS = (
     "use_safetensors",
     "variant",
 )
-"""And all that a target's weights are loaded with."""
+"""All options of `from_pretrained` for a target."""
 
 
 def locate(source: str | Path) -> tuple[str, str | None]:
-    """Where a target lies: a folder or Hub id, and the name of a GGUF file in it or None.
-
-    Raises:
-        ValueError: a package or file that is not there, or a package with no or several GGUF files.
-    """
+    """The folder or Hub id of a target, and the name of the GGUF file in it, or None."""
     text = str(source)
     if text.startswith(PACKAGE):
-        return _gguf_of_package(text.removeprefix(PACKAGE))
+        package = text.removeprefix(PACKAGE)
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ModuleNotFoundError, ValueError):
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        if len(files) != 1:
+            raise ValueError(
+                f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one"
+            )
+        return str(folder), files[0]
     if text.endswith(".gguf"):
         path = Path(text)
         if not path.is_file():
             raise ValueError(f"no GGUF file at {text!r}")
         return str(path.parent), path.name
     return text, None
-
-
-def _gguf_of_package(package: str) -> tuple[str, str]:
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ModuleNotFoundError, ValueError):
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    files = sorted(path.name for path in folder.glob("*.gguf"))
-    if len(files) != 1:
-        raise ValueError(f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one")
-    return str(folder), files[0]
 
 
 def default_device() -> str:
@@ -88,10 +83,10 @@ def default_device() -> str:
 
 
 def without_peft(source: Any) -> Any:
-    """A `PeftModel`'s own model, into whose layers the adapters are built; anything else as it is.
+    """The model inside a `PeftModel`, whose layers contain the adapters; anything else as it is.
 
     Raises:
-        ValueError: an adapter that is no part of the layers (prompt tuning).
+        ValueError: an adapter outside of the layers (prompt tuning).
     """
     if not hasattr(source, "peft_config") or not hasattr(source, "get_base_model"):
         return source
@@ -105,11 +100,7 @@ def without_peft(source: Any) -> Any:
 
 
 def check_model_options(options: dict[str, Any]) -> None:
-    """Refuse what transformers would not understand, before anything is loaded.
-
-    Raises:
-        ValueError: an unknown option; named.
-    """
+    """Refuse unknown options before anything is loaded."""
     unknown = sorted(options.keys() - set(MODEL_OPTIONS))
     if unknown:
         raise ValueError(f"unknown option {unknown[0]!r} for a target; choose from {', '.join(sorted(MODEL_OPTIONS))}")
@@ -118,16 +109,7 @@ def check_model_options(options: dict[str, Any]) -> None:
 def config_of(
     source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
 ) -> PreTrainedConfig | None:
-    """A target's config; None of a GGUF file.
-
-    Args:
-        source: see `Target.from_pretrained`.
-        revision: of a Hub id.
-        options: of `MODEL_OPTIONS`.
-
-    Raises:
-        ValueError: no config at `source`.
-    """
+    """A target's config, None for a GGUF file; the arguments are those of `load_model`."""
     folder, gguf = locate(source)
     if gguf is not None:
         return None
@@ -149,15 +131,12 @@ def load_model(
     """A target's model, frozen and in eval mode.
 
     Args:
-        loader: transformers' class that loads it.
-        source: see `Target.from_pretrained`.
-        dtype: of the weights.
-        where: a device, or accelerate's map of modules to devices, or a word for one such as "auto".
-        revision: of a Hub id.
-        options: more of transformers' own, of `MODEL_OPTIONS`.
-
-    Raises:
-        ValueError: nothing to load at `source`.
+        loader: AutoModelForCausalLM or AutoModelForSeq2SeqLM.
+        source: as in `Target.from_pretrained`.
+        dtype: dtype of the weights.
+        where: a device, accelerate's map of modules to devices, or one of `MAPS`.
+        revision: branch, tag or commit of a Hub id.
+        options: by the names in `MODEL_OPTIONS`.
     """
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})
@@ -176,11 +155,11 @@ def load_model(
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target, from the same places as `Target.from_pretrained`.
+    """The tokenizer of a target.
 
     Args:
-        source: see there.
-        revision: of a Hub id.
+        source: as in `Target.from_pretrained`.
+        revision: branch, tag or commit of a Hub id.
         options: token, cache_dir, trust_remote_code and others of `CONFIG_OPTIONS`.
 
     Raises:
@@ -193,35 +172,21 @@ def load_tokenizer(source: str | Path, revision: str | None = None, **options: A
         raise ValueError(f"no tokenizer at {str(source)!r}: {error}") from error
 
 
-def tokenizer_origin(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Fingerprints of a tokenizer and its chat template, which a head remembers of its training data."""
-
-    def short_hash(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
+def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Hashes of a tokenizer and its chat template, saved with a head as the provenance of its training data."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return {
-        "tokenizer": short_hash(repr(vocabulary)),
-        "chat_template": short_hash(str(tokenizer.chat_template)),
-    }
+    texts = {"tokenizer": repr(vocabulary), "chat_template": str(tokenizer.chat_template)}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def refuse_loading_options(
-    loaded: torch.dtype,
-    dtype: torch.dtype | str,
-    device: Any,
-    revision: str | None,
-    options: dict[str, Any] | None = None,
+    loaded: torch.dtype, dtype: torch.dtype | str, device: Any, revision: str | None, options: dict[str, Any]
 ) -> None:
-    """A target that is loaded already stays as it is.
-
-    Raises:
-        ValueError: naming the option that would be ignored; of a dtype, the model's own too.
-    """
+    """Refuse options of loading for a target that is loaded already."""
     if dtype not in ("auto", loaded, dtype_name(loaded)):
         raise ValueError(
             f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so instead"
         )
-    for name, given in {"device": device, "revision": revision, **(options or {})}.items():
+    for name, given in {"device": device, "revision": revision, **options}.items():
         if given is not None:
             raise ValueError(f"{name} {given} was given with a target that is loaded already; load it so instead")

@@ -61,7 +61,7 @@ def export_foreign(config: ExportConfig) -> None:
     if config.to != "fasterdecoding":
         target = target_of(head, config.target)
         embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
-    export_head(head, metadata, config.to, config.output, embedding_VD, architectures)
+    export_head(head, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
 
 

@@ -39,9 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
 def import_foreign(config: ImportConfig) -> None:
     """Read another project's head and save it as ours."""
     from headstart.heads import CheckpointMetadata
-    from headstart.heads.checkpoints.conversion import import_head
     from headstart.heads.checkpoints.files import read_json, read_weights
     from headstart.heads.checkpoints.hub import local_folder
+    from headstart.heads.checkpoints.import_formats import import_head
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.scripts.checkpoints.original import embedding_of, original_target
 

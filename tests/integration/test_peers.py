@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import CheckpointMetadata, DraftHead, TargetInfo, TargetModules, build_head
-from headstart.heads.checkpoints.conversion import import_head
+from headstart.heads import DraftHead, TargetInfo, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
+from headstart.heads.checkpoints.import_formats import import_head
 
 PEERS = Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"
@@ -72,7 +72,7 @@ def test_speculators_drafts_with_our_export_as_we_do(options: dict[str, Any], tm
         ids_V = torch.arange(7) * 3 + 2
         head.get_buffer("d2t").copy_(ids_V - torch.arange(7))
         head.get_buffer("t2d").copy_(torch.zeros(40, dtype=torch.bool).index_fill(0, ids_V, True))
-    export_head(head, CheckpointMetadata(), "speculators", tmp_path / "head", embedding_VD)
+    export_head(head, "speculators", tmp_path / "head", embedding_VD)
     theirs = peer("load", tmp_path / "head", tmp_path / "out.pt")
     ours = drafts(head, embedding_VD, theirs["features"], theirs["tokens"])
     torch.testing.assert_close(ours, theirs["logits"], rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoints.save_load import differences, load_head
-from headstart.inference import SpeculativeLM, Target, load_tokenizer, tokenizer_origin
+from headstart.inference import SpeculativeLM, Target, load_tokenizer, tokenizer_provenance
 from headstart.scripts.generate import GenerateConfig, stream_answer
 from headstart.train.data.chat_template import data_origin, warn_of_other_data
 from headstart.train.loop import train
@@ -45,7 +45,7 @@ def test_a_head_remembers_its_model_and_how_its_data_became_tokens(head, taught)
     tokenizer = load_tokenizer(taught)
     assert metadata.provenance == {
         **Target.from_pretrained(taught, torch.float32).provenance,
-        **tokenizer_origin(tokenizer),
+        **tokenizer_provenance(tokenizer),
         "thinking": False,
     }
     assert metadata.provenance.keys() == {

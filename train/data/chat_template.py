@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...heads.checkpoints.save_load import differences
-from ...inference import tokenizer_origin
+from ...inference import tokenizer_provenance
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where:
 
 def data_origin(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> dict[str, Any]:
     """Identity of the tokenizer and template options, which a head's checkpoint records."""
-    return {**tokenizer_origin(tokenizer), "thinking": thinking}
+    return {**tokenizer_provenance(tokenizer), "thinking": thinking}
 
 
 def warn_of_other_data(trained: dict[str, Any], tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:

@@ -9,7 +9,7 @@ from headstart.inference import generate_from
 
 
 def generate(model, **arguments):
-    """What `model.generate` calls, with its own arguments."""
+    """Called by `model.generate` with its own arguments."""
     # transformers runs a copy of this file and does not say where it came from: only its caller knows.
     head = inspect.currentframe().f_back.f_locals["custom_generate"]
     return generate_from(head, model, **arguments)

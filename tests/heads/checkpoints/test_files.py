@@ -51,7 +51,7 @@ def test_weights_in_parts_are_put_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="differ by tensor 'c'"):
         read_weights(tmp_path)
     (tmp_path / "two.bin").write_bytes((tmp_path / "two.bin").read_bytes()[:40])
-    with pytest.raises(ValueError, match="cannot be read, or was cut"):
+    with pytest.raises(ValueError, match="cannot be read, or was truncated"):
         read_weights(tmp_path)
 
 

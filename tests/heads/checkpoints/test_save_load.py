@@ -100,9 +100,9 @@ def test_what_is_saved_loads_bit_for_bit(name: str, dtype: torch.dtype, tree: An
     head = build(name, dtype=dtype)
     metadata = CheckpointMetadata(tree=tree, training={"step": 7, "config": {"lr": 1e-3}}, measured=MEASURED)
     folder = save(head, tmp_path / "new" / "head", metadata)
-    loaded, loaded_facts = load_head(folder, INFO)
+    loaded, loaded_metadata = load_head(folder, INFO)
     assert_same(loaded, head)
-    assert loaded_facts == metadata
+    assert loaded_metadata == metadata
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == ["README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["head"]
@@ -183,8 +183,8 @@ def test_config_is_strict_json_even_where_nothing_could_be_measured(tmp_path: Pa
     """NaN is no JSON: Python reads it, the Hub and servers in other languages do not."""
     folder = save(build(), tmp_path / "head", CheckpointMetadata(measured=unmeasured()))
 
-    def refuse(word: str) -> None:
-        pytest.fail(f"config.json holds {word}, which is not JSON")
+    def refuse(constant: str) -> None:
+        pytest.fail(f"config.json holds {constant}, which is not JSON")
 
     json.loads((folder / "config.json").read_text(encoding="utf-8"), parse_constant=refuse)
     assert_same(load_head(folder)[0], build())
@@ -360,10 +360,10 @@ def test_broken_weights_are_refused(keep: int, tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "head")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was cut"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was truncated"):
         load_head(folder)
     path.write_bytes(b"PK\x03\x04 a zip file, as torch.save writes them")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was cut"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was truncated"):
         load_head(folder)
 
 

@@ -162,18 +162,18 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def published(word: str, options: dict[str, Any], folder: Path) -> Any:
+def published(kind: str, options: dict[str, Any], folder: Path) -> Any:
     """What `headstart push` would upload."""
-    head = build_head(word, options, INFO)
+    head = build_head(kind, options, INFO)
     save_head(head, folder / "saved", CheckpointMetadata())
     shared = {name: torch.zeros(INFO.vocab_size, INFO.hidden_size) for name in head.served_names}
     publishable(folder / "saved", folder / "head", Listing("me/head"), shared)
     return head
 
 
-def problems(server: str, word: str, folder: Path) -> list[str]:
+def problems(server: str, kind: str, folder: Path) -> list[str]:
     """What a server would half-load, and say nothing about."""
-    reading = READERS[server, word](json.loads((folder / "config.json").read_text()))
+    reading = READERS[server, kind](json.loads((folder / "config.json").read_text()))
     found = {name: tuple(tensor.shape) for name, tensor in read_weights(folder).items()}
     told = [f"{name} is not filled" for name in reading.parameters.keys() - found.keys() - reading.optional]
     told += [f"{name} is not known" for name in found.keys() - reading.parameters.keys() - reading.skipped]
@@ -185,35 +185,35 @@ def problems(server: str, word: str, folder: Path) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize(("word", "options"), HEADS)
+@pytest.mark.parametrize(("kind", "options"), HEADS)
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
-def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, word, options, tmp_path):
-    head = published(word, options, tmp_path)
+def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, kind, options, tmp_path):
+    head = published(kind, options, tmp_path)
     if server in head.unread_by():
         card = (tmp_path / "head" / "README.md").read_text()
         assert head.unread_by()[server] in card
         return
-    assert problems(server, word, tmp_path / "head") == []
-    layers = READERS[server, word](json.loads((tmp_path / "head" / "config.json").read_text())).layers
-    if word == "eagle3":
+    assert problems(server, kind, tmp_path / "head") == []
+    layers = READERS[server, kind](json.loads((tmp_path / "head" / "config.json").read_text())).layers
+    if kind == "eagle3":
         assert layers == [layer + 1 for layer in head.feature_layers]
 
 
 @pytest.mark.parametrize(
-    ("server", "word", "options", "reason"),
+    ("server", "kind", "options", "reason"),
     [
         ("sglang", "eagle3", {"norm_before_fc": True}, "input_norm.weight is not known"),
         ("sglang", "eagle", {}, "fc.bias is not filled"),
         ("vllm", "eagle", {"fc_bias": True}, "fc.bias is not known"),
     ],
 )
-def test_what_the_card_says_is_so(server, word, options, reason, tmp_path):
-    head = published(word, options, tmp_path)
-    assert server in head.unread_by() and problems(server, word, tmp_path / "head") == [reason]
+def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
+    head = published(kind, options, tmp_path)
+    assert server in head.unread_by() and problems(server, kind, tmp_path / "head") == [reason]
 
 
 @pytest.mark.parametrize(
-    ("word", "options", "spoil", "reason"),
+    ("kind", "options", "spoil", "reason"),
     [
         ("eagle3", {}, lambda tensors: tensors.pop("norm.weight"), "norm.weight is not filled"),
         ("eagle3", {}, lambda tensors: tensors.update(x=tensors.pop("fc.weight")), "x is not known"),
@@ -228,9 +228,9 @@ def test_what_the_card_says_is_so(server, word, options, reason, tmp_path):
         ("medusa", {"lm_head": "shared"}, lambda t: t.pop("lm_heads.0.weight"), "lm_heads.0.weight is not filled"),
     ],
 )
-def test_a_half_loaded_head_is_caught(word, options, spoil, reason, tmp_path):
-    published(word, options, tmp_path)
+def test_a_half_loaded_head_is_caught(kind, options, spoil, reason, tmp_path):
+    published(kind, options, tmp_path)
     tensors = read_weights(tmp_path / "head")
     spoil(tensors)
     save_file(tensors, tmp_path / "head" / "model.safetensors")
-    assert any(told.startswith(reason) for told in problems("vllm", word, tmp_path / "head"))
+    assert any(told.startswith(reason) for told in problems("vllm", kind, tmp_path / "head"))

@@ -20,7 +20,7 @@ from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
 from headstart.inference.drafters.ngram_model import NgramModel
 from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, continuations, merged
-from headstart.inference.models.loading import load_tokenizer, tokenizer_origin
+from headstart.inference.models.loading import load_tokenizer, tokenizer_provenance
 from headstart.inference.verify import choose_rule
 
 VOCAB = 20
@@ -301,7 +301,7 @@ def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target
     Datastore.of(corpus(), "another").save(tmp_path / "store")
     with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
         SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False)
-    hash_of = tokenizer_origin(load_tokenizer(target_folder))["tokenizer"]
+    hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
     Datastore.of([[300, 1]], hash_of).save(tmp_path / "large")
     with pytest.raises(ValueError, match="token 300"):
         SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False)

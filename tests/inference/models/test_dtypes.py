@@ -161,12 +161,12 @@ def test_a_slow_format_that_nobody_named_is_not_told(checkpoint, taken, tmp_path
     assert told(lambda: SpeculativeLM.from_pretrained(target, drafter=draft)) == []
 
 
-@pytest.mark.parametrize("word", ["float8", "bf16", "int8", "Tensor", torch.int8])
-def test_an_unknown_format_is_named_with_the_valid_ones(checkpoint, word):
+@pytest.mark.parametrize("name", ["float8", "bf16", "int8", "Tensor", torch.int8])
+def test_an_unknown_format_is_named_with_the_valid_ones(checkpoint, name):
     with pytest.raises(
         ValueError, match=r"unknown dtype '?(float8|bf16|int8|Tensor|torch\.int8)'?; choose from auto, float"
     ):
-        Target.from_pretrained(checkpoint[F32], word)
+        Target.from_pretrained(checkpoint[F32], name)
     assert dtype_named("float64") == F64
 
 
