@@ -48,7 +48,7 @@ class LayerShape:
             ValueError: dimensions of no layer.
         """
         chosen: dict[str, Any] = {}
-        for name in (key.name for key in fields(cls) if key.name != "qk_norm"):
+        for name in [key.name for key in fields(cls) if key.name != "qk_norm"]:
             value = getattr(own, name, None)
             chosen[name] = getattr(target, name) if value is None else value
         for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"):
@@ -61,11 +61,10 @@ class LayerShape:
 
 
 class KVView(Protocol):
-    """Keys and values that a forward attends to, in whatever way they are kept."""
+    """Keys and values that a forward attends to, however they are stored."""
 
-    @property
-    def drafts_N(self) -> Tensor | None:
-        """While training: the draft positions among the flattened [B * T]; None for all."""
+    drafts_N: Tensor | None
+    """While training: the draft positions among the flattened [B * T]; None for all."""
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
         """Store a layer's new keys and values and return what its queries find, [B, H, T, E].
