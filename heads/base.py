@@ -50,11 +50,7 @@ class TargetInfo:
     """Rotary embedding with its scaling."""
 
     def check(self, other: TargetInfo) -> None:
-        """Refuse a target that a head trained for this one does not fit.
-
-        Raises:
-            ValueError: with every dimension that differs, and both values.
-        """
+        """Refuse a target that a head trained for this one does not fit: a ValueError with all that differs."""
         differing = [
             f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)} (target)"
             for name in ("hidden_size", "vocab_size", "num_layers")
@@ -73,11 +69,9 @@ class TargetModules:
     embed: Callable[[Tensor], Tensor]
     """Token ids to vectors of width D."""
     lm_head: nn.Linear
-    """Final-norm states of width D to logits over V."""
     norm: nn.Module
     """The final norm."""
     blocks: Sequence[nn.Module]
-    """The decoder blocks, which a head may start from."""
     logit_scale: float = 1.0
     """Factor on the LM head's output: Cohere's logit_scale, the inverse of Granite's logits_scaling."""
     logit_cap: float | None = None
@@ -283,8 +277,7 @@ class DraftHead(nn.Module, ABC):
     reads_from_start: bool = False
     """Whether `observe` is given a text's first token too; else each token comes with the feature before it."""
     recompute: bool = False
-    """Activation checkpointing: recompute each step of training-time test in the backward pass, where there are such
-    steps, because their activations grow with their number."""
+    """Activation checkpointing: recompute each step of training-time test, if any, in the backward pass."""
 
     shape: Any = None
     """`LayerShape` of the decoder layers, if any."""
@@ -298,8 +291,7 @@ class DraftHead(nn.Module, ABC):
     metadata: CheckpointMetadata | None = None
     """Set on a head that was loaded by `from_pretrained`."""
     checkpoints: ClassVar[ModuleType]
-    """`checkpoints.save_load`, which imports every head and therefore cannot be imported here: `headstart.heads` sets
-    it."""
+    """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot import it."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()

@@ -69,11 +69,7 @@ class Objective:
         return draft_vocab_size if NEED_MASS.isdisjoint(losses) else vocab_size
 
     def check(self, head: str, predicts_features: bool = False) -> None:
-        """Refuse losses that the head cannot be trained on.
-
-        Raises:
-            ValueError: with the loss or weight, and what is valid.
-        """
+        """Refuse losses and weights that the head cannot be trained on, with a ValueError that names them."""
         valid = ", ".join((*LOSSES, "smooth_l1") if predicts_features else LOSSES)
         for name, weight in self.loss.items():
             if name == "smooth_l1" and not predicts_features:

@@ -42,11 +42,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, target: TargetInfo, own: Any = None) -> LayerShape:
-        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there.
-
-        Raises:
-            ValueError: dimensions of no layer.
-        """
+        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there."""
         chosen: dict[str, Any] = {}
         for name in [key.name for key in fields(cls) if key.name != "qk_norm"]:
             value = getattr(own, name, None)

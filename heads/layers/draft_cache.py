@@ -44,15 +44,8 @@ def masked_attention(
     """Grouped-query attention of few queries over a long cache, [B, H, N, E].
 
     The query heads of a group are packed side by side, so that its keys and values are read in place instead of being
-    copied once a head.
-
-    Args:
-        query_BHNE: queries.
-        key_BGSE: keys.
-        value_BGSE: values.
-        mask_BXNS: additive, or True where a query attends; a mask with a row for every head of a group and query,
-            as packed, is used unchanged.
-        scale: factor on the scores; None for 1 / sqrt(E).
+    copied once a head. The mask is additive, or True where a query attends; one that already has a row for every head
+    of a group and query, as packed, is used unchanged. `scale` defaults to 1 / sqrt(E).
     """
     heads, queries = query_BHNE.shape[1] // key_BGSE.shape[1], query_BHNE.shape[2]
     blocks: Iterable[tuple[Tensor, Tensor]] = [(query_BHNE, mask_BXNS)]

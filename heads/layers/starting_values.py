@@ -42,11 +42,7 @@ def required_gain(norm: nn.Module, target: TargetInfo, head: str) -> Tensor:
 
 @torch.no_grad()
 def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: TargetInfo, head: str) -> dict[str, Tensor]:
-    """Weights for a `DecoderLayer` from one of the target's blocks; a negative number counts from the end.
-
-    Raises:
-        ValueError: no block of that number, or a block that is no Llama block, with the difference.
-    """
+    """Weights for a `DecoderLayer` from a block of the target, which must be a Llama block; -1 is the last one."""
     if not -len(blocks) <= layer < len(blocks):
         raise ValueError(f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0")
     block = blocks[layer]

@@ -112,13 +112,8 @@ class TrainingTimeTest:
     ) -> list[Tensor]:
         """Teacher-forced outputs of every step, [B, T, D], or [1, N, D] at the draft positions.
 
-        Args:
-            run: layers, called with next tokens, states, positions, the KV view and the target's modules.
-            features: the batch.
-            state_BTD: states that step 0 reads.
-            steps: number of steps.
-            recompute: recompute each step in the backward pass instead of keeping its activations.
-            fed_back: maps an output to the state that the next step reads; None for the identity.
+        `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and the target's
+        modules. `fed_back` maps its output to the state that the next step reads; None for the identity.
         """
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
