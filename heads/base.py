@@ -165,11 +165,11 @@ class DraftState:
     depth: int
     """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the root."""
     max_depth: int
-    """Most `expand` calls of a round."""
+    """Maximum number of `expand` calls in a round."""
     cache: DraftCache | None = field(default=None, kw_only=True)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors with their dimension that differs between generations, the batch; those of the cache apart."""
+        """Tensors, without those of the cache, each with its dimension that differs between generations: the batch."""
         return [(value, 0) for value in vars(self).values() if isinstance(value, Tensor)]
 
     def select(self, rows_R: Tensor) -> Self:
@@ -182,7 +182,7 @@ class DraftState:
         return replace(self, **chosen)
 
     def replace(self, rows_R: Tensor, other: Self) -> Self:
-        """The state with rows replaced by another one's, both right after an `observe`; the cache changes in place."""
+        """The state with rows replaced by those of another, both after `observe`; the cache changes in place."""
         changed: dict[str, Any] = {
             name: value.index_copy(0, rows_R, getattr(other, name))
             for name, value in vars(self).items()
@@ -195,7 +195,7 @@ class DraftState:
     def resume(self, tokens: int | None, capacity: int) -> Self:
         """The state cropped to the first `tokens` of every row (None: all), with room for `capacity` tokens.
 
-        `observe` follows before anything is drafted. A head whose state depends on more of the text than `lengths_B`
+        The next call is `observe`. A head whose state depends on more of the text than `lengths_B`
         and the cache overrides this.
         """
         changed: dict[str, Any] = {}
@@ -275,7 +275,7 @@ class DraftHead(nn.Module, ABC):
     feature_layers: tuple[int, ...]
     """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
     reads_from_start: bool = False
-    """Whether `observe` is given a text's first token too; else each token comes with the feature before it."""
+    """Whether `observe` reads a text's first token too; otherwise each token comes with the feature before it."""
     recompute: bool = False
     """Activation checkpointing: recompute each step of training-time test, if any, in the backward pass."""
 
@@ -369,9 +369,9 @@ class DraftHead(nn.Module, ABC):
         Args:
             modules: of the target.
             batch_size: rows.
-            capacity: most committed tokens of a row.
-            max_depth: most `expand` calls of a round.
-            nodes: most nodes that a round expands, all depths together.
+            capacity: maximum number of committed tokens in a row.
+            max_depth: maximum number of `expand` calls in a round.
+            nodes: maximum number of nodes that a round expands, over all depths.
         """
 
     @abstractmethod

@@ -41,7 +41,7 @@ class EagleConfig(Objective):
     """Options of an EAGLE head; null takes the target's own value."""
 
     depth: int = 5
-    """Most tokens after the root that are drafted."""
+    """Maximum draft length: tokens drafted after the root."""
     train_steps: int = 1
     """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
     num_layers: int = 1
@@ -61,7 +61,7 @@ class EagleConfig(Objective):
     fc_bias: bool = False
     """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
-    """Uniform noise on true features while training, at most this times 512 / the batch's tokens per row."""
+    """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens per row."""
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
@@ -132,7 +132,7 @@ class EagleHead(DraftHead):
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
-        """Divide a layer's output maps by s, which no weight tells: scale them to move features by STEP."""
+        """Divide a layer's output maps by s, which the weights do not show: scale them to move features by STEP."""
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
         features_BTD = features_BTD.to(self.fc.weight)

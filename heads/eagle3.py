@@ -33,7 +33,7 @@ class Eagle3Config(Objective):
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
     depth: int = 7
-    """Most tokens after the root that are drafted."""
+    """Maximum draft length: tokens drafted after the root."""
     train_steps: int | None = None
     """Steps of training-time test; null for `depth`."""
     feature_layers: list[int] | None = None
@@ -101,7 +101,7 @@ class FusionLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView) -> Tensor:
-        """The residual stream after the layer, at the positions that `kv` answers."""
+        """The residual stream after the layer, at the positions that `kv` returns."""
         normed_BTD = self.hidden_norm(state_BTD)
         both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
         out_BTD = self.self_attn(both, rotary, kv, 0)

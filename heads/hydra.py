@@ -37,14 +37,13 @@ class HydraConfig(Objective):
     name: ClassVar[str] = "hydra"
 
     num_heads: int = 4
-    """Tokens after the root that are drafted, one head each."""
+    """Draft length: tokens drafted after the root, one head each."""
     num_layers: int = 1
     """Blocks per head, the one that joins state and tokens counted."""
     prefix_layer: bool = False
     """A decoder layer of the target's dimensions before the heads, which share it (Hydra++)."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
-    the checkpoint does not hold."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's, which is not saved."""
     bias: bool = False
     """Bias in the joining blocks' residuals and own LM heads, as in the authors' code."""
     prefix_norm: bool = False

@@ -37,7 +37,7 @@ from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
 
 FEWEST = 64
-"""Fewest positions of a chunk, however large the vocabulary."""
+"""Minimum number of positions in a chunk, however large the vocabulary."""
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ class MedusaConfig(Objective):
     """Options of a Medusa head."""
 
     num_heads: int = 4
-    """Tokens after the root that are drafted, one head each."""
+    """Draft length: tokens drafted after the root, one head each."""
     num_layers: int = 1
     """Residual blocks per head."""
     bias: bool = True
     """Bias in the blocks' linears."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
-    is added to a published checkpoint for vLLM."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is added
+    to a published checkpoint for vLLM."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})

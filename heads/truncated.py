@@ -28,7 +28,7 @@ class TruncatedConfig:
     """Options of a truncated draft model."""
 
     depth: int = 8
-    """Most tokens after the root that are drafted."""
+    """Maximum draft length: tokens drafted after the root."""
     num_layers: int | None = None
     """Blocks; null for a seventh of the target's."""
     start: str = "first"

@@ -1,6 +1,6 @@
 """Starting values of a head's layers, taken from the target's blocks and norms.
 
-A block is compared with our layer on a short text: what computes something else is refused, not approximated.
+A block is compared with our layer on a short text. One that computes something else is refused, not approximated.
 """
 
 from __future__ import annotations

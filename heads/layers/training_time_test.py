@@ -89,7 +89,10 @@ class TrainingTimeTest:
         batch, time = numbers_BT.shape
         return create_block_mask(
             lambda b, h, query, key: (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key]),
-            *(batch, None, time, time),
+            B=batch,
+            H=None,
+            Q_LEN=time,
+            KV_LEN=time,
             device=numbers_BT.device,
         )
 
