@@ -225,22 +225,6 @@ class DraftTreeState(DraftState):
     nodes: int = 0
     """Nodes in the cache since the last `observe`."""
 
-    @staticmethod
-    def begin(
-        head: DraftHead, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
-    ) -> DraftTreeState:
-        """`DraftHead.begin` of a head with this state."""
-        like = next(head.parameters())
-        return DraftTreeState(
-            modules,
-            depth=0,
-            max_depth=max_depth,
-            cache=head.empty_cache(batch_size, nodes, capacity),
-            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
-            hidden_BWD=like.new_zeros(batch_size, 1, head.shape.hidden_size),
-            paths_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=like.device),
-        )
-
     def committed(self, out_BAD: Tensor, lengths_B: Tensor) -> DraftTreeState:
         """The state at the root after the layers ran on new tokens, of which row b commits the first `lengths_B[b]`."""
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
@@ -362,9 +346,8 @@ class DraftHead(nn.Module, ABC):
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """The teacher-forced loss of a batch, and how often the true token was among the `ranks` best drafts."""
 
-    @abstractmethod
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
-        """A draft state without committed tokens.
+        """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.
 
         Args:
             modules: of the target.
@@ -373,6 +356,16 @@ class DraftHead(nn.Module, ABC):
             max_depth: maximum number of `expand` calls in a round.
             nodes: maximum number of nodes that a round expands, over all depths.
         """
+        like = next(self.parameters())
+        return DraftTreeState(
+            modules,
+            depth=0,
+            max_depth=max_depth,
+            cache=self.empty_cache(batch_size, nodes, capacity),
+            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
+            hidden_BWD=like.new_zeros(batch_size, 1, self.shape.hidden_size),
+            paths_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=like.device),
+        )
 
     @abstractmethod
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:

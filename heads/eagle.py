@@ -87,7 +87,6 @@ class EagleConfig(Objective):
 class EagleHead(DraftHead):
     """EAGLE and EAGLE-2 head."""
 
-    begin = DraftTreeState.begin
     config_class = EagleConfig
     config: EagleConfig
 

@@ -115,7 +115,6 @@ class FusionLayer(nn.Module):
 class Eagle3Head(DraftHead):
     """EAGLE-3 head."""
 
-    begin = DraftTreeState.begin
     config_class = Eagle3Config
     config: Eagle3Config
     d2t: Tensor

@@ -54,7 +54,6 @@ class TruncatedConfig:
 class TruncatedHead(DraftHead):
     """Truncated draft model."""
 
-    begin = DraftTreeState.begin
     config_class = TruncatedConfig
     config: TruncatedConfig
     reads_from_start = True
