@@ -187,26 +187,19 @@ class Eagle3Head(DraftHead):
             gain_D = norm_gain(modules.norm, self.target.hidden_size)
             if gain_D is not None:
                 self.norm.weight.copy_(gain_D)
-        if self.config.start != "random":
-            block = -1 if self.config.start == "last" else int(self.config.start)
-            self._start_from(target_layer_weights(modules.blocks, block, self.target, "eagle3"))
-
-    def _start_from(self, block: dict[str, Tensor]) -> None:
-        """Start every layer as the target's block, and `fc` as the identity on the last fused feature."""
-        width = self.shape.hidden_size
-        own = {name: tensor for name, tensor in block.items() if not name.startswith("self_attn.")}
-        own["hidden_norm.weight"] = own["input_layernorm.weight"]
-        for kind in "qkv":
-            weight = block[f"self_attn.{kind}_proj.weight"]
+        if self.config.start == "random":
+            return
+        number = -1 if self.config.start == "last" else int(self.config.start)
+        block = target_layer_weights(modules.blocks, number, self.target, "eagle3")
+        fusion = {**block, "hidden_norm.weight": block["input_layernorm.weight"]}
+        for name in [f"self_attn.{kind}_proj.weight" for kind in "qkv"]:
             # The half that reads the state is the target's; the half that reads the embedding starts silent.
-            own[f"self_attn.{kind}_proj.weight"] = torch.cat([torch.zeros_like(weight), weight], dim=1)
-        same = ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm")
-        own |= {name: tensor for name, tensor in block.items() if name.startswith(same)}
-        start_layer(self.midlayer, own, "the first layer", "eagle3")
+            fusion[name] = torch.cat([torch.zeros_like(block[name]), block[name]], dim=1)
+        start_layer(self.midlayer, fusion, "the first layer", "eagle3")
         for name, layer in self.layers.items():
             start_layer(layer, block, f"layer {name}", "eagle3")
-        self.fc.weight.zero_()
-        self.fc.weight[:, -width:].copy_(torch.eye(width))
+        self.fc.weight.zero_()  # the identity on the last fused feature
+        self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         steps = (self.training and self.config.train_steps) or self.max_depth
