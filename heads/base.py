@@ -9,54 +9,48 @@ D hidden size, F width of the chosen feature layers side by side, K depths, I ra
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .layers.draft_cache import DraftCache, KVEntries, counting
+from .layers.draft_vocab import check_ids
+
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """Dimensions of a target model, which decide whether a head fits it; saved with every head."""
+    """Dimensions of a target model by their names in a transformers config, saved with every head.
+
+    `hidden_size`, `vocab_size` and `num_layers` decide whether a head fits it.
+    """
 
     name: str
     """Folder, Hub id or file that the target was loaded from."""
     hidden_size: int
-    """Width of the residual stream."""
     vocab_size: int
     """Number of rows of the LM head."""
     num_layers: int
     """Number of decoder blocks."""
     intermediate_size: int
-    """Width of the blocks' MLPs."""
     num_attention_heads: int
-    """Query heads of a block."""
     num_key_value_heads: int
-    """Key and value heads of a block."""
     head_dim: int
-    """Width of an attention head."""
     hidden_act: str
-    """Activation of the MLPs, by its name in transformers."""
     rms_norm_eps: float
-    """Added to the variance in a norm."""
     max_positions: int
     """Tokens of the longest sequence."""
     rope_parameters: dict[str, Any]
-    """Rotary embedding with its scaling, as in a transformers config."""
+    """Rotary embedding with its scaling."""
 
     def check(self, other: TargetInfo) -> None:
-        """Refuse a target that a head trained for this one does not fit.
-
-        Raises:
-            ValueError: with every dimension that differs, and both values.
-        """
+        """Refuse a target that a head trained for this one does not fit: a ValueError with all that differs."""
         differing = [
             f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)} (target)"
             for name in ("hidden_size", "vocab_size", "num_layers")
@@ -75,11 +69,9 @@ class TargetModules:
     embed: Callable[[Tensor], Tensor]
     """Token ids to vectors of width D."""
     lm_head: nn.Linear
-    """Final-norm states of width D to logits over V."""
     norm: nn.Module
     """The final norm."""
     blocks: Sequence[nn.Module]
-    """The decoder blocks, which a head may start from."""
     logit_scale: float = 1.0
     """Factor on the LM head's output: Cohere's logit_scale, the inverse of Granite's logits_scaling."""
     logit_cap: float | None = None
@@ -94,10 +86,7 @@ class TargetModules:
     def logits(self, states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Final-norm states [..., D] to the target's logits [..., V]: cap tanh(scale (W x + b) / cap).
 
-        Args:
-            states: final-norm states.
-            weight: rows of the LM head, with their `bias`; None for the LM head itself.
-            bias: None also where the LM head has none.
+        `weight` and `bias` are rows of the LM head; without `weight` it is the LM head itself.
         """
         logits = self.lm_head(states) if weight is None else F.linear(states, weight, bias)
         logits = logits if self.logit_scale == 1 else logits * self.logit_scale
@@ -149,38 +138,17 @@ class HeadOutput(NamedTuple):
     """Positions at which the true token was the head's i-th best."""
 
 
-class BatchCache(Protocol):
-    """KV cache of a head, preallocated and written to in place."""
-
-    nodes: int
-    """Slots of draft nodes, before those of committed tokens."""
-    attended: int | None
-    """Slots that forwards attend to, from the first on; None for all."""
-
-    def select(self, rows_R: Tensor) -> BatchCache:
-        """A cache of some rows."""
-
-    def replace(self, rows_R: Tensor, other: BatchCache) -> None:
-        """Overwrite rows by those of a cache of the same capacity."""
-
-    def resized(self, capacity: int) -> BatchCache:
-        """This cache, or a copy with room for `capacity` committed tokens in each row."""
-
-    def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors with their dimensions that differ between generations."""
-
-
 @dataclass(frozen=True)
 class CheckpointMetadata:
     """Saved with a head's weights besides its options."""
 
     tree: str | list[list[int]] | None = None
     """The fastest draft tree found for it: paths of ranks, or a spec such as dynamic:24:6:8; None if unknown."""
-    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
     """The resolved training config, git revision and package versions."""
-    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     """Acceptance as evaluation measured it, by tree."""
-    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
     """The target, tokenizer and chat template that it was trained against: see `save_load.differences`."""
     adapted: bool = False
     """Whether it drafts for the target with the peft adapter that lies in the checkpoint."""
@@ -197,12 +165,11 @@ class DraftState:
     depth: int
     """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the root."""
     max_depth: int
-    """Most `expand` calls of a round."""
-    cache: BatchCache | None = field(default=None, kw_only=True)
-    """The head's KV cache, if it has one."""
+    """Maximum number of `expand` calls in a round."""
+    cache: DraftCache | None = field(default=None, kw_only=True)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors with their dimension that differs between generations, the batch; those of the cache apart."""
+        """Tensors, without those of the cache, each with its dimension that differs between generations: the batch."""
         return [(value, 0) for value in vars(self).values() if isinstance(value, Tensor)]
 
     def select(self, rows_R: Tensor) -> Self:
@@ -212,10 +179,10 @@ class DraftState:
         }
         if self.cache is not None:
             chosen["cache"] = self.cache.select(rows_R)
-        return dataclasses.replace(self, **chosen)
+        return replace(self, **chosen)
 
     def replace(self, rows_R: Tensor, other: Self) -> Self:
-        """The state with rows replaced by another one's, both right after an `observe`; the cache changes in place."""
+        """The state with rows replaced by those of another, both after `observe`; the cache changes in place."""
         changed: dict[str, Any] = {
             name: value.index_copy(0, rows_R, getattr(other, name))
             for name, value in vars(self).items()
@@ -223,20 +190,65 @@ class DraftState:
         }
         if self.cache is not None and other.cache is not None:
             self.cache.replace(rows_R, other.cache)
-        return dataclasses.replace(self, **changed)
+        return replace(self, **changed)
 
     def resume(self, tokens: int | None, capacity: int) -> Self:
         """The state cropped to the first `tokens` of every row (None: all), with room for `capacity` tokens.
 
-        `observe` follows before anything is drafted. A head whose state depends on the text by more than `lengths_B`
-        and the cache overrides it.
+        The next call is `observe`. A head whose state depends on more of the text than `lengths_B`
+        and the cache overrides this.
         """
         changed: dict[str, Any] = {}
         if self.cache is not None:
             changed["cache"] = self.cache.resized(capacity)
         if tokens is not None and "lengths_B" in vars(self):
             changed["lengths_B"] = vars(self)["lengths_B"].clamp(max=tokens)
-        return dataclasses.replace(self, **changed)
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class DraftTreeState(DraftState):
+    """State of a head whose layers read their own outputs: EAGLE's, a truncated model's.
+
+    `observe` runs the layers on the committed tokens and keeps the last output, from which the root's children are
+    drafted. Each `expand` below the root runs them on a frontier, whose nodes attend to the committed tokens and to
+    their own path.
+    """
+
+    cache: DraftCache = field(kw_only=True)
+    lengths_B: Tensor
+    """Committed tokens of each row."""
+    hidden_BWD: Tensor
+    """Outputs of the frontier; at the root the last committed one."""
+    paths_BWN: Tensor
+    """True at the cached nodes on the path to each frontier node."""
+    nodes: int = 0
+    """Nodes in the cache since the last `observe`."""
+
+    def committed(self, out_BAD: Tensor, lengths_B: Tensor) -> DraftTreeState:
+        """The state at the root after the layers ran on new tokens, of which row b commits the first `lengths_B[b]`."""
+        last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
+        return replace(
+            self,
+            depth=0,
+            nodes=0,
+            lengths_B=self.lengths_B + lengths_B,
+            hidden_BWD=out_BAD.gather(1, last_B11.expand(-1, 1, out_BAD.shape[-1])),
+            paths_BWN=torch.zeros_like(self.paths_BWN[:, :1]),
+        )
+
+    def below(self, parents_BW: Tensor) -> tuple[Tensor, KVEntries, DraftTreeState]:
+        """A frontier below this one: its positions [B, W], its KV view, and the state that still lacks its outputs."""
+        device, width, cache = parents_BW.device, parents_BW.shape[1], self.cache
+        own_WN = counting(cache.nodes, device) == counting(width, device, self.nodes, column=True)
+        paths_BWN = self.paths_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, cache.nodes)) | own_WN
+        slots = cache.keys[0].shape[2]
+        attended = slots if cache.attended is None else min(slots, cache.attended)
+        text_BS = counting(attended - cache.nodes, device) < self.lengths_B[:, None]
+        mask_BWS = torch.cat([paths_BWN, text_BS[:, None].expand(-1, width, -1)], dim=-1)
+        positions_BW = (self.lengths_B[:, None] + self.depth - 1).expand_as(parents_BW)
+        state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
+        return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
 
 
 class DraftHead(nn.Module, ABC):
@@ -247,13 +259,14 @@ class DraftHead(nn.Module, ABC):
     feature_layers: tuple[int, ...]
     """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
     reads_from_start: bool = False
-    """Whether `observe` is given a text's first token too; else each token comes with the feature before it."""
+    """Whether `observe` reads a text's first token too; otherwise each token comes with the feature before it."""
     recompute: bool = False
-    """Activation checkpointing: recompute each step of training-time test in the backward pass, where there are such
-    steps, because their activations grow with their number."""
+    """Activation checkpointing: recompute each step of training-time test, if any, in the backward pass."""
 
     shape: Any = None
     """`LayerShape` of the decoder layers, if any."""
+    token_map: Tensor | None
+    """Sorted target ids of the draft vocabulary, by draft id; None for all tokens."""
     served_names: tuple[str, ...] = ()
     """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
     cached_layers: int = 0
@@ -262,13 +275,16 @@ class DraftHead(nn.Module, ABC):
     metadata: CheckpointMetadata | None = None
     """Set on a head that was loaded by `from_pretrained`."""
     checkpoints: ClassVar[ModuleType]
-    """`checkpoints.save_load`, which imports every head and therefore cannot be imported here: `headstart.heads` sets
-    it."""
+    """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot import it."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
-        self.config = config
-        self.target = target
+        self.config, self.target = config, target
+        self.draft_vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
+        """Number of tokens that the head can draft."""
+        self.unread_by: dict[str, str] = {}
+        """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""
+        self.register_buffer("token_map", None)
 
     @classmethod
     def from_pretrained(
@@ -280,12 +296,6 @@ class DraftHead(nn.Module, ABC):
         cache_dir: str | Path | None = None,
     ) -> Self:
         """Load a head from a folder or a Hub id, strictly.
-
-        Args:
-            source: the checkpoint.
-            revision: of a Hub id.
-            token: for a private repository.
-            cache_dir: where downloads are kept; None for the Hub's default.
 
         Raises:
             ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another shape, or a head of
@@ -329,26 +339,33 @@ class DraftHead(nn.Module, ABC):
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         """Take starting values from the target, once, before training.
 
-        Args:
-            modules: of the target.
-            token_counts_V: frequency of each token in the answers of the training data.
+        `token_counts_V` holds the frequency of each token in the answers of the training data.
         """
 
     @abstractmethod
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         """The teacher-forced loss of a batch, and how often the true token was among the `ranks` best drafts."""
 
-    @abstractmethod
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
-        """A draft state without committed tokens.
+        """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.
 
         Args:
             modules: of the target.
             batch_size: rows.
-            capacity: most committed tokens of a row.
-            max_depth: most expansions of a round.
-            nodes: most nodes that a round expands, all depths together.
+            capacity: maximum number of committed tokens in a row.
+            max_depth: maximum number of `expand` calls in a round.
+            nodes: maximum number of nodes that a round expands, over all depths.
         """
+        like = next(self.parameters())
+        return DraftTreeState(
+            modules,
+            depth=0,
+            max_depth=max_depth,
+            cache=self.empty_cache(batch_size, nodes, capacity),
+            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
+            hidden_BWD=like.new_zeros(batch_size, 1, self.shape.hidden_size),
+            paths_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=like.device),
+        )
 
     @abstractmethod
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
@@ -376,16 +393,21 @@ class DraftHead(nn.Module, ABC):
     def server_config(self) -> dict[str, Any]:
         """Keys of config.json by which servers read this head."""
 
-    def unread_by(self) -> dict[str, str]:
-        """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""
-        return {}
-
     def check_loaded(self) -> None:
         """Refuse weights of the right shapes with impossible values.
 
         Raises:
             ValueError: a draft vocabulary that is not made of sorted target ids.
         """
+        if self.token_map is not None:
+            check_ids(self.token_map, self.target.vocab_size, "token_map")
+
+    def empty_cache(self, batch_size: int, nodes: int, capacity: int) -> DraftCache:
+        """KV cache for `nodes` drafts and `capacity` committed tokens in each row, in the head's dtype."""
+        size = (batch_size, self.shape.num_key_value_heads, nodes + capacity, self.shape.head_dim)
+        like = next(self.parameters())
+        keys, values = ([like.new_zeros(size) for _ in range(self.cached_layers)] for _ in range(2))
+        return DraftCache(nodes, keys, values)
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of KV cache for `rows` x `tokens`."""
@@ -396,12 +418,7 @@ class DraftHead(nn.Module, ABC):
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """Draft ids to target ids."""
-        return draft_tokens
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of tokens that the head can draft."""
-        return getattr(self.config, "draft_vocab_size", None) or self.target.vocab_size
+        return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -26,11 +26,7 @@ HEADS: dict[str, type[DraftHead]] = {
 
 
 def head_config(name: str, options: dict[str, Any]) -> Any:
-    """Check a head's options and fill in their defaults; needs no target.
-
-    Args:
-        name: a key of `HEADS`.
-        options: by the field names of its config class.
+    """Check a head's options, by the field names of its config class, and fill in their defaults.
 
     Raises:
         ValueError: an unknown head or option, or a value that the head refuses.

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
-from .layers.draft_cache import DraftTreeState, begin_tree
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
@@ -42,7 +41,7 @@ class EagleConfig(Objective):
     """Options of an EAGLE head; null takes the target's own value."""
 
     depth: int = 5
-    """Most tokens after the root that are drafted."""
+    """Maximum draft length: tokens drafted after the root."""
     train_steps: int = 1
     """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
     num_layers: int = 1
@@ -62,7 +61,7 @@ class EagleConfig(Objective):
     fc_bias: bool = False
     """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
-    """Uniform noise on true features while training, at most this times 512 / the batch's tokens per row."""
+    """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens per row."""
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
@@ -88,7 +87,6 @@ class EagleConfig(Objective):
 class EagleHead(DraftHead):
     """EAGLE and EAGLE-2 head."""
 
-    begin = begin_tree
     config_class = EagleConfig
     config: EagleConfig
 
@@ -101,24 +99,22 @@ class EagleHead(DraftHead):
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers))
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
+        if config.fc_bias:
+            self.unread_by = {"vllm": "its fc has no bias, and this one has"}
+        else:
+            self.unread_by = {"sglang": "its fc has a bias, drawn at random where a file has none"}
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        """Start the layers from one of the target's blocks, if the config names one."""
-        if self.config.start != "random":
-            block = -1 if self.config.start == "last" else int(self.config.start)
-            weights = target_layer_weights(modules.blocks, block, self.target, "eagle")
-            self._start_from(weights, required_gain(modules.norm, self.target, "eagle"))
-
-    def _start_from(self, block: dict[str, Tensor], gain_D: Tensor) -> None:
-        """Start every layer as the target's block, turned from the residual stream x to features.
-
-        With g the final norm's gain and s the size of the stream, a feature is f = g x / s. `fc` starts as the
-        identity on the feature, with zeros for the embedding.
-        """
-        gain_D = at_least_fp32(gain_D)
+        if self.config.start == "random":
+            return
+        # Every layer starts as the target's block, turned from the residual stream x to features: with g the final
+        # norm's gain and s the size of the stream, f = g x / s. `fc` starts as the identity on f.
+        number = -1 if self.config.start == "last" else int(self.config.start)
+        weights = target_layer_weights(modules.blocks, number, self.target, "eagle")
+        gain_D = at_least_fp32(required_gain(modules.norm, self.target, "eagle"))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
-        block = {name: at_least_fp32(tensor) for name, tensor in block.items()}
+        block = {name: at_least_fp32(tensor) for name, tensor in weights.items()}
         into_D = block["input_layernorm.weight"] / gain_D
         for name in OUTPUTS:
             block[name] = gain_D[:, None] * block[name]
@@ -135,7 +131,7 @@ class EagleHead(DraftHead):
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
-        """Divide a layer's output maps by s, which no weight tells: scale them to move features by STEP."""
+        """Divide a layer's output maps by s, which the weights do not show: scale them to move features by STEP."""
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
         features_BTD = features_BTD.to(self.fc.weight)
@@ -146,7 +142,6 @@ class EagleHead(DraftHead):
             layer.get_parameter(name).mul_(STEP / moved)
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """The loss; while training over `train_steps` depths."""
         steps = self.config.train_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
@@ -169,9 +164,9 @@ class EagleHead(DraftHead):
         return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """Teacher-forced features of every step, of which step k at t predicts t + 1 + k.
+        """Teacher-forced features of every step, [B, T, D] or [1, N, D] at the draft positions of `test`.
 
-        [B, T, D], or [1, N, D] at the draft positions of `test`.
+        Step k at t predicts t + 1 + k.
         """
         state_BTD = features.features_BTF
         if self.training and self.config.noise > 0:  # from torch's global generator, as published
@@ -182,16 +177,14 @@ class EagleHead(DraftHead):
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
-        """Run the first step on the committed tokens, with true features."""
         assert isinstance(state, DraftTreeState)
         positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
         out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
         return state.committed(out_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
-        """Run a step on the frontier, but for the root, whose own step `observe` has run."""
         assert isinstance(state, DraftTreeState)
-        if state.depth > 0:
+        if state.depth > 0:  # `observe` has run the root's own step
             fed_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1]))
             positions_BW, kv, state = state.below(parents_BW)
             state = replace(state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules))
@@ -208,12 +201,9 @@ class EagleHead(DraftHead):
             state_BTD = layer(state_BTD, rotary, kv, i)
         return state_BTD
 
-    def unread_by(self) -> dict[str, str]:
-        if self.config.fc_bias:
-            return {"vllm": "its fc has no bias, and this one has"}
-        return {"sglang": "its fc has a bias, drawn at random where a file has none"}
-
     def server_config(self) -> dict[str, Any]:
-        """Keys for vLLM's `llama_eagle`, those of a Llama; `bias` is for SafeAILab's code."""
-        keys = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)
-        return {"architectures": ["LlamaForCausalLM"], **keys, "bias": self.config.fc_bias}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
+            "bias": self.config.fc_bias,  # for SafeAILab's code
+        }

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.draft_cache import DraftTreeState, begin_tree
 from .layers.draft_vocab import check_ids, check_size, most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
@@ -34,7 +33,7 @@ class Eagle3Config(Objective):
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
     depth: int = 7
-    """Most tokens after the root that are drafted."""
+    """Maximum draft length: tokens drafted after the root."""
     train_steps: int | None = None
     """Steps of training-time test; null for `depth`."""
     feature_layers: list[int] | None = None
@@ -102,7 +101,7 @@ class FusionLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView) -> Tensor:
-        """The residual stream after the layer, at the positions that `kv` answers."""
+        """The residual stream after the layer, at the positions that `kv` returns."""
         normed_BTD = self.hidden_norm(state_BTD)
         both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
         out_BTD = self.self_attn(both, rotary, kv, 0)
@@ -116,7 +115,6 @@ class FusionLayer(nn.Module):
 class Eagle3Head(DraftHead):
     """EAGLE-3 head."""
 
-    begin = begin_tree
     config_class = Eagle3Config
     config: Eagle3Config
     d2t: Tensor
@@ -126,8 +124,7 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
-        if config.draft_vocab_size is not None:
-            check_size(config.draft_vocab_size, target.vocab_size, "eagle3")
+        check_size(config.draft_vocab_size, target.vocab_size, "eagle3")
         self.max_depth = config.depth
         blocks, last = target.num_layers, target.num_layers - 2
         layers = (1, blocks // 2 - 1, blocks - 4) if config.feature_layers is None else tuple(config.feature_layers)
@@ -153,7 +150,7 @@ class Eagle3Head(DraftHead):
         # Servers count the first layer as layers.0.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(shape) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab_size or target.vocab_size, bias=False)
+        self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
         self.own_embedding = config.own_embedding or shape.hidden_size != target.hidden_size
         if self.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
@@ -161,6 +158,12 @@ class Eagle3Head(DraftHead):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(target.vocab_size) < config.draft_vocab_size)
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
+        unknown = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(config, name)]
+        unknown += ["num_layers above 1"] if config.num_layers > 1 else []
+        if -1 in layers:
+            self.unread_by = dict.fromkeys(("vllm", "sglang"), "it reads no features after the final norm")
+        elif unknown:
+            self.unread_by = {"sglang": f"it does not know {', '.join(unknown)}"}
 
     @property
     def vocabulary_V(self) -> Tensor | None:
@@ -171,7 +174,6 @@ class Eagle3Head(DraftHead):
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        """Choose the draft vocabulary by frequency, and copy what the config starts from the target."""
         if self.config.draft_vocab_size is not None:
             chosen = most_frequent(token_counts_V, self.draft_vocab_size, "eagle3").to(self.d2t.device)
             self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
@@ -185,29 +187,21 @@ class Eagle3Head(DraftHead):
             gain_D = norm_gain(modules.norm, self.target.hidden_size)
             if gain_D is not None:
                 self.norm.weight.copy_(gain_D)
-        if self.config.start != "random":
-            block = -1 if self.config.start == "last" else int(self.config.start)
-            self._start_from(target_layer_weights(modules.blocks, block, self.target, "eagle3"))
-
-    def _start_from(self, block: dict[str, Tensor]) -> None:
-        """Start every layer as the target's block, and `fc` as the identity on the last fused feature."""
-        width = self.shape.hidden_size
-        own = {name: tensor for name, tensor in block.items() if not name.startswith("self_attn.")}
-        own["hidden_norm.weight"] = own["input_layernorm.weight"]
-        for kind in "qkv":
-            weight = block[f"self_attn.{kind}_proj.weight"]
+        if self.config.start == "random":
+            return
+        number = -1 if self.config.start == "last" else int(self.config.start)
+        block = target_layer_weights(modules.blocks, number, self.target, "eagle3")
+        fusion = {**block, "hidden_norm.weight": block["input_layernorm.weight"]}
+        for name in [f"self_attn.{kind}_proj.weight" for kind in "qkv"]:
             # The half that reads the state is the target's; the half that reads the embedding starts silent.
-            own[f"self_attn.{kind}_proj.weight"] = torch.cat([torch.zeros_like(weight), weight], dim=1)
-        same = ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm")
-        own |= {name: tensor for name, tensor in block.items() if name.startswith(same)}
-        start_layer(self.midlayer, own, "the first layer", "eagle3")
+            fusion[name] = torch.cat([torch.zeros_like(block[name]), block[name]], dim=1)
+        start_layer(self.midlayer, fusion, "the first layer", "eagle3")
         for name, layer in self.layers.items():
             start_layer(layer, block, f"layer {name}", "eagle3")
-        self.fc.weight.zero_()
-        self.fc.weight[:, -width:].copy_(torch.eye(width))
+        self.fc.weight.zero_()  # the identity on the last fused feature
+        self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """The loss; while training over as many depths as training-time test has steps."""
         steps = (self.training and self.config.train_steps) or self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
@@ -223,16 +217,14 @@ class Eagle3Head(DraftHead):
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
-        """Run step 0 on the committed tokens, with true features."""
         assert isinstance(state, DraftTreeState)
         positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
         out_BAD = self._run(next_tokens_BA, self._fuse(features_BAF), positions_BA, kv, state.modules)
         return state.committed(out_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
-        """Run a step on the frontier, but for the root, whose own step `observe` has run."""
         assert isinstance(state, DraftTreeState)
-        if state.depth > 0:
+        if state.depth > 0:  # `observe` has run the root's own step
             fed_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1]))
             fed_BWD = self.norm(fed_BWD) if self.config.norm_output else fed_BWD
             positions_BW, kv, state = state.below(parents_BW)
@@ -240,7 +232,6 @@ class Eagle3Head(DraftHead):
         return self.lm_head(self.norm(state.hidden_BWD)), replace(state, depth=state.depth + 1)
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:
-        """The chosen layers' features as one state."""
         if self.config.fc_norm:
             parts = features_BTF.chunk(len(self.feature_layers), dim=-1)
             features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -259,18 +250,7 @@ class Eagle3Head(DraftHead):
             state_BTD = layer(state_BTD, rotary, kv, i)
         return state_BTD
 
-    def unread_by(self) -> dict[str, str]:
-        options = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(self.config, name)]
-        options += ["num_layers above 1"] if self.config.num_layers > 1 else []
-        if -1 in self.feature_layers:
-            return dict.fromkeys(("vllm", "sglang"), "it reads no features after the final norm")
-        return {"sglang": f"it does not know {', '.join(options)}"} if options else {}
-
     def server_config(self) -> dict[str, Any]:
-        """Keys for vLLM and SGLang.
-
-        Feature layers at the top level are counted by a block's input, in `eagle_config` by its output.
-        """
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
@@ -281,6 +261,7 @@ class Eagle3Head(DraftHead):
             "fc_norm": self.config.fc_norm,
             "norm_output": self.config.norm_output,
             "num_aux_hidden_states": len(self.feature_layers),
+            # Here layers are counted by a block's input, in `eagle_config` by its output.
             "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.feature_layers],
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
@@ -289,9 +270,8 @@ class Eagle3Head(DraftHead):
         }
 
     def check_loaded(self) -> None:
-        if self.config.draft_vocab_size is not None:
-            ids_V = self.vocabulary_V
-            assert ids_V is not None
+        ids_V = self.vocabulary_V
+        if ids_V is not None:
             check_ids(ids_V, self.target.vocab_size, "d2t")
             if not torch.equal(self.t2d.nonzero()[:, 0], ids_V):
                 raise ValueError("d2t and t2d name different tokens")

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary
-from .layers.draft_cache import DraftCache
-from .layers.draft_vocab import check_ids, check_size, most_frequent
+from .layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
+from .layers.draft_vocab import check_size, most_frequent
 from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
 
@@ -38,14 +37,13 @@ class HydraConfig(Objective):
     name: ClassVar[str] = "hydra"
 
     num_heads: int = 4
-    """Tokens after the root that are drafted, one head each."""
+    """Draft length: tokens drafted after the root, one head each."""
     num_layers: int = 1
     """Blocks per head, the one that joins state and tokens counted."""
     prefix_layer: bool = False
     """A decoder layer of the target's dimensions before the heads, which share it (Hydra++)."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
-    the checkpoint does not hold."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's, which is not saved."""
     bias: bool = False
     """Bias in the joining blocks' residuals and own LM heads, as in the authors' code."""
     prefix_norm: bool = False
@@ -79,10 +77,11 @@ class HydraPlusPlusConfig(HydraConfig):
 
 @dataclass(frozen=True)
 class HydraState(DraftState):
-    """The state that all heads read, and the path to each node of the frontier."""
+    """The state that all heads read, and the path to each node of the frontier.
 
-    cache: DraftCache | None = field(default=None, kw_only=True)
-    """Of the prefix layer, with committed tokens only: the layer reads no drafts. None without such a layer."""
+    `cache` belongs to the prefix layer, which reads committed tokens only, no drafts.
+    """
+
     lengths_B: Tensor
     """Committed tokens of each row."""
     state_B1D: Tensor
@@ -91,38 +90,23 @@ class HydraState(DraftState):
     """Tokens from the root to each frontier node; none before the root's `expand`."""
 
 
-class JoiningBlock(nn.Module):
-    """R z + SiLU(W z + b), which starts as the identity on the state at the head of z: a new head is its LM head."""
-
-    def __init__(self, width: int, parts: int, bias: bool) -> None:
-        super().__init__()
-        self.res = nn.Linear(parts * width, width, bias=bias)
-        self.linear = nn.Linear(parts * width, width)
-        nn.init.eye_(self.res.weight)
-        if bias:
-            nn.init.zeros_(self.res.bias)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """[..., parts x D] to [..., D]."""
-        return self.res(z) + F.silu(self.linear(z))
-
-
 class HydraBlocks(nn.Module):
-    """One head up to its LM head: the joining block, then x + SiLU(W x + b), repeated, with W starting at zero."""
+    """One head up to its LM head: R z + SiLU(W z + b), then x + SiLU(W x + b), repeated.
+
+    R starts as the identity on the state, the first part of z, and every W at zero: a new head is its LM head.
+    """
 
     def __init__(self, width: int, parts: int, count: int, bias: bool) -> None:
         super().__init__()
-        self.join = JoiningBlock(width, parts, bias)
+        res = nn.Linear(parts * width, width, bias=bias)
+        self.join = nn.ModuleDict({"res": res, "linear": nn.Linear(parts * width, width)})
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count - 1))
-        for layer in self.layers:
-            for parameter in layer.parameters():
-                nn.init.zeros_(parameter)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        nn.init.eye_(res.weight)
 
     def forward(self, z: Tensor) -> Tensor:
-        """[..., parts x D] to [..., D]."""
-        x = self.join(z)
+        x = self.join["res"](z) + F.silu(self.join["linear"](z))
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
@@ -133,7 +117,6 @@ class HydraHead(DraftHead):
 
     config_class: ClassVar[type[Any]] = HydraConfig
     config: HydraConfig
-    token_map: Tensor | None
 
     def __init__(self, config: HydraConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
@@ -144,12 +127,11 @@ class HydraHead(DraftHead):
         if config.prefix_layer:
             self.shape, self.cached_layers = LayerShape.of(target), 1
             self.prefix = DecoderLayer(self.shape)
-            # It starts as the identity, so that a new head is its LM head here too.
+            # The layer starts as the identity, so that a new head is its LM head here too.
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
             nn.init.zeros_(self.prefix.mlp.down_proj.weight)
             self.rotary = Rotary(target, self.shape.head_dim)
-            if config.prefix_norm:
-                self.prefix_norm = RMSNorm(width, eps=self.shape.rms_norm_eps)
+            self.prefix_norm = RMSNorm(width, eps=self.shape.rms_norm_eps) if config.prefix_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             HydraBlocks(width, i + 2, config.num_layers, config.bias) for i in range(config.num_heads)
         )
@@ -157,11 +139,11 @@ class HydraHead(DraftHead):
             self.lm_heads = nn.ModuleList(
                 nn.Linear(width, self.draft_vocab_size, bias=config.bias) for _ in range(config.num_heads)
             )
-        # Sorted target ids, by draft id.
-        self.register_buffer("token_map", None if size is None else torch.arange(size))
+        if size is not None:
+            self.token_map = torch.arange(size)
+        self.unread_by = dict.fromkeys(("vllm", "sglang"), "it has no Hydra")
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, self.config.name))
         if self.config.lm_head == "own":
@@ -172,7 +154,17 @@ class HydraHead(DraftHead):
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         positions = DraftPositions.of(features, self.max_depth)
-        hiddens = self.drafts(features, positions.index_N)
+        index_N, tokens_BT, states_BTD = positions.index_N, features.tokens_BT, features.last_BTD
+        if self.config.prefix_layer:
+            kv = TrainingTimeTest(1, features.sequences_BT, index_N).at(0)
+            rotary = self.rotary(features.position_ids_BT, states_BTD.dtype)
+            states_ND = self.prefix_norm(self.prefix(states_BTD, rotary, kv, 0))[0]
+        else:
+            states_ND = states_BTD.flatten(0, 1)[index_N]
+        # Past the end of a row any token serves: no such draft is judged.
+        rows_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
+        path_NK = tokens_BT.flatten()[rows_NK.clamp(max=tokens_BT.numel() - 1)]
+        hiddens = [self._draft(i, states_ND, path_NK[:, : i + 1], features.modules) for i in range(self.max_depth)]
         shared = self.config.lm_head == "shared"
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.weight for lm_head in lm_heads]
@@ -183,38 +175,25 @@ class HydraHead(DraftHead):
         hiddens = [hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)]
         return draft_loss(hiddens, heads, self.token_map, features, positions, self.config, ranks)
 
-    def drafts(self, features: TargetFeatures, index_N: Tensor) -> list[Tensor]:
-        """Teacher-forced states [N, D] of every head at the draft positions `index_N` of the flattened batch."""
-        tokens_BT = features.tokens_BT
-        test = TrainingTimeTest(1, features.sequences_BT, index_N)
-        if self.config.prefix_layer:
-            states_ND = self._prefixed(features.last_BTD, features.position_ids_BT, test.at(0))[0]
-        else:
-            states_ND = test.at_drafts(features.last_BTD)[0]
-        # Past the end of a row any token serves: no such draft is judged.
-        rows_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
-        path_NK = tokens_BT.flatten()[rows_NK.clamp(max=tokens_BT.numel() - 1)]
-        return [self._draft(i, states_ND, path_NK[:, : i + 1], features.modules) for i in range(self.max_depth)]
-
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> HydraState:
         weight = self.blocks[0].get_parameter("join.res.weight")
         return HydraState(
             modules,
             depth=0,
             max_depth=max_depth,
-            cache=DraftCache.empty(self, batch_size, 0, capacity) if self.config.prefix_layer else None,
+            cache=self.empty_cache(batch_size, 0, capacity) if self.config.prefix_layer else None,
             lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
             state_B1D=weight.new_zeros(batch_size, 1, self.target.hidden_size),
             path_BWP=torch.zeros(batch_size, 1, 0, dtype=torch.int64, device=weight.device),
         )
 
     def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> HydraState:
-        """Keep the last committed state, after the prefix layer has read all of them."""
         assert isinstance(state, HydraState)
         out_BAD = features_BAF
         if state.cache is not None:
             positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
-            out_BAD = self._prefixed(features_BAF, positions_BA, kv)
+            rotary = self.rotary(positions_BA, features_BAF.dtype)
+            out_BAD = self.prefix_norm(self.prefix(features_BAF, rotary, kv, 0))
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,
@@ -225,7 +204,6 @@ class HydraHead(DraftHead):
         )
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, HydraState]:
-        """Run the head of this depth on the path to each node."""
         assert isinstance(state, HydraState)
         # The root's parent is -1; its path is empty, so any index serves.
         parents_BWP = parents_BW.clamp(min=0)[..., None].expand(-1, -1, state.depth)
@@ -236,18 +214,12 @@ class HydraHead(DraftHead):
         logits_BWV = lm_head(hidden_BWD)
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
-    def _prefixed(self, states_BTD: Tensor, positions_BT: Tensor, kv: KVView) -> Tensor:
-        """The prefix layer's output for the target's states."""
-        out: Tensor = self.prefix(states_BTD, self.rotary(positions_BT, states_BTD.dtype), kv, 0)
-        return self.prefix_norm(out) if self.config.prefix_norm else out
-
     def _draft(self, depth: int, state: Tensor, path: Tensor, modules: TargetModules) -> Tensor:
         """The input of a head's LM head, [..., D], from states [..., D] and paths [..., depth + 1]."""
         tokens = modules.embed(path).flatten(-2).to(state.dtype)
         return self.blocks[depth](torch.cat([state, tokens], dim=-1))
 
     def server_config(self) -> dict[str, Any]:
-        """The head's dimensions, which no server reads."""
         names = ["hidden_size", "vocab_size"]
         if self.config.prefix_layer:
             names += ["intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"]
@@ -263,16 +235,6 @@ class HydraHead(DraftHead):
             "original_lm_head": self.config.lm_head == "shared",
             "prefix_layer": self.config.prefix_layer,
         }
-
-    def unread_by(self) -> dict[str, str]:
-        return dict.fromkeys(("vllm", "sglang"), "it has no Hydra")
-
-    def check_loaded(self) -> None:
-        if self.token_map is not None:
-            check_ids(self.token_map, self.target.vocab_size, "token_map")
-
-    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
 
 
 class HydraPlusPlusHead(HydraHead):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
 
 FEWEST = 64
-"""Fewest positions of a chunk, however large the vocabulary."""
+"""Minimum number of positions in a chunk, however large the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,19 @@ class Objective:
     renormalises; null for the whole draft vocabulary."""
 
     @property
-    def objective(self) -> Objective:
-        """The training objective of a head with these options."""
-        return self
-
-    @property
     def over_vocabulary(self) -> list[str]:
         """The weighted losses that this module computes: all but smooth_l1."""
         return [name for name, weight in self.loss.items() if weight > 0 and name in LOSSES]
 
-    @property
-    def needs_full_logits(self) -> bool:
-        """Whether a loss needs the target's logits outside the draft vocabulary."""
-        return not NEED_MASS.isdisjoint(self.over_vocabulary)
-
     def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
         """Number of the target's logits that are computed at a position."""
-        if self.over_vocabulary in ([], ["ce"]):
+        losses = self.over_vocabulary
+        if losses in ([], ["ce"]):
             return 0
-        return vocab_size if self.needs_full_logits else draft_vocab_size
+        return draft_vocab_size if NEED_MASS.isdisjoint(losses) else vocab_size
 
     def check(self, head: str, predicts_features: bool = False) -> None:
-        """Refuse losses that the head cannot be trained on.
-
-        Raises:
-            ValueError: with the loss or weight, and what is valid.
-        """
+        """Refuse losses and weights that the head cannot be trained on, with a ValueError that names them."""
         valid = ", ".join((*LOSSES, "smooth_l1") if predicts_features else LOSSES)
         for name, weight in self.loss.items():
             if name == "smooth_l1" and not predicts_features:
@@ -107,14 +94,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class DraftPositions:
-    """The positions of a batch at which drafts are judged, as indices into its flattened [B * T] tokens.
+    """Positions of a batch at which drafts are judged, as indices into its flattened [B * T] tokens.
 
     A draft position is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at
     depth k, from 0, is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
 
-    Draft positions are sorted, and every position of an answer that judges a deeper draft judges the first draft of
-    another draft position too. So draft k of position n, where valid, is judged where draft 0 of position n + k is, and
-    the target's distributions at `rows_NK[:, 0]` are all that is needed, without a look-up.
+    Draft positions are sorted, and a position that judges a deeper draft judges the first draft of another draft
+    position too: draft k of position n, where valid, is judged where draft 0 of position n + k is. So the target's
+    distributions at `rows_NK[:, 0]` are enough.
     """
 
     index_N: Tensor
@@ -132,7 +119,7 @@ class DraftPositions:
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
         valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
         index_N = valid_BTK[..., 0].flatten().nonzero()[:, 0]
-        # Past the end any row serves: nothing there is valid.
+        # Past the end any row serves: nothing is valid there.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
         return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])._to(features.tokens_BT.device)
 
@@ -161,18 +148,18 @@ def draft_loss(
     objective: Objective,
     ranks: int = 1,
 ) -> HeadOutput:
-    """The loss of drafts at all depths.
+    """The loss of drafts at all depths, but for `smooth_l1`.
 
     Gradients are computed in the forward, chunk by chunk, so that no [positions, vocabulary] tensor outlives its
     chunk, and the target's distribution is computed once for all depths. The backward only scales them.
 
     Args:
-        hiddens: for each depth, hidden_ND: the draft state at every draft position, the input of its LM head.
-        lm_heads: for each depth, the weight [V, D] of its LM head; several depths may share a tensor.
+        hiddens: hidden_ND of each depth: the draft state at every draft position, the input of its LM head.
+        lm_heads: weight [V, D] of the LM head of each depth; several depths may share a tensor.
         vocabulary_V: sorted target ids of the draft vocabulary; None for all.
         features: the batch.
-        positions: of the batch, for as many depths.
-        objective: `smooth_l1` is not computed here.
+        positions: draft positions of the batch.
+        objective: losses and weights.
         ranks: number of a head's best tokens that are counted as hits.
     """
     depths = len(hiddens)
@@ -186,7 +173,7 @@ def draft_loss(
     hits_KI = torch.zeros(depths, ranks, dtype=torch.int64, device=device)
     widest = max(map(len, weights))
     target_logits = objective.target_logits(len(modules.lm_head.weight), widest)
-    target = _TargetDistribution(features, vocabulary_V, objective) if target_logits else None
+    target_probs = _target_probs(features, vocabulary_V, objective) if target_logits else None
     tokens_R = features.tokens_BT.flatten()
     size = positions_at_once(device, max(target_logits, widest))
     count = len(positions.index_N)
@@ -196,19 +183,20 @@ def draft_loss(
             return at_least_fp32(modules.logits(hidden_ND, weight_VD, modules.lm_head.bias))
         return at_least_fp32(F.linear(hidden_ND, weight_VD))
 
-    def of_chunk(start: int, hidden: Sequence[Tensor], heads: Sequence[Tensor]) -> Iterator[Tensor]:
+    def of_chunk(start: int, leaves: Sequence[Tensor]) -> Iterator[Tensor]:
         """The weighted loss of each depth, one after the other.
 
-        Positions without a draft at a depth are computed with a weight of 0: they are few, at the ends of answers, and
-        to leave them out an accelerator's host would have to wait.
+        Positions without a draft at a depth get a weight of 0: they are few, at the ends of answers, and to leave them
+        out the host would have to wait for the accelerator.
         """
+        hidden, heads = leaves[:depths], [leaves[depths + i] for i in which]
         stop = min(start + size, count)
         labels_NK = draft_ids(tokens_R[positions.rows_NK[start:stop] + 1], vocabulary_V)
         valid_NK = positions.valid_NK[start:stop] & (labels_NK >= 0)
         probs_U = None
-        if target:
+        if target_probs is not None:
             judging_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
-            probs_U = target.at(positions.rows_NK[judging_U, 0])
+            probs_U = target_probs(positions.rows_NK[judging_U, 0])
         of_depths = (logits(k, hidden[k][start:stop], heads[k]) for k in range(depths))
         weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
@@ -219,20 +207,17 @@ def draft_loss(
             else:
                 best_NI = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
             hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
-            probs = probs_U.part(k, stop - start) if probs_U else None
+            probs_N = probs_U and TargetProbs._make(
+                each if each is None else each[k : k + stop - start] for each in probs_U
+            )
             log_q_NV = logits_NV.log_softmax(-1)
             loss_N = log_q_NV.new_zeros(stop - start)
             for name in objective.over_vocabulary:
-                loss_N = loss_N + objective.loss[name] * LOSSES[name](log_q_NV, labels_N, probs)
+                loss_N = loss_N + objective.loss[name] * _loss(name, log_q_NV, labels_N, probs_N)
             losses_K[k] += (loss_N.detach() * valid_N).sum()
             yield (loss_N * weights_NK[:, k]).sum()
 
-    def run(leaves: Sequence[Tensor]) -> Iterator[Tensor]:
-        hidden, heads = leaves[:depths], [leaves[depths + i] for i in which]
-        for start in range(0, count, size):
-            yield from of_chunk(start, hidden, heads)
-
-    loss = _Summed.apply(run, torch.is_grad_enabled(), *hiddens, *weights)
+    loss = _Summed.apply(of_chunk, range(0, count, size), torch.is_grad_enabled(), *hiddens, *weights)
     return HeadOutput(loss, losses_K, positions.valid_NK.sum(0), hits_KI)
 
 
@@ -241,8 +226,7 @@ def positions_at_once(device: torch.device, vocab_size: int) -> int:
     return max(FEWEST, chunk_elements(device, VOCABULARY_ON_CPU) // vocab_size)
 
 
-@dataclass(frozen=True)
-class TargetProbs:
+class TargetProbs(NamedTuple):
     """The target's probabilities at some positions: of the draft vocabulary, or of its most likely tokens."""
 
     renormalised_NV: Tensor
@@ -256,87 +240,73 @@ class TargetProbs:
     mass_N1: Tensor | None
     """Probability of these tokens together, if a loss needs it."""
 
-    def part(self, first: int, count: int) -> TargetProbs:
-        """A view of `count` of the positions."""
-        parts: list[Any] = [None if tensor is None else tensor[first : first + count] for tensor in vars(self).values()]
-        return TargetProbs(*parts)
 
-    def of_tokens(self, values_NV: Tensor) -> Tensor:
-        """From values of the draft vocabulary, those of the tokens."""
-        return values_NV if self.tokens_NV is None else values_NV.gather(1, self.tokens_NV)
-
-
-class _TargetDistribution:
-    """The target's probabilities at any positions of a batch, for all depths."""
-
-    def __init__(self, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective) -> None:
-        self.modules, self.losses, self.top_k = features.modules, objective.over_vocabulary, objective.target_top_k
-        self.states_RD = features.last_BTD.flatten(0, 1)
-        self.needs_mass = objective.needs_full_logits
-        self.vocabulary_V = vocabulary_V
-        self.weight_VD: Tensor = self.modules.lm_head.weight.detach()
-        self.bias_V: Tensor | None = self.modules.lm_head.bias
-        if vocabulary_V is not None and not self.needs_mass:
-            self.weight_VD = self.weight_VD[vocabulary_V]
-            self.bias_V = None if self.bias_V is None else self.bias_V[vocabulary_V]
-            self.vocabulary_V = None
+def _target_probs(
+    features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective
+) -> Callable[[Tensor], TargetProbs]:
+    """A function from positions of the flattened batch to the target's probabilities there, for all depths."""
+    modules, losses = features.modules, objective.over_vocabulary
+    states_RD = features.last_BTD.flatten(0, 1)
+    needs_mass = not NEED_MASS.isdisjoint(losses)
+    weight_VD: Tensor = modules.lm_head.weight.detach()
+    bias_V: Tensor | None = modules.lm_head.bias
+    if vocabulary_V is not None and not needs_mass:
+        weight_VD = weight_VD[vocabulary_V]
+        bias_V = None if bias_V is None else bias_V[vocabulary_V]
+        vocabulary_V = None
 
     @torch.no_grad()
-    def at(self, rows_U: Tensor) -> TargetProbs:
-        """The probabilities at positions of the flattened batch."""
-        states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
-        logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
-        all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True) if self.needs_mass else None
-        if self.vocabulary_V is not None:
-            logits_UV = logits_UV.index_select(1, self.vocabulary_V)
+    def at(rows_U: Tensor) -> TargetProbs:
+        logits_UV = modules.logits(states_RD[rows_U].to(weight_VD.dtype), weight_VD, bias_V)
+        all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True) if needs_mass else None
+        if vocabulary_V is not None:
+            logits_UV = logits_UV.index_select(1, vocabulary_V)
         tokens_UV = None
-        if self.top_k is not None:
-            logits_UV, tokens_UV = logits_UV.topk(min(self.top_k, logits_UV.shape[-1]), sorted=False)
+        if objective.target_top_k is not None:
+            logits_UV, tokens_UV = logits_UV.topk(min(objective.target_top_k, logits_UV.shape[-1]), sorted=False)
         logits_UV = at_least_fp32(logits_UV)
         mass_U1 = None if all_U1 is None else (logits_UV.logsumexp(-1, keepdim=True) - all_U1).exp()
         log_UV = logits_UV.log_softmax(-1)
         probs_UV = log_UV.exp()
         log_UV = log_UV.clamp_(min=math.log(torch.finfo(log_UV.dtype).tiny))  # 0 log 0 is 0
-        plogp_U = None if NEED_ENTROPY.isdisjoint(self.losses) else torch.linalg.vecdot(probs_UV, log_UV)
-        return TargetProbs(probs_UV, tokens_UV, log_UV if "reverse_kl" in self.losses else None, plogp_U, mass_U1)
+        plogp_U = None if NEED_ENTROPY.isdisjoint(losses) else torch.linalg.vecdot(probs_UV, log_UV)
+        return TargetProbs(probs_UV, tokens_UV, log_UV if "reverse_kl" in losses else None, plogp_U, mass_U1)
+
+    return at
 
 
-def _kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    assert target.plogp_N is not None
-    return target.plogp_N - torch.linalg.vecdot(target.renormalised_NV, target.of_tokens(log_q_NV))
-
-
-def _reverse_kl(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    assert target.log_NV is not None
-    return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NV)
-
-
-def _overlap(log_q_NV: Tensor, target: TargetProbs) -> Tensor:
-    """The acceptance rate of exact verification, sum min(p, q), or its part on the target's most likely tokens."""
-    assert target.mass_N1 is not None
-    return torch.minimum(target.renormalised_NV * target.mass_N1, target.of_tokens(log_q_NV).exp()).sum(-1)
-
-
-def _lk_lambda(log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs) -> Tensor:
-    overlap_N = _overlap(log_q_NV, target)
-    share_N = (-3 * overlap_N.detach()).exp()
-    return share_N * _kl(log_q_NV, labels_N, target) + (1 - share_N) * (1 - overlap_N)
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
-    "ce": lambda log_q, labels, _: F.nll_loss(log_q, labels, ignore_index=-1, reduction="none"),
-    "soft_ce": lambda log_q, _, target: -torch.linalg.vecdot(target.renormalised_NV, target.of_tokens(log_q)),
-    "kl": _kl,
-    "reverse_kl": _reverse_kl,
-    "tv": lambda log_q, _, target: 1 - _overlap(log_q, target),
-    "lk_alpha": lambda log_q, _, target: -_overlap(log_q, target).clamp(min=torch.finfo(log_q.dtype).tiny).log(),
-    "lk_lambda": _lk_lambda,
-}
-"""Losses by name: (log_q_NV, labels_N, target) -> loss_N."""
+LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
+"""Losses over the vocabulary."""
 NEED_MASS = {"tv", "lk_alpha", "lk_lambda"}
 """Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
 NEED_ENTROPY = {"kl", "lk_lambda"}
 """Losses with the target's entropy, which does not depend on the draft."""
+
+
+def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | None) -> Tensor:
+    """One of `LOSSES` at each position; `ce` needs no target."""
+    if name == "ce":
+        return F.nll_loss(log_q_NV, labels_N, ignore_index=-1, reduction="none")
+    assert target is not None
+    probs_NV = target.renormalised_NV
+    if name == "reverse_kl":
+        assert target.log_NV is not None
+        return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NV)
+    # Of the target's most likely tokens alone, where its distribution is truncated to them.
+    log_q_NT = log_q_NV if target.tokens_NV is None else log_q_NV.gather(1, target.tokens_NV)
+    if name == "soft_ce":
+        return -torch.linalg.vecdot(probs_NV, log_q_NT)
+    if name == "kl":
+        assert target.plogp_N is not None
+        return target.plogp_N - torch.linalg.vecdot(probs_NV, log_q_NT)
+    assert target.mass_N1 is not None
+    overlap_N = torch.minimum(probs_NV * target.mass_N1, log_q_NT.exp()).sum(-1)
+    if name == "tv":
+        return 1 - overlap_N
+    if name == "lk_alpha":
+        return -overlap_N.clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
+    share_N = (-3 * overlap_N.detach()).exp()
+    return share_N * _loss("kl", log_q_NV, labels_N, target) + (1 - share_N) * (1 - overlap_N)
 
 
 def _depth_weights(
@@ -348,26 +318,32 @@ def _depth_weights(
             depth_K = torch.arange(valid_NK.shape[1], device=valid_NK.device)
             return torch.full_like(depth_K, objective.decay, dtype=dtype).pow(depth_K).expand_as(valid_NK)
         nll_NK = torch.stack(
-            [LOSSES["ce"](logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
+            [_loss("ce", logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
         )
         reach_NK = torch.where(valid_NK, (-nll_NK).exp(), 0).cumprod(-1)
         return reach_NK.flip(-1).cumsum(-1).flip(-1)
 
 
 class _Summed(torch.autograd.Function):
-    """Sum of the losses that `run` yields, each differentiated as soon as it is computed."""
+    """Sum of the losses that `of_chunk` yields for every start, each differentiated as soon as it is computed."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[Sequence[Tensor]], Iterator[Tensor]], train: bool, *leaves: Tensor) -> Tensor:
-        """The sum; the gradients of the leaves are kept for `backward`."""
-        needed = [train and asked for asked in ctx.needs_input_grad[2:]]
+    def forward(
+        ctx: Any,
+        of_chunk: Callable[[int, Sequence[Tensor]], Iterator[Tensor]],
+        starts: range,
+        train: bool,
+        *leaves: Tensor,
+    ) -> Tensor:
+        needed = [train and asked for asked in ctx.needs_input_grad[3:]]
         copies = [leaf.detach().requires_grad_(asked) for leaf, asked in zip(leaves, needed, strict=True)]
         total = leaves[0].new_zeros((), dtype=torch.promote_types(leaves[0].dtype, torch.float32))
         with torch.set_grad_enabled(train):
-            for loss in run(copies):
-                total += loss.detach()
-                if loss.requires_grad:
-                    loss.backward()
+            for start in starts:
+                for loss in of_chunk(start, copies):
+                    total += loss.detach()
+                    if loss.requires_grad:
+                        loss.backward()
         # Zeros where a batch has nothing to learn: every rank must give every parameter a gradient.
         gradients = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
         ctx.gradients = [own if asked else None for own, asked in zip(gradients, needed, strict=True)]
@@ -375,7 +351,6 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of `forward`, scaled."""
         gradients = [None if own is None else own.mul_(scales[0]) for own in ctx.gradients]
         del ctx.gradients
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .layers.draft_vocab import check_ids, check_size, most_frequent
+from .layers.draft_vocab import check_size, most_frequent
 from .losses import DraftPositions, Objective, draft_loss
 
 
@@ -27,14 +27,14 @@ class MedusaConfig(Objective):
     """Options of a Medusa head."""
 
     num_heads: int = 4
-    """Tokens after the root that are drafted, one head each."""
+    """Draft length: tokens drafted after the root, one head each."""
     num_layers: int = 1
     """Residual blocks per head."""
     bias: bool = True
     """Bias in the blocks' linears."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains its own LM head, started from the target's; shared: all use the target's, frozen, which
-    is added to a published checkpoint for vLLM."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is added
+    to a published checkpoint for vLLM."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
@@ -70,7 +70,6 @@ class ResidualBlocks(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any leading shape, width D in and out."""
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
@@ -81,7 +80,6 @@ class MedusaHead(DraftHead):
 
     config_class = MedusaConfig
     config: MedusaConfig
-    token_map: Tensor | None
 
     def __init__(self, config: MedusaConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
@@ -98,11 +96,11 @@ class MedusaHead(DraftHead):
             )
         else:
             self.served_names = ("lm_heads.0.weight",)
-        # Sorted target ids, by draft id.
-        self.register_buffer("token_map", None if size is None else torch.arange(size))
+        if size is not None:
+            self.token_map = torch.arange(size)
+        self.unread_by = {"sglang": "it has no Medusa"}
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        """Choose the draft vocabulary by frequency and start own LM heads from the target's rows."""
         if self.token_map is not None:
             self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, "medusa"))
         if self.config.lm_head == "own":
@@ -126,7 +124,6 @@ class MedusaHead(DraftHead):
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> MedusaState:
-        """Run all heads on the last committed feature."""
         rows = torch.arange(len(lengths_B), device=lengths_B.device)
         last_BF = features_BAF[rows, lengths_B - 1]
         shared = self.config.lm_head == "shared"
@@ -135,12 +132,10 @@ class MedusaHead(DraftHead):
         return MedusaState(state.modules, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, MedusaState]:
-        """The logits of a depth, the same for all its nodes."""
         assert isinstance(state, MedusaState) and state.logits_BKV is not None
         return state.logits_BKV[:, state.depth : state.depth + 1], replace(state, depth=state.depth + 1)
 
     def server_config(self) -> dict[str, Any]:
-        """Keys of vLLM's `MedusaConfig`."""
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -152,13 +147,3 @@ class MedusaHead(DraftHead):
             "medusa_fc_bias": self.config.bias,
             "original_lm_head": self.config.lm_head == "shared",
         }
-
-    def unread_by(self) -> dict[str, str]:
-        return {"sglang": "it has no Medusa"}
-
-    def check_loaded(self) -> None:
-        if self.token_map is not None:
-            check_ids(self.token_map, self.target.vocab_size, "token_map")
-
-    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        return draft_tokens if self.token_map is None else self.token_map[draft_tokens]

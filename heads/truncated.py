@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.draft_cache import DraftTreeState, begin_tree
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, Objective, draft_loss
@@ -29,7 +28,7 @@ class TruncatedConfig:
     """Options of a truncated draft model."""
 
     depth: int = 8
-    """Most tokens after the root that are drafted."""
+    """Maximum draft length: tokens drafted after the root."""
     num_layers: int | None = None
     """Blocks; null for a seventh of the target's."""
     start: str = "first"
@@ -55,7 +54,6 @@ class TruncatedConfig:
 class TruncatedHead(DraftHead):
     """Truncated draft model."""
 
-    begin = begin_tree
     config_class = TruncatedConfig
     config: TruncatedConfig
     reads_from_start = True
@@ -69,6 +67,10 @@ class TruncatedHead(DraftHead):
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(self.num_layers))
         self.norm = RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(target, target.head_dim)
+        self.unread_by = dict.fromkeys(
+            ("vllm", "sglang"),
+            "it shares the target's embedding and LM head; `headstart export --to model` writes it as a draft model",
+        )
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -78,8 +80,7 @@ class TruncatedHead(DraftHead):
             self.norm.load_state_dict({"weight": required_gain(modules.norm, self.target, "cut")})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """The loss: of one depth while training, because all depths are the same; of each while evaluating."""
-        steps = 1 if self.training else self.max_depth
+        steps = 1 if self.training else self.max_depth  # all depths have the same loss on true tokens
         positions = DraftPositions.of(features, steps)
         kv = TrainingTimeTest(self.num_layers, features.sequences_BT).at(0)
         out_BTD = self._run(features.tokens_BT, features.position_ids_BT, kv, features.modules)
@@ -90,15 +91,13 @@ class TruncatedHead(DraftHead):
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
-        """Run the model on the committed tokens."""
         assert isinstance(state, DraftTreeState)
         positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
         return state.committed(self._run(next_tokens_BA, positions_BA, kv, state.modules), lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
-        """Run the model on the frontier, but for the root, which `observe` has read."""
         assert isinstance(state, DraftTreeState)
-        if state.depth > 0:
+        if state.depth > 0:  # `observe` has read the root
             positions_BW, kv, state = state.below(parents_BW)
             state = replace(state, hidden_BWD=self._run(tokens_BW, positions_BW, kv, state.modules))
         return state.modules.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
@@ -111,12 +110,5 @@ class TruncatedHead(DraftHead):
             x_BTD = layer(x_BTD, rotary, kv, i)
         return self.norm(x_BTD)
 
-    def unread_by(self) -> dict[str, str]:
-        reason = (
-            "it shares the target's embedding and LM head; `headstart export --to model` writes it as a draft model"
-        )
-        return {"vllm": reason, "sglang": reason}
-
     def server_config(self) -> dict[str, Any]:
-        """Keys of a Llama with as many layers."""
         return {"architectures": ["LlamaForCausalLM"], **llama_config(self.shape, self.num_layers, self.target, None)}

@@ -113,7 +113,8 @@ def plan_run(config: TrainConfig) -> Plan:
 def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:
     """Count bytes of the loss's chunk: the target's logits in its dtype, the draft's with their copies in float32."""
     vocab_size, drafted = head.target.vocab_size, head.draft_vocab_size
-    objective: Objective | None = getattr(head.config, "objective", None)  # a head may compute its loss otherwise
+    config = head.config  # its objective, or has one; else the head computes its loss otherwise
+    objective: Objective | None = config if isinstance(config, Objective) else getattr(config, "objective", None)
     target = vocab_size if objective is None else objective.target_logits(vocab_size, drafted)
     positions = min(tokens, positions_at_once(device, max(target, drafted)))
     return positions * (target * itemsize + CHUNK_COPIES * FLOAT * drafted)

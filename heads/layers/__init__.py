@@ -1,1 +1,1 @@
-"""Layers that several heads share, and what their attention reads while training and while drafting."""
+"""Layers that several heads share, and the keys and values that they attend to while training and drafting."""

@@ -23,14 +23,10 @@ LARGEST = 2**28
 
 
 def chunk_elements(device: torch.device, on_cpu: int) -> int:
-    """Elements of the largest tensor that a training step allocates at once.
+    """Elements of the largest tensor that a training step allocates at once: `on_cpu`, or more on an accelerator.
 
-    On an accelerator a power of two, so that a run that resumes beside slightly more or less free memory still rounds
-    as before.
-
-    Args:
-        device: of the tensor. For an accelerator that is not there, for which a run is planned, the largest chunk.
-        on_cpu: elements on a CPU, and at least elsewhere.
+    There it is a power of two, so that a run that resumes with slightly more or less free memory still rounds as
+    before, and the largest chunk if the accelerator is absent and a run is only planned for it.
     """
     if device.type != "cuda":
         return on_cpu

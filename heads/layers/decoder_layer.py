@@ -22,7 +22,7 @@ from ..base import TargetInfo
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """The tensor in float32 if it is in a 16-bit format, else as it is: float64 stays."""
+    """Convert 16-bit tensors to float32; float64 stays."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -42,13 +42,9 @@ class LayerShape:
 
     @classmethod
     def of(cls, target: TargetInfo, own: Any = None) -> LayerShape:
-        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there.
-
-        Raises:
-            ValueError: dimensions of no layer.
-        """
+        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there."""
         chosen: dict[str, Any] = {}
-        for name in (key.name for key in fields(cls) if key.name != "qk_norm"):
+        for name in [key.name for key in fields(cls) if key.name != "qk_norm"]:
             value = getattr(own, name, None)
             chosen[name] = getattr(target, name) if value is None else value
         for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"):
@@ -61,21 +57,20 @@ class LayerShape:
 
 
 class KVView(Protocol):
-    """Keys and values that a forward attends to, in whatever way they are kept."""
+    """Keys and values that a forward attends to, however they are stored."""
 
-    @property
-    def drafts_N(self) -> Tensor | None:
-        """While training: the draft positions among the flattened [B * T]; None for all."""
+    drafts_N: Tensor | None
+    """While training: the draft positions among the flattened [B * T]; None for all."""
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
-        """Store a layer's new keys and values and return what its queries find, [B, H, T, E].
+        """Store a layer's new keys and values and return its attention output, [B, H, T, E].
 
-        The first step of training answers in the last layer only at the draft positions: [1, H, N, E].
+        The first step of training returns [1, H, N, E] in the last layer, for the draft positions only.
         """
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, which fused kernels need: under autocast the weight has another one."""
+    """RMSNorm in the dtype of its input, as fused kernels need: under autocast its weight has another dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -121,7 +116,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int) -> Tensor:
-        """Attention output [B, T, D], at the positions that `kv` answers."""
+        """Attention output [B, T, D], at the positions that `kv` returns."""
         heads = (-1, self.head_dim)
         query = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads).transpose(1, 2))
         key = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads).transpose(1, 2))
@@ -156,7 +151,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int) -> Tensor:
-        """The residual stream after the block, at the positions that `kv` answers."""
+        """The residual stream after the block, at the positions that `kv` returns."""
         out_BTD = self.self_attn(self.input_layernorm(x_BTD), rotary, kv, layer)
         if out_BTD.shape != x_BTD.shape:
             x_BTD = x_BTD.flatten(0, 1)[kv.drafts_N][None]

@@ -21,11 +21,6 @@ def check_size(size: int | None, vocab_size: int, head: str) -> None:
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     """The `size` most frequent tokens as sorted target ids.
 
-    Args:
-        token_counts_V: frequency of each token in the answers of the training data.
-        size: of the draft vocabulary.
-        head: name of the head, for the error.
-
     Raises:
         ValueError: the data has fewer different tokens.
     """

@@ -1,6 +1,6 @@
 """Starting values of a head's layers, taken from the target's blocks and norms.
 
-A block is compared with our layer on a short text: what computes something else is refused, not approximated.
+A block is compared with our layer on a short text. One that computes something else is refused, not approximated.
 """
 
 from __future__ import annotations
@@ -25,22 +25,15 @@ def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
     if len(weights) != 1:
         return None
     (weight,) = weights.values()
-
-    def normed(x_D: Tensor) -> Tensor:
-        return functional_call(norm, weights, (x_D.to(weight)[None],))[0]
-
-    gain_D = normed(torch.full((size,), 1024.0))  # so large that eps is nothing beside the variance
+    ones_D = torch.full((size,), 1024.0)  # so large that eps is nothing beside the variance
     x_D = torch.linspace(-1024, 2048, size)  # with a mean that a LayerNorm would take out
+    gain_D, found_D = (functional_call(norm, weights, (states_D.to(weight)[None],))[0] for states_D in (ones_D, x_D))
     expected_D = at_least_fp32(gain_D) * (x_D / x_D.square().mean().sqrt()).to(gain_D.device)
-    return gain_D if torch.allclose(at_least_fp32(normed(x_D)), expected_D, rtol=2e-2, atol=1e-3) else None
+    return gain_D if torch.allclose(at_least_fp32(found_D), expected_D, rtol=2e-2, atol=1e-3) else None
 
 
 def required_gain(norm: nn.Module, target: TargetInfo, head: str) -> Tensor:
-    """The gain of a target's norm, for a head that cannot start without it.
-
-    Raises:
-        ValueError: the norm is no RMSNorm.
-    """
+    """The gain of a target's norm, with a ValueError for one that is no RMSNorm."""
     gain_D = norm_gain(norm, target.hidden_size)
     if gain_D is None:
         raise ValueError(f"{head} cannot start from {target.name!r}: its norm is no RMSNorm; choose start: random")
@@ -49,17 +42,7 @@ def required_gain(norm: nn.Module, target: TargetInfo, head: str) -> Tensor:
 
 @torch.no_grad()
 def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: TargetInfo, head: str) -> dict[str, Tensor]:
-    """The weights of one of the target's blocks, for a `DecoderLayer`.
-
-    Args:
-        blocks: all of the target's.
-        layer: number of the block; negative from the end.
-        target: the model.
-        head: name of the head, for errors.
-
-    Raises:
-        ValueError: no block of that number, or a block that is no Llama block, with the difference.
-    """
+    """Weights for a `DecoderLayer` from a block of the target, which must be a Llama block; -1 is the last one."""
     if not -len(blocks) <= layer < len(blocks):
         raise ValueError(f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0")
     block = blocks[layer]
@@ -83,7 +66,7 @@ def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: Target
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The whole of a weight that may be sharded."""
+    """A weight, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -112,7 +95,7 @@ def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
 
 
 def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:
-    """Load the weights that a layer has of a target's block; its other weights stay as they are.
+    """Load those weights of a target's block that a layer has; its other weights stay as they are.
 
     Raises:
         ValueError: a weight of another shape, or norms of queries and keys that the layer lacks; named.

@@ -60,7 +60,7 @@ class TrainingTimeTest:
 
         Args:
             num_layers: decoder layers of the head.
-            sequences_BT: the sequence of each token in packed rows; it attends to no other.
+            sequences_BT: number of each token's sequence in packed rows; a token attends to its own sequence alone.
             drafts_N: draft positions among the flattened [B * T], at which drafts are judged; None for all. Step 0
                 takes states [B, T, D] and returns [1, N, D], which the later steps take and return.
         """
@@ -70,7 +70,7 @@ class TrainingTimeTest:
 
     @cached_property
     def spans(self) -> Spans:
-        """Span of every sequence; for a CPU, where reading `sequences_BT` waits for nothing."""
+        """Span of every sequence, for a CPU, where reading `sequences_BT` waits for no device."""
         if self.sequences_BT is None:
             return [(slice(None), slice(None))]
         found = []
@@ -86,12 +86,15 @@ class TrainingTimeTest:
         """Block mask of flex_attention for packed rows: causal, each token within its sequence."""
         numbers_BT = self.sequences_BT
         assert numbers_BT is not None
-
-        def own_sequence(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key])
-
         batch, time = numbers_BT.shape
-        return create_block_mask(own_sequence, batch, None, time, time, device=numbers_BT.device)
+        return create_block_mask(
+            lambda b, h, query, key: (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key]),
+            B=batch,
+            H=None,
+            Q_LEN=time,
+            KV_LEN=time,
+            device=numbers_BT.device,
+        )
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -112,13 +115,8 @@ class TrainingTimeTest:
     ) -> list[Tensor]:
         """Teacher-forced outputs of every step, [B, T, D], or [1, N, D] at the draft positions.
 
-        Args:
-            run: the layers, from next tokens, states, positions, the KV view and the target's modules to the output.
-            features: the batch.
-            state_BTD: states that step 0 reads.
-            steps: of training-time test.
-            recompute: each step in the backward pass, instead of keeping its activations.
-            fed_back: from an output to the state that the next step reads; None for the output itself.
+        `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and the target's
+        modules. `fed_back` maps its output to the state that the next step reads; None for the identity.
         """
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
@@ -135,7 +133,7 @@ class TrainingTimeTest:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingStep:
     """KV view of one step of training-time test."""
 
@@ -162,13 +160,9 @@ class TrainingStep:
 
 
 def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], test: TrainingTimeTest) -> Tensor:
-    """Attention output [B, H, T, E] of the newest step.
+    """Attention output [B, H, T, E] of the newest step, with the rows' sequences of `test`.
 
-    Args:
-        query_BHTE: queries of the newest step.
-        keys: of each step, [B, G, T, E]; step 0 is attended to causally, the later ones at the query's own position.
-        values: likewise.
-        test: for the sequences of the rows.
+    Keys and values are [B, G, T, E] of each step: step 0 is attended to causally, later ones at the query's position.
     """
     device = query_BHTE.device
     if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
@@ -185,7 +179,7 @@ def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether flex_attention can be compiled for such states on CUDA."""
+    """Whether flex_attention compiles for these states on CUDA."""
     return dtype in FLEX_FORMATS and head_size >= SMALLEST_FLEX and has_triton()
 
 
@@ -236,11 +230,10 @@ def _join(
 
 
 class _Joined(torch.autograd.Function):
-    """Joins own drafts to attention over the sequence, without keeping a group's keys once a head."""
+    """Joins own drafts to attention over the sequence, without saving a group's keys once for each head."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *own: Tensor) -> Tensor:
-        """Join `own`, all own keys and then all own values."""
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         found_BHTE, all_BHT = _join(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
         ctx.save_for_backward(query_BHTE, out_BHTE, lse_BHT, found_BHTE, all_BHT, *own)
@@ -261,11 +254,10 @@ class _Joined(torch.autograd.Function):
 
 
 class _FlashOnCpu(torch.autograd.Function):
-    """torch's flash attention of a CPU for every sequence, with the own drafts joined to it."""
+    """torch's flash attention on a CPU for every sequence, joined with the own drafts."""
 
     @staticmethod
     def forward(ctx: Any, spans: Spans, query_BHTE: Tensor, *states: Tensor) -> Tensor:
-        """`attend_step`; `states` are all keys and then all values."""
         keys, values = states[: len(states) // 2], states[len(states) // 2 :]
         parts = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*sequence, 0.0, True)
@@ -312,15 +304,9 @@ def _own_gradients(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients by way of the own drafts: of the queries, of each key, of each value.
+    """Gradients through the own drafts: of the queries, of each key, of each value.
 
-    Args:
-        grad_BHTE: gradient of the output.
-        mean_BHT: its product with the output.
-        query_BHTE: queries.
-        all_BHT: log-sum-exp of all scores.
-        keys: own keys, [B, G, T, E] of each step.
-        values: likewise.
+    `mean_BHT` is the product of the output and its gradient, `all_BHT` the log-sum-exp of all scores.
     """
     heads, groups, scale = query_BHTE.shape[1], keys[0].shape[1], query_BHTE.shape[-1] ** -0.5
     query_grad = torch.zeros_like(query_BHTE)

@@ -189,9 +189,9 @@ def problems(server: str, kind: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, kind, options, tmp_path):
     head = published(kind, options, tmp_path)
-    if server in head.unread_by():
+    if server in head.unread_by:
         card = (tmp_path / "head" / "README.md").read_text()
-        assert head.unread_by()[server] in card
+        assert head.unread_by[server] in card
         return
     assert problems(server, kind, tmp_path / "head") == []
     layers = READERS[server, kind](json.loads((tmp_path / "head" / "config.json").read_text())).layers
@@ -209,7 +209,7 @@ def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, k
 )
 def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
     head = published(kind, options, tmp_path)
-    assert server in head.unread_by() and problems(server, kind, tmp_path / "head") == [reason]
+    assert server in head.unread_by and problems(server, kind, tmp_path / "head") == [reason]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.heads.base import DraftHead, DraftTreeState
 from headstart.heads.layers import draft_cache
-from headstart.heads.layers.draft_cache import DraftCache, DraftTreeState, masked_attention
+from headstart.heads.layers.draft_cache import DraftCache, masked_attention
 
 HEADS, GROUPS, SIZE, SLOTS = 4, 2, 8, 23
 
@@ -181,6 +182,6 @@ def test_the_cache_has_the_heads_size_and_format() -> None:
     head = torch.nn.Linear(1, 1).bfloat16()
     head.shape = SimpleNamespace(num_key_value_heads=GROUPS, head_dim=SIZE)  # type: ignore[assignment]
     head.cached_layers = 2  # type: ignore[assignment]
-    cache = DraftCache.empty(head, 1, nodes=3, capacity=5)  # type: ignore[arg-type]
+    cache = DraftHead.empty_cache(head, 1, nodes=3, capacity=5)  # type: ignore[arg-type]
     assert [states.shape for states in (*cache.keys, *cache.values)] == [(1, GROUPS, 3 + 5, SIZE)] * 4
     assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
