@@ -24,7 +24,7 @@ from ..tree import DraftTree
 from ..tuning.costs import AssumedCosts, RoundCosts
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
-from .base import DraftContext, Drafter, DrafterWrapper, NoDraft, PrefillChunk, StepResult
+from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
 from .early_exit import EarlyExitChain
 from .head_drafter import DraftModel, HeadDrafter, StaticTree
 
@@ -165,7 +165,7 @@ class Speeds:
         return max(others, key=lambda number: self.candidates[number].idle)
 
 
-class AdaptiveDrafter(DrafterWrapper):
+class AdaptiveDrafter(Drafter):
     """Autoregressive steps, or one of several trees of one head: whichever has been fastest.
 
     Measurements are kept from one generation to the next. A step's time is all of it: draft, forward, verification,
@@ -276,17 +276,15 @@ class AdaptiveDrafter(DrafterWrapper):
             candidates = [Candidate(costs.seconds(1, 0), 1.0)] if self.plain else []
             for tree in self.trees:
                 cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
-                candidates.append(Candidate(cost, default_length(_policy(tree))))
+                if isinstance(tree, StaticTree | EarlyExitChain):
+                    policy: TreePolicy = tree.shape
+                else:  # one of its size
+                    depth = getattr(tree, "depth", tree.max_nodes - 1)
+                    policy = DynamicShape(max(tree.max_nodes, 2), max(depth, 1))
+                candidates.append(Candidate(cost, default_length(policy)))
             plain = next((number for number, each in enumerate(candidates) if each.length == 1), None)
             self.speeds[here] = Speeds(candidates, plain, self.costs is not None)
         return self.speeds[here]
-
-
-def _policy(drafter: Drafter) -> TreePolicy:
-    """The tree that a drafter drafts, or one of its size."""
-    if isinstance(drafter, StaticTree | EarlyExitChain):
-        return drafter.shape
-    return DynamicShape(max(drafter.max_nodes, 2), max(getattr(drafter, "depth", drafter.max_nodes - 1), 1))
 
 
 def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts | AssumedCosts) -> list[TreePolicy]:

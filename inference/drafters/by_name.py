@@ -16,7 +16,7 @@ from ..tuning.machine import machine_key
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
 from .adaptive import AdaptiveDrafter, candidate_trees
-from .base import Drafter, DrafterWrapper, NoDraft, ValidatedDrafter
+from .base import Drafter, NoDraft, RootTracker, ValidatedDrafter
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
@@ -177,8 +177,8 @@ def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec)
     if not isinstance(source, str):
         if tree != "auto":
             raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-        ours = isinstance(source, HeadDrafter | NgramDrafter | DrafterWrapper | NoDraft)
-        return source if ours else ValidatedDrafter(source, target.info.vocab_size)
+        ours = HeadDrafter | NgramDrafter | NoDraft | RootTracker | AdaptiveDrafter | HeadAndLookup
+        return source if isinstance(source, ours) else ValidatedDrafter(source, target.info.vocab_size)
     name, _, options = source.partition(":")
     if name in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":
         raise ValueError(f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts")
@@ -240,9 +240,13 @@ def _depth(tree: TreeSpec) -> int:
 
 def _datastore(folder: str, target: Target) -> Datastore:
     store = Datastore.load(folder)
-    store.check(tokenizer_origin(load_tokenizer(target.name))["tokenizer"], folder)
-    if store.vocab_size > target.info.vocab_size:
+    tokenizer = tokenizer_origin(load_tokenizer(target.name))["tokenizer"]
+    if store.tokenizer != tokenizer:
         raise ValueError(
-            f"the datastore {folder!r} holds token {store.vocab_size - 1}; the target has {target.info.vocab_size}"
+            f"the datastore {folder!r} was made with tokenizer {store.tokenizer}, the target has {tokenizer}: make it "
+            "again for this target"
         )
+    largest = int(store.tokens[store.order[-1]])
+    if largest >= target.info.vocab_size:
+        raise ValueError(f"the datastore {folder!r} holds token {largest}; the target has {target.info.vocab_size}")
     return store

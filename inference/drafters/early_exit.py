@@ -45,7 +45,7 @@ def _on(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 class EarlyExitChain(HeadDrafter):
-    """A chain that goes on while any row of the batch is confident enough.
+    """A chain that is continued while any row of the batch is confident enough.
 
     On a CPU the decision is made after each token. On an accelerator, where that would be a synchronization, the whole
     chain is drafted, and what lies behind its end is padding of the tree.

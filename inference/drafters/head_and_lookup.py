@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ...heads.layers.draft_cache import counting
 from ..tree import DraftTree
-from .base import Drafter, DrafterWrapper, StepResult
+from .base import Drafter, StepResult
 from .prompt_lookup import PromptLookupDrafter, Trie
 
 OWNERS = ("head", "source", "both")
@@ -31,7 +32,7 @@ FACTOR, WORD = 0x9E3779B97F4A7C15, 1 << 64
 """K, odd and large; and the number of hashes."""
 
 
-class HeadAndLookup(DrafterWrapper):
+class HeadAndLookup(Drafter):
     """A head and a lookup that draft one tree."""
 
     def __init__(self, head: Drafter, lookup: Drafter) -> None:
@@ -51,14 +52,11 @@ class HeadAndLookup(DrafterWrapper):
         """Accepted tokens by who drafted them."""
         self._owners_BM: Tensor | None = None
 
-    def __repr__(self) -> str:
-        return f"HeadAndLookup({self.parts[0]!r} + {self.parts[1]!r})"
-
     def propose(self, roots_B: Tensor) -> DraftTree:
         head, lookup = self.parts
         assert isinstance(lookup, PromptLookupDrafter)
         tree = head.propose(roots_B)
-        joint, self._owners_BM = joined(tree, [lookup.candidates(text) for text in lookup.texts])
+        joint, self._owners_BM = joined(tree, [lookup.candidates(text) for text in lookup.row_states])
         return joint
 
     def host_values(self, step: StepResult) -> Tensor | None:
@@ -123,7 +121,7 @@ def _row(trie: Trie, size: int) -> list[int]:
         *[-1] * padding,
         *trie.parents[1:],
         *[0] * padding,
-        *map(_signed, paths[1:]),
+        *(c_int64(path).value for path in paths[1:]),
         *[0] * padding,
     ]
 
@@ -131,9 +129,5 @@ def _row(trie: Trie, size: int) -> list[int]:
 @lru_cache(maxsize=64)
 def _powers(count: int, device: torch.device) -> Tensor:
     """K^depth; 0 for the root, which is on every path."""
-    return torch.tensor([0, *(_signed(pow(FACTOR, depth, WORD)) for depth in range(1, count))], device=device)
-
-
-def _signed(number: int) -> int:
-    """A 64-bit number as int64."""
-    return number - WORD if number >= WORD // 2 else number
+    powers = [0, *(c_int64(pow(FACTOR, depth, WORD)).value for depth in range(1, count))]
+    return torch.tensor(powers, device=device)
