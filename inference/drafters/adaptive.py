@@ -21,7 +21,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from ..tree import DraftTree
-from ..tuning.costs import AssumedCosts, RoundCosts
+from ..tuning.costs import RoundCosts
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
@@ -180,7 +180,7 @@ class AdaptiveDrafter(Drafter):
         self,
         trees: Sequence[Drafter],
         plain: bool = True,
-        costs: RoundCosts | AssumedCosts | None = None,
+        costs: RoundCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wrap candidates.
@@ -272,7 +272,7 @@ class AdaptiveDrafter(Drafter):
             nearest = min(self.speeds, key=lambda other: (other[0] != here[0], abs(math.log(other[1] / rows))))
             self.speeds[here] = self.speeds[nearest].elsewhere()
         elif here not in self.speeds:
-            costs = self.costs or AssumedCosts.of(roots_B.device)
+            costs = self.costs or RoundCosts.assumed(roots_B.device)
             candidates = [Candidate(costs.seconds(1, 0), 1.0)] if self.plain else []
             for tree in self.trees:
                 cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
@@ -287,7 +287,7 @@ class AdaptiveDrafter(Drafter):
         return self.speeds[here]
 
 
-def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts | AssumedCosts) -> list[TreePolicy]:
+def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
     """The trees to choose from where none is named, the most promising first: one token, and dynamic trees.
 
     Args:

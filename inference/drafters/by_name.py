@@ -11,7 +11,7 @@ from ...heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_hea
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_origin
 from ..target import Target
-from ..tuning.costs import AssumedCosts, RoundCosts, measured_costs
+from ..tuning.costs import RoundCosts, measured_costs
 from ..tuning.machine import machine_key
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
@@ -145,9 +145,7 @@ def load_fitting_head(
     return loaded, metadata
 
 
-def auto_trees(
-    head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts | AssumedCosts
-) -> list[TreePolicy]:
+def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts) -> list[TreePolicy]:
     """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
     fastest = metadata.measured.get("fastest", {}).get(machine)
     if fastest is not None:
@@ -156,7 +154,7 @@ def auto_trees(
 
 
 def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target, adaptive: bool) -> Drafter:
-    costs = measured_costs(target, head) if adaptive else AssumedCosts.of(target.device)
+    costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     policies = auto_trees(head, metadata, machine_key(target.device, target.compiled), costs)
     if not adaptive or target.graph is not None:  # to compile a function for each tree would take minutes
         policies = policies[:1]

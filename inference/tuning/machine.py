@@ -141,21 +141,16 @@ def _keep(machine: str, name: str, value: Any) -> None:
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _replace(folder / "machine.json", json.dumps(on_disk, indent=1))
+        number, partial = tempfile.mkstemp(dir=folder, prefix="machine.json")
+        try:  # the file is written whole or not at all
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(json.dumps(on_disk, indent=1))
+            os.replace(partial, folder / "machine.json")
+        except OSError:
+            os.unlink(partial)
+            raise
     except (OSError, RuntimeError) as error:
         tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    number, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except OSError:
-        os.unlink(partial)
-        raise
 
 
 def _on_disk() -> dict[str, Any]:
