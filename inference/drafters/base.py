@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ..logits import Sampler
+from ..logits import RandomSampler, Sampler
 from ..target import TargetOutput
 from ..tree import DraftTree
 from ..tuning.tree_spec import ROOT, TreeKind
@@ -223,6 +224,43 @@ class RootTracker(Drafter):
     def observe(self, step: StepResult) -> None:
         self.row_states = [tokens[-1] for tokens in step.tokens]
         super().observe(step)
+
+
+class HostDrafter(RootTracker):
+    """A drafter that reads no features, on the host: its trees are grown there and uploaded at once.
+
+    The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
+    """
+
+    def begin(self, context: DraftContext) -> None:
+        assert isinstance(context.sampler, RandomSampler)
+        # Gumbel noise lies on the device: to copy it would be a synchronization.
+        super().begin(replace(context, sampler=context.sampler.on_host(), gumbel=None))
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        return self.parts[0].propose(torch.tensor(self.row_states)).to(roots_B.device)
+
+    def observe(self, step: StepResult) -> None:
+        emitted_BA = pad_sequence([torch.tensor(tokens) for tokens in step.tokens], batch_first=True)
+        roots = NoDraft().propose(torch.tensor(self.row_states))
+        on_host = replace(
+            step,
+            tree=replace(roots, max_depth=step.tree.max_depth),
+            lengths_B=torch.tensor([len(tokens) for tokens in step.tokens]),
+            emitted_BA=emitted_BA,
+            features_BAF=torch.empty(*emitted_BA.shape, 0),
+        )
+        super().observe(on_host)
+
+    def _call(self, part: Drafter, method: str, *arguments: Any) -> Any:
+        """Call with tensors and prompts on the host."""
+        on_host: list[Any] = []
+        for each in arguments:
+            if isinstance(each, PrefillChunk):
+                on_host.append(PrefillChunk(*(tensor.cpu() for tensor in vars(each).values())))
+            else:
+                on_host.append(each.cpu() if isinstance(each, Tensor) else each)
+        return super()._call(part, method, *on_host)
 
 
 class ValidatedDrafter(RootTracker):

@@ -16,14 +16,14 @@ from ..tuning.machine import machine_key
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
 from .adaptive import AdaptiveDrafter, candidate_trees
-from .base import Drafter, NoDraft, RootTracker, ValidatedDrafter
+from .base import Drafter, HostDrafter, NoDraft, RootTracker, ValidatedDrafter
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
 from .head_drafter import DraftModel, DynamicTree, HeadDrafter, StaticTree
 from .lookahead import Lookahead
 from .ngram_index import Datastore
-from .ngram_model import HostDrafter, NgramModel
+from .ngram_model import NgramModel
 from .prompt_lookup import NgramDrafter, PromptLookupDrafter
 
 SPECS = {

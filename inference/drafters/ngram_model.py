@@ -5,7 +5,7 @@ P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
 smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is the uniform distribution.
 
-Counting runs on the host; for a target on another device a `HostDrafter` grows the trees there.
+Counting runs on the host; for a target on another device a `HostDrafter` of `base` grows the trees there.
 
 Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
 """
@@ -15,17 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ...heads import TargetInfo, TargetModules
-from ..logits import RandomSampler
-from ..tree import DraftTree
-from .base import DraftContext, Drafter, NoDraft, PrefillChunk, RootTracker, StepResult
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 
@@ -113,40 +108,3 @@ class NgramModel:
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         return draft_tokens
-
-
-class HostDrafter(RootTracker):
-    """A drafter that reads no features, on the host: its trees are grown there and uploaded at once.
-
-    The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
-    """
-
-    def begin(self, context: DraftContext) -> None:
-        assert isinstance(context.sampler, RandomSampler)
-        # Gumbel noise lies on the device: to copy it would be a synchronization.
-        super().begin(dataclasses.replace(context, sampler=context.sampler.on_host(), gumbel=None))
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        return self.parts[0].propose(torch.tensor(self.row_states)).to(roots_B.device)
-
-    def observe(self, step: StepResult) -> None:
-        emitted_BA = pad_sequence([torch.tensor(tokens) for tokens in step.tokens], batch_first=True)
-        roots = NoDraft().propose(torch.tensor(self.row_states))
-        on_host = dataclasses.replace(
-            step,
-            tree=dataclasses.replace(roots, max_depth=step.tree.max_depth),
-            lengths_B=torch.tensor([len(tokens) for tokens in step.tokens]),
-            emitted_BA=emitted_BA,
-            features_BAF=torch.empty(*emitted_BA.shape, 0),
-        )
-        super().observe(on_host)
-
-    def _call(self, part: Drafter, method: str, *arguments: Any) -> Any:
-        """Call with tensors and prompts on the host."""
-        on_host: list[Any] = []
-        for each in arguments:
-            if isinstance(each, PrefillChunk):
-                on_host.append(PrefillChunk(*(tensor.cpu() for tensor in vars(each).values())))
-            else:
-                on_host.append(each.cpu() if isinstance(each, Tensor) else each)
-        return super()._call(part, method, *on_host)
