@@ -264,8 +264,9 @@ def packed_head(head: DraftHead) -> DraftHead:
     """A copy of a head that drafts in the kernels; the head itself where they do not apply."""
 
     def block(module: nn.Module) -> nn.Module | None:
-        kind = isinstance(module, DecoderLayer | FusionLayer) and type(module.mlp.act) is SILU
-        return PackedBlock(module) if kind and _fits(module) else None
+        if isinstance(module, DecoderLayer | FusionLayer) and _fits(module) and type(module.mlp.act) is SILU:
+            return PackedBlock(module)
+        return None
 
     if library() is None or any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules()):
         return head

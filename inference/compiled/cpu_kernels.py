@@ -181,7 +181,7 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
     weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
     parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
     name, held = next((name, held) for name in FORMATS if (held := _held(parts, name, columns)) is not None)
-    words, scales = (*held, None)[:2]
+    words, scales = held[0], held[1] if len(held) > 1 else None
     bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
     return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
 

@@ -13,6 +13,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -208,6 +209,12 @@ class NoDraft(Drafter):
         return DraftTree.of_shape(ROOT, roots_B[:, None])
 
 
+@lru_cache(maxsize=256)
+def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of the same values in each step, uploaded once."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 class RootTracker(Drafter):
     """A wrapper of one drafter that knows each row's newest token, the root of the next tree, on the host."""
 
@@ -232,11 +239,6 @@ class HostDrafter(RootTracker):
     The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
     """
 
-    def begin(self, context: DraftContext) -> None:
-        assert isinstance(context.sampler, RandomSampler)
-        # Gumbel noise lies on the device: to copy it would be a synchronization.
-        super().begin(replace(context, sampler=context.sampler.on_host(), gumbel=None))
-
     def propose(self, roots_B: Tensor) -> DraftTree:
         return self.parts[0].propose(torch.tensor(self.row_states)).to(roots_B.device)
 
@@ -253,13 +255,17 @@ class HostDrafter(RootTracker):
         super().observe(on_host)
 
     def _call(self, part: Drafter, method: str, *arguments: Any) -> Any:
-        """Call with tensors and prompts on the host."""
-        on_host: list[Any] = []
-        for each in arguments:
-            if isinstance(each, PrefillChunk):
-                on_host.append(PrefillChunk(*(tensor.cpu() for tensor in vars(each).values())))
-            else:
-                on_host.append(each.cpu() if isinstance(each, Tensor) else each)
+        """Call with all arguments on the host."""
+        on_host = list(arguments)
+        for number, each in enumerate(arguments):
+            if isinstance(each, Tensor):
+                on_host[number] = each.cpu()
+            elif isinstance(each, PrefillChunk):
+                on_host[number] = PrefillChunk(*(tensor.cpu() for tensor in vars(each).values()))
+            elif isinstance(each, DraftContext):
+                assert isinstance(each.sampler, RandomSampler)
+                # Gumbel noise lies on the device: to copy it would be a synchronization.
+                on_host[number] = replace(each, sampler=each.sampler.on_host(), gumbel=None)
         return super()._call(part, method, *on_host)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from ...heads import CheckpointMetadata, DraftHead, TargetModules
@@ -194,9 +195,9 @@ def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec)
     if name in ("ngram", "random"):
         number, _, folder = options.partition(":") if name == "ngram" else (options, "", "")
         (order,) = _numbers(name, number, (3,) if name == "ngram" else ()) or [0]
+        corpus = _datastore(folder, target) if folder else None
         tree = NGRAM_CHAIN if tree == "auto" else tree
-        model = NgramModel(target.info, order, _depth(tree), _datastore(folder, target) if folder else None)
-        drafter = tree_drafter(model, tree, target.modules)
+        drafter = _grown(lambda depth: NgramModel(target.info, order, depth, corpus), tree, target)
         return drafter if target.device.type == "cpu" else HostDrafter(drafter)
     if name == "model":
         if not options:
@@ -220,7 +221,14 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
             "their probabilities would not be those of the tokens that are verified, and the output not exact"
         )
     tree = MODEL_CHAIN if tree == "auto" else tree
-    return tree_drafter(AssistantModel(model, target.info, _depth(tree)), tree, target.modules)
+    return _grown(lambda depth: AssistantModel(model, target.info, depth), tree, target)
+
+
+def _grown(make: Callable[[int], DraftModel], tree: TreeSpec, target: Target) -> Drafter:
+    """Trees of a draft model that is made for the deepest of them."""
+    specs = tree.split("|") if isinstance(tree, str) else [tree]
+    depth = max(tree_policy(spec).depth for spec in specs)
+    return tree_drafter(make(depth), tree, target.modules)
 
 
 def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:
@@ -229,11 +237,6 @@ def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:
     if len(given) > len(defaults) or not all(number.isdigit() for number in given):
         raise ValueError(f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}")
     return [*map(int, given), *defaults[len(given) :]]
-
-
-def _depth(tree: TreeSpec) -> int:
-    """Tokens on the longest path of any of the trees."""
-    return max(tree_policy(spec).depth for spec in (tree.split("|") if isinstance(tree, str) else [tree]))
 
 
 def _datastore(folder: str, target: Target) -> Datastore:

@@ -10,7 +10,6 @@ Letters in tensor names: B batch, V vocabulary, X features of the classifier, K 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from ...heads import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeShape
-from .base import NoDraft
-from .draft_model import AssistantModel
+from .base import NoDraft, constant
 from .head_drafter import DraftModel, HeadDrafter, sample_children
 
 
@@ -36,12 +34,7 @@ def confidence(features_BX: Tensor, weights: tuple[float, ...] | None) -> Tensor
     """Probability that the next token is accepted: by logistic regression, or the draft's own for its best token."""
     if weights is None:
         return features_BX[:, 0].exp()
-    return (features_BX @ _on(weights, features_BX.dtype, features_BX.device)).sigmoid()
-
-
-@lru_cache(maxsize=64)
-def _on(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(weights, dtype=dtype, device=device)
+    return (features_BX @ constant(weights, features_BX.dtype, features_BX.device)).sigmoid()
 
 
 class EarlyExitChain(HeadDrafter):
@@ -59,10 +52,6 @@ class EarlyExitChain(HeadDrafter):
         self.kind = "sampled_chain" if tree.sampled else "top_k"
         self.features_K: list[Tensor] | None = None
         """Features at each depth of the last chain, to train a classifier; None to keep none."""
-
-    def compile(self) -> None:
-        if isinstance(self.head, AssistantModel):  # else nothing: a chain's length is not known before
-            super().compile()
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         tokens, probs = [roots_B], []

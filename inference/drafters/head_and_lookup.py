@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...heads.layers.draft_cache import counting
 from ..tree import DraftTree
-from .base import Drafter, StepResult
+from .base import Drafter, StepResult, constant
 from .prompt_lookup import PromptLookupDrafter, Trie
 
 OWNERS = ("head", "source", "both")
@@ -83,7 +82,8 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
         return tree, torch.full_like(tree.tokens_BN, HEAD)
     found = torch.tensor([_row(trie, more) for trie in tries], device=device)
     tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
-    powers_D = _powers(tree.max_depth + 1, device)
+    powers = (0, *(c_int64(pow(FACTOR, depth, WORD)).value for depth in range(1, tree.max_depth + 1)))
+    powers_D = constant(powers, torch.int64, device)  # 0 for the root, which is on every path
     terms_BN = (tree.tokens_BN + 1) * powers_D[tree.structure.depths_BN]
     ours_BN = (tree.structure.ancestors_BNN * terms_BN[:, None]).sum(-1)
     same_BSN = paths_BS[:, :, None] == ours_BN[:, None]
@@ -124,10 +124,3 @@ def _row(trie: Trie, size: int) -> list[int]:
         *(c_int64(path).value for path in paths[1:]),
         *[0] * padding,
     ]
-
-
-@lru_cache(maxsize=64)
-def _powers(count: int, device: torch.device) -> Tensor:
-    """K^depth; 0 for the root, which is on every path."""
-    powers = [0, *(c_int64(pow(FACTOR, depth, WORD)).value for depth in range(1, count))]
-    return torch.tensor(powers, device=device)

@@ -74,7 +74,8 @@ class HeadDrafter(Drafter):
     """A head, or another draft model, whose state follows the text; a subclass grows a tree from it."""
 
     draft: Callable[..., tuple[Tensor, ...]]
-    """Grows a tree: tokens [B, N] of its nodes and, if they are not known beforehand, their parents; compiled."""
+    """Grows a tree: tokens [B, N] of its nodes and, if they are not known beforehand, their parents; compiled. Drafters
+    that decide on the way how many nodes they draft have none."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class HeadDrafter(Drafter):
         device = self.modules.lm_head.weight.device
         if isinstance(self.head, AssistantModel):
             self.head.model.compile()
-        elif not isinstance(self.head, DraftHead) or self._graphs:
+        elif not isinstance(self.head, DraftHead) or self._graphs or not hasattr(self, "draft"):
             return
         elif cpu_kernels.serve(device):
             self.head = packed_head(self.head)

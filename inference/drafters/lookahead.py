@@ -102,7 +102,8 @@ class Lookahead(NgramDrafter):
                 "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1 candidate, not "
                 f"{width}, {gram} and {candidates}"
             )
-        super().__init__(1 + (width + candidates) * (gram - 1), partial(Window, width, gram, candidates))
+        self.max_nodes = 1 + (width + candidates) * (gram - 1)
+        self.new_text = partial(Window, width, gram, candidates)
 
     def host_values(self, step: StepResult) -> Tensor:
         """The target's best token at every node: drafts need not be sampled."""

@@ -85,23 +85,13 @@ def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie
     return part
 
 
-def continuations(corpus: Corpus, text: Sequence[int], longest: int, shortest: int, length: int) -> list[list[int]]:
-    """Up to `length` tokens after each occurrence of the longest n-gram at a text's end that the corpus holds."""
-    for size in range(min(longest, len(text)), shortest - 1, -1):
-        if found := [*filter(None, corpus.continuations(text[len(text) - size :], CONTINUATIONS, length))]:
-            return found
-    return []
-
-
 class NgramDrafter(Drafter):
     """Drafts from an index of each row's text, which are its `row_states`."""
 
     candidates: Callable[[Any], Trie]
     """Continuations of a text, below its last token."""
-
-    def __init__(self, size: int, new_text: Callable[[], NgramIndex]) -> None:
-        """Set the nodes of the largest tree, the root counted, and what makes the index of an empty text."""
-        self.max_nodes, self.new_text = size, new_text
+    new_text: Callable[[], NgramIndex]
+    """Makes the index of an empty text."""
 
     def begin(self, context: DraftContext) -> None:
         self.row_states = [self.new_text() for _ in range(context.batch_size)]
@@ -142,9 +132,13 @@ class PromptLookupDrafter(NgramDrafter):
                 f"a lookup needs at least 2 nodes, continuations of 1 token, and n-grams of 1 to {SORTED_TOKENS}; not "
                 f"{size}, {length}, and {shortest} to {longest}"
             )
-        super().__init__(size, partial(NgramIndex, longest if corpus is None else 0))
+        self.max_nodes, self.new_text = size, partial(NgramIndex, longest if corpus is None else 0)
         self.length, self.longest, self.shortest, self.corpus = length, longest, shortest, corpus
 
     def candidates(self, text: NgramIndex) -> Trie:
-        found = continuations(self.corpus or text, text.tokens, self.longest, self.shortest, self.length)
-        return merged(text.tokens[-1], found, self.max_nodes)
+        tokens, corpus = text.tokens, self.corpus or text
+        for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
+            found = corpus.continuations(tokens[len(tokens) - size :], CONTINUATIONS, self.length)
+            if any(found):
+                return merged(tokens[-1], found, self.max_nodes)
+        return Trie(tokens[-1:])

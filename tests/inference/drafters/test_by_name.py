@@ -18,7 +18,7 @@ from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
 from headstart.inference.drafters.ngram_model import NgramModel
-from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, continuations, merged
+from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, merged
 from headstart.inference.models.loading import load_tokenizer, tokenizer_origin
 from headstart.inference.verify import choose_rule
 
@@ -165,7 +165,9 @@ def test_a_running_text_finds_what_a_search_finds_newest_first():
             naive = [rest for rest in naive_places([tokens], gram) if rest]
             assert text.continuations(gram, 99, 99) == naive[::-1]
             assert text.following(gram)[1].sum() == len(naive)
-    assert continuations(text, [*tokens, 9, 9], 3, 1, 4) == []  # what never stood there
+    other = NgramIndex(0)
+    other.append([*tokens, 9, 9])
+    assert PromptLookupDrafter(corpus=text).candidates(other).tokens == [9]  # which never stood there
 
 
 def test_what_continuations_share_stays_and_newer_ones_come_first():
