@@ -44,11 +44,15 @@ LlamaLayer = Any
 INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
+"""Linear layers of a decoder layer, in the order of `Layer`."""
+
+
 class Layer(ctypes.Structure):
     """`Layer` in cpu_kernels.cpp."""
 
     _fields_ = (
-        *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, Weights) for name in LINEARS),
         *((name, POINTER) for name in ("input_norm", "embed_norm", "post_norm", "query_norm", "key_norm")),
         *((name, POINTER) for name in ("keys", "values", "seen", "feature")),
     )
@@ -74,8 +78,8 @@ class PackedLayers:
 
         Args:
             layers: modules with the parts of a Llama layer; the first may have a `hidden_norm`, as EAGLE-3's has.
-            eps: epsilon of all norms.
-            dtype: float32 or bfloat16: dtype of the caches, to which values are rounded.
+            eps: of all norms.
+            dtype: of the caches, float32 or bfloat16, to which values are rounded.
         """
         first = layers[0].self_attn
         self.eps, self.dtype, self.size = eps, dtype, int(first.head_dim)
@@ -85,16 +89,9 @@ class PackedLayers:
         self.structs = (Layer * len(layers))()
         for struct, layer in zip(self.structs, layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            linears = {
-                "query": attention.q_proj,
-                "key": attention.k_proj,
-                "value": attention.v_proj,
-                "out": attention.o_proj,
-                "gate": mlp.gate_proj,
-                "up": mlp.up_proj,
-                "down": mlp.down_proj,
-            }
-            for name, module in linears.items():
+            linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            linears += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            for name, module in zip(LINEARS, linears, strict=True):
                 packed = pack(module.weight, module.bias)
                 self.kept.append(packed)
                 setattr(struct, name, packed.struct)
@@ -133,10 +130,10 @@ class PackedLayers:
             state_BND: input, float32, contiguous; overwritten with the last layer's output.
             rotary: cosines and sines, [B, N, head size].
             caches: keys and values of each layer, [B, groups, capacity, head size], rows contiguous.
-            slots_BN: cache slots of the new entries.
-            seen_BNS: attention mask of each layer over the slots, bool; a token attends to itself, too.
+            slots_BN: of the new entries.
+            seen_BNS: attention mask of each layer, bool; a token attends to itself, too.
             features: output tensors [B, N, D] by layer number; their rows need not be contiguous.
-            embeds_BND: embeddings for a first layer that reads them beside its state.
+            embeds_BND: for a first layer that reads them beside its state.
         """
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
@@ -202,15 +199,9 @@ class PackedDecoder:
         layers: tuple[int, ...],
         kept_K: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, K, V], float32, and features [B, N, F].
+        """Logits [B, K, V], float32, of the nodes `kept_K`, or of all, and features [B, N, F].
 
-        Args:
-            tokens_BN: new nodes, whose entries go to `cache.slots_BN`.
-            positions_BN: position ids.
-            seen: attention masks [B, N, S] by kind of attention.
-            cache: keys and values.
-            layers: feature layers; -1 is the state after the final norm.
-            kept_K: the nodes whose logits are returned; None for all.
+        The attention masks in `seen`, [B, N, S], are those of each kind of attention.
         """
         rounds = self.dtype == torch.bfloat16
         state_BND = self.embed(tokens_BN).float().contiguous()
@@ -249,14 +240,9 @@ class PackedBlock(nn.Module):
         if slots_BT is None:
             slots_BT = counting(new, state_BTD.device, kv.first).expand(batch, -1)
         out_BTD = state_BTD.float().clone(memory_format=torch.contiguous_format)
-        self.layers(
-            out_BTD,
-            rotary,
-            [(kv.cache.keys[layer], kv.cache.values[layer])],
-            slots_BT,
-            [kv.mask_BTS],
-            embeds_BND=None if embeds_BTD is None else embeds_BTD.float().contiguous(),
-        )
+        embeds_BTD = None if embeds_BTD is None else embeds_BTD.float().contiguous()
+        caches = [(kv.cache.keys[layer], kv.cache.values[layer])]
+        self.layers(out_BTD, rotary, caches, slots_BT, [kv.mask_BTS], embeds_BND=embeds_BTD)
         return out_BTD.to(self.dtype)
 
 

@@ -261,11 +261,6 @@ def kernels() -> ctypes.CDLL:
     return found
 
 
-def version() -> str:
-    """Hash of the kernels' source, compiler and processor."""
-    return Path(kernels()._name).stem.removeprefix("cpu_kernels-")
-
-
 def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:
     """Linear layer on rows [..., inputs]: float32 [..., outputs]; with `rounds`, rounded as in bfloat16."""
     flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()

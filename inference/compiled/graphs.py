@@ -67,13 +67,10 @@ class CompiledFunction:
     def __call__(
         self, variant: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
     ) -> Any:
-        """Call the function.
+        """Call the function; calls of one variant share a graph.
 
-        Args:
-            variant: calls of one variant share a graph.
-            sizes: called for a new variant: dynamic dimensions, but for those of the caches.
-            caches: called for a new variant: the arguments to which the function writes in place.
-            arguments: of the function.
+        For a new variant `sizes` returns the dynamic dimensions, but for those of the caches, and `caches` the
+        arguments to which the function writes in place.
         """
         if self.broken:
             return self.function(*arguments)

@@ -66,12 +66,9 @@ class Speeds:
     """The candidates at one number of rows: which one leads, and when another is probed."""
 
     def __init__(self, candidates: list[Candidate], plain: int | None, measured: bool) -> None:
-        """Begin.
+        """Begin with candidates, of which `plain` is autoregressive steps; where speeds are equal, the first one leads.
 
-        Args:
-            candidates: in the order of their preference, where speeds are equal.
-            plain: which one is autoregressive steps; None if there are none.
-            measured: whether their costs were measured here; else the first probe need not be saved for.
+        Unless their costs were measured here, the first probe need not be saved for.
         """
         self.candidates, self.plain = candidates, plain
         self.running = self.leader = max(range(len(candidates)), key=self.speed)
@@ -290,10 +287,7 @@ class AdaptiveDrafter(Drafter):
 def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
     """The trees to choose from where none is named, the most promising first: one token, and dynamic trees.
 
-    Args:
-        head: whose trees.
-        hint: a tree that was fast on another machine; its size replaces the nearest.
-        costs: of steps on this machine.
+    The size of `hint`, a tree that was fast on another machine, replaces the nearest.
     """
     sizes = [*CANDIDATE_SIZES]
     if costs.seconds(LARGE_SIZE, 0) < LARGE_COST * costs.seconds(1, 0):

@@ -85,13 +85,7 @@ def make_drafter(
 def tree_drafter(
     head: DraftModel, tree: TreeSpec, modules: TargetModules, budget: int | None = None
 ) -> HeadDrafter | AdaptiveDrafter:
-    """A head, or another draft model, with a tree.
-
-    Args:
-        head: the draft model.
-        tree: what `tree_policy` takes, or several specs with | between them, of which each step takes one.
-        modules: the target's embedding and LM head.
-        budget: see `HeadDrafter`.
+    """A draft model with the tree that `tree_policy` parses; with | between several specs each step takes one of them.
 
     Raises:
         ValueError: no tree, a tree that does not fit the head, or trees that do not go together.
@@ -115,7 +109,7 @@ def load_fitting_head(
     Args:
         head: a checkpoint folder, a Hub id, or a head.
         target: the model that it is to draft for.
-        revision: of the head's Hub id.
+        revision: of the Hub id.
         loaded_here: whether the target was given by name, and may get the head's adapter.
         auto_dtype: whether the target's dtype was chosen for the user, who is then not warned that the head was trained
             in another.

@@ -460,7 +460,7 @@ def sample_children(
         logits_BWV: its logits; W is 1 if they are the same for the whole frontier.
         frontier: nodes W.
         count: children R of each node.
-        draft_probs: logits over the target's vocabulary to probabilities.
+        draft_probs: see `DraftContext`.
         sampler: source of random numbers.
         independent: whether siblings are sampled independently, else without replacement.
 
@@ -481,14 +481,7 @@ def sample_children(
 
 
 def over_target(head: DraftModel, values_BWD: Tensor, own_D: Tensor, otherwise: float = -torch.inf) -> Tensor:
-    """Values of the draft vocabulary over the target's.
-
-    Args:
-        head: the draft model.
-        values_BWD: logits or probabilities of its draft vocabulary.
-        own_D: the draft vocabulary, as the target's tokens.
-        otherwise: value of tokens that are never drafted.
-    """
+    """Values of the draft vocabulary, which are the target's tokens `own_D`, over the target's vocabulary."""
     whole_BWV = values_BWD.new_full((*values_BWD.shape[:-1], head.target.vocab_size), otherwise)
     whole_BWV[..., own_D] = values_BWD
     return whole_BWV

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...heads import DraftHead
 from ...heads.base import dtype_name
-from ..compiled.cpu_kernels import version
+from ..compiled.cpu_kernels import kernels
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.head_drafter import StaticTree
 from ..logits import RandomSampler
@@ -49,12 +50,7 @@ class RoundCosts:
     """One draft step, a depth of the tree, with its share of what the head reads after a step; 0 without a head."""
 
     def seconds(self, nodes: int, depth: int) -> float:
-        """Seconds of a step with a tree of `nodes`: linear between the measured sizes, and beyond the last.
-
-        Args:
-            nodes: the root counted.
-            depth: 0 for an autoregressive step.
-        """
+        """Seconds of a step with a tree, the root counted: linear between the measured sizes, and beyond the last."""
         sizes = list(self.forward)
         after = min(max(next((i for i, size in enumerate(sizes) if size >= nodes), len(sizes)), 1), len(sizes) - 1)
         low, high = sizes[after - 1], sizes[after]
@@ -80,18 +76,15 @@ class RoundCosts:
 
 
 def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
-    """Costs of steps on this machine, measured now or earlier.
-
-    Args:
-        target: the model whose forwards are timed; all models of the same dimensions cost the same.
-        head: the head whose drafts are timed; None for drafters without a head.
-    """
+    """Costs of steps on this machine, measured now or earlier; models of the same dimensions cost the same."""
     info, model, drafts = target.info, target.model, "no head"
     if head is not None:
         weights = sum(weight.numel() for weight in head.parameters())
         drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
-    code = "eager" if not target.compiled else "compiled" if target.graph is not None else f"kernels {version()}"
+    code = "eager" if not target.compiled else "compiled"
+    if target.compiled and target.graph is None:  # a hash of the kernels' source, compiler and processor
+        code = "kernels " + Path(kernels()._name).stem.removeprefix("cpu_kernels-")
     name = (  # all that the cost depends on, but for the values of the weights
         f"seconds of a round: {type(model).__name__}, "
         f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
