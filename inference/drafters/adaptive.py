@@ -25,8 +25,7 @@ from ..tuning.costs import RoundCosts
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
-from .early_exit import EarlyExitChain
-from .head_drafter import DraftModel, HeadDrafter, StaticTree
+from .head_drafter import DraftModel, HeadDrafter
 
 PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""
@@ -273,12 +272,9 @@ class AdaptiveDrafter(Drafter):
             candidates = [Candidate(costs.seconds(1, 0), 1.0)] if self.plain else []
             for tree in self.trees:
                 cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
-                if isinstance(tree, StaticTree | EarlyExitChain):
-                    policy: TreePolicy = tree.shape
-                else:  # one of its size
-                    depth = getattr(tree, "depth", tree.max_nodes - 1)
-                    policy = DynamicShape(max(tree.max_nodes, 2), max(depth, 1))
-                candidates.append(Candidate(cost, default_length(policy)))
+                unknown = DynamicShape(max(tree.max_nodes, 2), max(tree.max_nodes - 1, 1))
+                shape = tree.shape if isinstance(tree, HeadDrafter) else unknown
+                candidates.append(Candidate(cost, default_length(shape)))
             plain = next((number for number, each in enumerate(candidates) if each.length == 1), None)
             self.speeds[here] = Speeds(candidates, plain, self.costs is not None)
         return self.speeds[here]

@@ -44,11 +44,12 @@ class EarlyExitChain(HeadDrafter):
     chain is drafted, and what lies behind its end is padding of the tree.
     """
 
+    shape: EarlyExitShape
+
     def __init__(
         self, head: DraftModel, tree: EarlyExitShape, modules: TargetModules, budget: int | None = None
     ) -> None:
         super().__init__(head, tree, modules, budget)
-        self.shape = tree
         self.kind = "sampled_chain" if tree.sampled else "top_k"
         self.features_K: list[Tensor] | None = None
         """Features at each depth of the last chain, to train a classifier; None to keep none."""

@@ -115,12 +115,5 @@ def _row(trie: Trie, size: int) -> list[int]:
     paths = [0]
     for token, parent, depth in zip(trie.tokens[1:], trie.parents[1:], trie.depths()[1:], strict=True):
         paths.append((paths[parent] + (token + 1) * pow(FACTOR, depth, WORD)) % WORD)
-    padding = size + 1 - len(paths)
-    return [
-        *trie.tokens[1:],
-        *[-1] * padding,
-        *trie.parents[1:],
-        *[0] * padding,
-        *(c_int64(path).value for path in paths[1:]),
-        *[0] * padding,
-    ]
+    hashes, padding = [c_int64(path).value for path in paths[1:]], [0] * (size + 1 - len(paths))
+    return [*trie.tokens[1:], *([-1] * len(padding)), *trie.parents[1:], *padding, *hashes, *padding]

@@ -98,7 +98,7 @@ class HeadDrafter(Drafter):
         """
         if tree.depth > head.max_depth:
             raise ValueError(f"the tree is {tree.depth} deep, but the head drafts at most {head.max_depth} tokens")
-        self.head, self.modules, self.budget = head, modules, budget
+        self.head, self.shape, self.modules, self.budget = head, tree, modules, budget
         self.feature_layers = head.feature_layers
         self.depth, self.max_nodes = tree.depth, tree.size
         self.room = (tree.depth, tree.expanded)
@@ -289,6 +289,8 @@ def _plan(shape: TreeShape, device: torch.device) -> Plan:
 class StaticTree(HeadDrafter):
     """A tree of a fixed shape: a node's rank is its place among the top-k, or its turn among the sampled siblings."""
 
+    shape: TreeShape
+
     def __init__(
         self,
         head: DraftModel,
@@ -296,14 +298,14 @@ class StaticTree(HeadDrafter):
         modules: TargetModules,
         budget: int | None = None,
     ) -> None:
-        self.shape = tree.shape if isinstance(tree, SampledShape) else tree
-        widest = max((level.width for level in self.shape.levels), default=0)
+        shape = tree.shape if isinstance(tree, SampledShape) else tree
+        widest = max((level.width for level in shape.levels), default=0)
         if widest > head.draft_vocab_size:
             raise ValueError(
                 f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary has "
                 f"{head.draft_vocab_size}"
             )
-        super().__init__(head, self.shape, modules, budget)
+        super().__init__(head, shape, modules, budget)
         self.kind = tree.kind if isinstance(tree, SampledShape) else "top_k"
 
     def propose(self, roots_B: Tensor) -> DraftTree:
@@ -369,8 +371,8 @@ class DynamicTree(HeadDrafter):
 
     def __init__(self, head: DraftModel, tree: DynamicShape, modules: TargetModules, budget: int | None = None) -> None:
         self.width = min(tree.width, head.draft_vocab_size)
-        super().__init__(head, dataclasses.replace(tree, width=self.width), modules, budget)
-        self.max_nodes = min(tree.size, self.width + (tree.depth - 1) * self.width**2 + 1)
+        size = min(tree.size, self.width + (tree.depth - 1) * self.width**2 + 1)
+        super().__init__(head, dataclasses.replace(tree, size=size, width=self.width), modules, budget)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // len(roots_B))
