@@ -77,11 +77,12 @@ class CompiledFunction:
         if self.cuda_graph:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            known = variant in self.variants
-            if not known:
+            if variant in self.variants:
+                value = self._run(arguments, known=True)
+            else:
                 self._mark(sizes(), caches())
-            value = self._run(known, arguments)
-            self.variants.add(variant)
+                value = self._run(arguments, known=False)
+                self.variants.add(variant)
         except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
@@ -102,7 +103,7 @@ class CompiledFunction:
             for tensor in {id(tensor): tensor for tensor, _ in written}.values():
                 torch._dynamo.mark_static_address(tensor)
 
-    def _run(self, known: bool, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, arguments: tuple[Any, ...], known: bool) -> Any:
         """Call a known variant without setting the options, which takes longer than a small graph."""
         if known:
             with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # a guard failed within the variant

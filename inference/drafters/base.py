@@ -98,6 +98,8 @@ class Drafter:
     """The drafters that it wraps."""
     row_states: Sequence[Any] = ()
     """State of each row, on the host; empty if it has none."""
+    tracks_roots: bool = False
+    """Whether these are each row's newest token, the root of the next tree."""
 
     def __init__(self, *parts: Drafter) -> None:
         """Wrap drafters, of which the first one proposes the trees."""
@@ -111,6 +113,8 @@ class Drafter:
 
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
+        if self.tracks_roots:
+            self.row_states = [0] * context.batch_size
         for part in self.parts:
             self._call(part, "begin", context)
 
@@ -147,6 +151,9 @@ class Drafter:
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read a chunk of the prompts; the last one ends with the token that the target chose."""
+        if self.tracks_roots:  # sync: once for 2048 tokens of the prompts
+            rows = zip(chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist(), self.row_states, strict=True)
+            self.row_states = [tokens[length - 1] if length else before for tokens, length, before in rows]
         for part in self.parts:
             self._call(part, "prefill", chunk)
 
@@ -160,6 +167,8 @@ class Drafter:
 
     def observe(self, step: StepResult) -> None:
         """Read what a step emitted."""
+        if self.tracks_roots:
+            self.row_states = [tokens[-1] for tokens in step.tokens]
         for part in self.parts:
             self._call(part, "observe", step)
 
@@ -215,29 +224,13 @@ def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) 
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-class RootTracker(Drafter):
-    """A wrapper of one drafter that knows each row's newest token, the root of the next tree, on the host."""
-
-    def begin(self, context: DraftContext) -> None:
-        self.row_states = [0] * context.batch_size
-        super().begin(context)
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        # sync: once for 2048 tokens of the prompts
-        rows = zip(chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist(), self.row_states, strict=True)
-        self.row_states = [tokens[length - 1] if length else before for tokens, length, before in rows]
-        super().prefill(chunk)
-
-    def observe(self, step: StepResult) -> None:
-        self.row_states = [tokens[-1] for tokens in step.tokens]
-        super().observe(step)
-
-
-class HostDrafter(RootTracker):
+class HostDrafter(Drafter):
     """A drafter that reads no features, on the host: its trees are grown there and uploaded at once.
 
     The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
     """
+
+    tracks_roots = True
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         return self.parts[0].propose(torch.tensor(self.row_states)).to(roots_B.device)
@@ -269,8 +262,10 @@ class HostDrafter(RootTracker):
         return super()._call(part, method, *on_host)
 
 
-class ValidatedDrafter(RootTracker):
+class ValidatedDrafter(Drafter):
     """A drafter of the user's own: after an error, or a tree that is none, the text is decoded without drafts."""
+
+    tracks_roots = True
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         """Wrap a drafter for a target with `vocab_size` tokens.

@@ -17,7 +17,7 @@ from ..tuning.machine import machine_key
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
 from .adaptive import AdaptiveDrafter, candidate_trees
-from .base import Drafter, HostDrafter, NoDraft, RootTracker, ValidatedDrafter
+from .base import Drafter, HostDrafter, NoDraft, ValidatedDrafter
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
@@ -170,7 +170,7 @@ def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec)
     if not isinstance(source, str):
         if tree != "auto":
             raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-        ours = HeadDrafter | NgramDrafter | NoDraft | RootTracker | AdaptiveDrafter | HeadAndLookup
+        ours = HeadDrafter | NgramDrafter | NoDraft | HostDrafter | ValidatedDrafter | AdaptiveDrafter | HeadAndLookup
         return source if isinstance(source, ours) else ValidatedDrafter(source, target.info.vocab_size)
     name, _, options = source.partition(":")
     if name in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":

@@ -54,11 +54,6 @@ def hardware(device: torch.device) -> str:
     return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads{limited}"
 
 
-def name_of(device: torch.device) -> str:
-    """Name of a machine in the file."""
-    return f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
-
-
 def machine_key(device: torch.device, compiled: bool) -> str:
     """Key under which a head's checkpoint keeps the tree that was fastest on a machine."""
     return hardware(device) + (", compiled" if compiled else "")
@@ -110,32 +105,15 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
         measure: makes it; returns a JSON value.
         read: converts the JSON value; raises ValueError, TypeError, KeyError or AttributeError for another one.
     """
-    machine = name_of(device)
+    machine = f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
     for kept in (_measured, _on_disk()):
         try:
             return read(kept[machine][name])
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     found = measure()
-    _keep(machine, name, found)
-    return read(found)
-
-
-def positive(number: Any) -> float:
-    """A positive number from JSON.
-
-    Raises:
-        ValueError: it is none, or not above 0.
-    """
-    if not isinstance(number, float | int) or not 0 < number < math.inf:
-        raise ValueError(f"{number!r} is no number above 0")
-    return float(number)
-
-
-def _keep(machine: str, name: str, value: Any) -> None:
-    """Keep a value, in this process and in the file, whose other entries stay."""
-    _measured.setdefault(machine, {})[name] = value
-    on_disk = _on_disk()
+    _measured.setdefault(machine, {})[name] = found
+    on_disk = _on_disk()  # the file's other entries stay
     before = on_disk.get(machine)
     on_disk[machine] = (before if isinstance(before, dict) else {}) | _measured[machine]
     try:
@@ -151,6 +129,18 @@ def _keep(machine: str, name: str, value: Any) -> None:
             raise
     except (OSError, RuntimeError) as error:
         tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
+    return read(found)
+
+
+def positive(number: Any) -> float:
+    """A positive number from JSON.
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    if not isinstance(number, float | int) or not 0 < number < math.inf:
+        raise ValueError(f"{number!r} is no number above 0")
+    return float(number)
 
 
 def _on_disk() -> dict[str, Any]:
