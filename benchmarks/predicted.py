@@ -125,6 +125,7 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
     )
     p_TV = at_least_fp32(output.logits_BNV[0]).softmax(-1)  # row i: after token first - 1 + i
     drafter.begin(DraftContext(1, length + depth + 1, RandomSampler(None), None))
+    own_D = drafter.head.target_tokens(torch.arange(drafter.head.draft_vocab_size, device=target.device))
     found, read = [], 0
     for place in range(first, length - depth, STRIDE):
         following = text_1T[:, read + 1 : place + 1]
@@ -140,7 +141,7 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
             logits, state = drafter.head.expand(
                 state, text_1T[:, place + k, None], torch.full((1, 1), -1 if k == 0 else 0, device=target.device)
             )
-            q_V = over_target(drafter.head, logits)[0, 0].softmax(-1)
+            q_V = over_target(drafter.head, at_least_fp32(logits), own_D)[0, 0].softmax(-1)
             p_V = p_TV[place + k - first + 1]
             overlaps.append(torch.minimum(p_V, q_V).sum())
             kl = (p_V * ((p_V + 1e-12).log() - (q_V + 1e-12).log())).sum()

@@ -241,7 +241,7 @@ class Target:
     def state_shapes(self) -> list[StateShape]:
         """The keys of each layer, then the values, as they come out of a forward over one token."""
         if self.packed is not None:
-            return self.packed.state_shapes()
+            return self.packed.state_shapes
         layers = self._one_token(use_cache=True, logits_to_keep=1).past_key_values.layers
         states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]

@@ -44,11 +44,15 @@ LlamaLayer = Any
 INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
+LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
+"""Linear layers of a decoder layer, in the order of `Layer`."""
+
+
 class Layer(ctypes.Structure):
     """`Layer` in cpu_kernels.cpp."""
 
     _fields_ = (
-        *((name, Weights) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, Weights) for name in LINEARS),
         *((name, POINTER) for name in ("input_norm", "embed_norm", "post_norm", "query_norm", "key_norm")),
         *((name, POINTER) for name in ("keys", "values", "seen", "feature")),
     )
@@ -74,8 +78,8 @@ class PackedLayers:
 
         Args:
             layers: modules with the parts of a Llama layer; the first may have a `hidden_norm`, as EAGLE-3's has.
-            eps: epsilon of all norms.
-            dtype: float32 or bfloat16: dtype of the caches, to which values are rounded.
+            eps: of all norms.
+            dtype: of the caches, float32 or bfloat16, to which values are rounded.
         """
         first = layers[0].self_attn
         self.eps, self.dtype, self.size = eps, dtype, int(first.head_dim)
@@ -85,17 +89,12 @@ class PackedLayers:
         self.structs = (Layer * len(layers))()
         for struct, layer in zip(self.structs, layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            linears = {
-                "query": attention.q_proj,
-                "key": attention.k_proj,
-                "value": attention.v_proj,
-                "out": attention.o_proj,
-                "gate": mlp.gate_proj,
-                "up": mlp.up_proj,
-                "down": mlp.down_proj,
-            }
-            for name, module in linears.items():
-                setattr(struct, name, self._weights(module))
+            linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            linears += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            for name, module in zip(LINEARS, linears, strict=True):
+                packed = pack(module.weight, module.bias)
+                self.kept.append(packed)
+                setattr(struct, name, packed.struct)
             fuses = hasattr(layer, "hidden_norm")
             struct.input_norm = self._vector(layer.hidden_norm if fuses else layer.input_layernorm)
             struct.embed_norm = self._vector(layer.input_layernorm) if fuses else None
@@ -103,15 +102,10 @@ class PackedLayers:
             struct.query_norm, struct.key_norm = (
                 self._vector(getattr(attention, f"{part}_norm", None)) for part in "qk"
             )
-        self.hidden = layers[0].self_attn.o_proj.out_features
+        self.hidden = first.o_proj.out_features
         self.heads, self.groups = (part.out_features // self.size for part in (first.q_proj, first.k_proj))
         self.inner = layers[0].mlp.up_proj.out_features
         self.norm_before_residual = bool(getattr(layers[0], "norm_before_residual", False))
-
-    def _weights(self, module: nn.Linear) -> Weights:
-        packed = pack(module.weight, module.bias)
-        self.kept.append(packed)
-        return packed.struct
 
     def _vector(self, module: Any) -> int | None:
         if not hasattr(module, "weight"):
@@ -136,18 +130,15 @@ class PackedLayers:
             state_BND: input, float32, contiguous; overwritten with the last layer's output.
             rotary: cosines and sines, [B, N, head size].
             caches: keys and values of each layer, [B, groups, capacity, head size], rows contiguous.
-            slots_BN: cache slots of the new entries.
-            seen_BNS: attention mask of each layer over the slots, bool; a token attends to itself, too.
+            slots_BN: of the new entries.
+            seen_BNS: attention mask of each layer, bool; a token attends to itself, too.
             features: output tensors [B, N, D] by layer number; their rows need not be contiguous.
-            embeds_BND: embeddings for a first layer that reads them beside its state.
+            embeds_BND: for a first layer that reads them beside its state.
         """
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
         slots_BN, seen = slots_BN.contiguous(), [each.contiguous() for each in seen_BNS]
-        room, slots = (
-            caches[0][0].stride(1) // self.size,
-            seen[0].shape[2],
-        )  # the caches may be views
+        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]  # the caches may be views
         whole = (self.groups * room * self.size, room * self.size, self.size, 1)
         assert cosines.shape == (batch, nodes, self.size)
         for number, (struct, (keys, values)) in enumerate(zip(self.structs, caches, strict=True)):
@@ -196,10 +187,8 @@ class PackedDecoder:
         self.norm_D = decoder.norm.weight.detach().float().contiguous()
         head = model.get_output_embeddings()
         self.lm_head: Packed = pack(head.weight, head.bias)
-
-    def state_shapes(self) -> list[StateShape]:
         shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
-        return [shape] * (2 * len(self.layers.structs))
+        self.state_shapes = [shape] * (2 * len(self.layers.structs))
 
     def __call__(
         self,
@@ -210,16 +199,11 @@ class PackedDecoder:
         layers: tuple[int, ...],
         kept_K: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, K, V], float32, and features [B, N, F].
+        """Logits [B, K, V], float32, of the nodes `kept_K`, or of all, and features [B, N, F].
 
-        Args:
-            tokens_BN: new nodes, whose entries go to `cache.slots_BN`.
-            positions_BN: position ids.
-            seen: attention masks [B, N, S] by kind of attention.
-            cache: keys and values.
-            layers: feature layers; -1 is the state after the final norm.
-            kept_K: the nodes whose logits are returned; None for all.
+        The attention masks in `seen`, [B, N, S], are those of each kind of attention.
         """
+        rounds = self.dtype == torch.bfloat16
         state_BND = self.embed(tokens_BN).float().contiguous()
         rotary = self.rotary(state_BND.to(self.dtype), positions_BN)
         width = state_BND.shape[-1]
@@ -229,16 +213,13 @@ class PackedDecoder:
         self.layers(state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], wanted)
         if -1 in layers:
             place = layers.index(-1) * width
-            features_BNF[..., place : place + width] = self._normed(state_BND)
-        kept_BKD = state_BND if kept_K is None else state_BND[:, kept_K]
-        return self.logits(self._normed(kept_BKD.contiguous())), features_BNF.to(self.dtype)
+            features_BNF[..., place : place + width] = norm(state_BND, self.norm_D, self.eps, rounds)
+        kept_BKD = (state_BND if kept_K is None else state_BND[:, kept_K]).contiguous()
+        return self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds)), features_BNF.to(self.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V], float32, of states [..., D] after the final norm."""
         return linear(self.lm_head, states, self.dtype == torch.bfloat16)
-
-    def _normed(self, states_BND: Tensor) -> Tensor:
-        return norm(states_BND, self.norm_D, self.eps, self.dtype == torch.bfloat16)
 
 
 class PackedBlock(nn.Module):
@@ -259,33 +240,25 @@ class PackedBlock(nn.Module):
         if slots_BT is None:
             slots_BT = counting(new, state_BTD.device, kv.first).expand(batch, -1)
         out_BTD = state_BTD.float().clone(memory_format=torch.contiguous_format)
-        self.layers(
-            out_BTD,
-            rotary,
-            [(kv.cache.keys[layer], kv.cache.values[layer])],
-            slots_BT,
-            [kv.mask_BTS],
-            embeds_BND=None if embeds_BTD is None else embeds_BTD.float().contiguous(),
-        )
+        embeds_BTD = None if embeds_BTD is None else embeds_BTD.float().contiguous()
+        caches = [(kv.cache.keys[layer], kv.cache.values[layer])]
+        self.layers(out_BTD, rotary, caches, slots_BT, [kv.mask_BTS], embeds_BND=embeds_BTD)
         return out_BTD.to(self.dtype)
 
 
 def packed_head(head: DraftHead) -> DraftHead:
     """A copy of a head that drafts in the kernels; the head itself where they do not apply."""
 
-    def in_kernels(head: nn.Module) -> bool:
-        return any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules())
-
-    if library() is None or in_kernels(head):
-        return head
-
     def block(module: nn.Module) -> nn.Module | None:
         if isinstance(module, DecoderLayer | FusionLayer) and _fits(module) and type(module.mlp.act) is SILU:
             return PackedBlock(module)
         return None
 
+    if library() is None or any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules()):
+        return head
     packed = cast(DraftHead, packed_copy(head, block))
-    return packed if in_kernels(packed) else head
+    applies = any(isinstance(module, PackedLinear | PackedBlock) for module in packed.modules())
+    return packed if applies else head
 
 
 def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecoder | None:
@@ -294,15 +267,13 @@ def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecode
     known = all(hasattr(decoder, part) for part in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not known or model.dtype not in CLOSE or not hasattr(decoder.norm, "variance_epsilon"):
         return None
-    packed = PackedDecoder(model, kinds) if all(map(_llama_like, decoder.layers)) else None
-    return packed if packed is not None and _agrees(packed, model) else None
-
-
-def _llama_like(layer: LlamaLayer) -> bool:
-    """Whether a layer has the parts that the kernels implement, and no others, in sizes that fit."""
-    parts = {name for name, _ in layer.named_parameters()}
     needed = {name for name in PARTS if name.endswith("weight") and "_norm" not in name.split(".")[-2]}
-    return needed <= parts <= PARTS and not any(True for _ in layer.buffers()) and _fits(layer)
+    for layer in decoder.layers:
+        parts = {name for name, _ in layer.named_parameters()}
+        if not needed <= parts <= PARTS or any(True for _ in layer.buffers()) or not _fits(layer):
+            return None
+    packed = PackedDecoder(model, kinds)
+    return packed if _agrees(packed, model) else None
 
 
 def _fits(layer: LlamaLayer) -> bool:
@@ -319,16 +290,12 @@ def _agrees(packed: PackedDecoder, model: PreTrainedModel) -> bool:
     length, part = 12, 7
     tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.outputs
     expected_BNV = model(tokens_BN, use_cache=False).logits.float()
-    cache = TreeCache(packed.state_shapes(), 1, torch.device("cpu"))
+    cache = TreeCache(packed.state_shapes, 1, torch.device("cpu"))
     found = []
     for start, stop in ((0, part), (part, length)):
         cache.reserve(stop - start, start)
-        slots_S = torch.arange(cache.bucketed_length)
-        seen = slots_S <= cache.slots_BN[..., None]
-        positions_BN = cache.slots_BN
-        found.append(
-            packed(tokens_BN[:, start:stop], positions_BN, dict.fromkeys(packed.kinds, seen), cache, (), None)[0]
-        )
+        seen = dict.fromkeys(packed.kinds, torch.arange(cache.bucketed_length) <= cache.slots_BN[..., None])
+        found.append(packed(tokens_BN[:, start:stop], cache.slots_BN, seen, cache, (), None)[0])
         cache.advance(torch.tensor([stop - start]))
     difference = (torch.cat(found, dim=1) - expected_BNV).abs().max()
     return bool(difference <= CLOSE[packed.dtype] * expected_BNV.abs().max())

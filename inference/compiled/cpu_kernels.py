@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -77,7 +77,7 @@ def library() -> ctypes.CDLL | None:
         *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-mcpu=native",)),
     ]
     try:
-        return _load(_built(command))
+        loaded = _built(command)
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in told.strip().splitlines() if "error" in line), told.strip())
@@ -85,10 +85,21 @@ def library() -> ctypes.CDLL | None:
             f"decoding on this CPU is slower than it could be: {SOURCE.name} cannot be compiled: {reason}", stacklevel=2
         )
         return None
+    i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    loaded.headstart_columns.restype = i
+    arguments = {
+        "headstart_linear": (p, p, i, p, i, i),
+        "headstart_uniform": (p, i, i, p, i),
+        "headstart_norm": (p, p, i, i, d, i, p),
+        "headstart_decoder": (p, p, i, i),
+    }
+    for name, types in arguments.items():
+        getattr(loaded, name).restype, getattr(loaded, name).argtypes = None, types
+    return loaded
 
 
-def _built(command: list[str]) -> Path:
-    """Path of the compiled library."""
+def _built(command: list[str]) -> ctypes.CDLL:
+    """The kernels, from disk or compiled now."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     # Machines whose processors have one name may share a home folder: their features differ.
@@ -96,12 +107,12 @@ def _built(command: list[str]) -> Path:
     made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"cpu_kernels-{key}.so"
-    for folder in _folders():
-        path = folder / name
-        with suppress(OSError):  # missing, or not whole
-            ctypes.CDLL(str(path))
-            return path
+    for temporary in (False, True):  # for this process alone, if the user's cache folder cannot be written
         try:
+            folder = Path(tempfile.mkdtemp(prefix="headstart-")) if temporary else cache_folder()
+            path = folder / name
+            with suppress(OSError):  # missing, or not whole
+                return ctypes.CDLL(str(path))
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / name
@@ -109,30 +120,10 @@ def _built(command: list[str]) -> Path:
                     [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True, timeout=300
                 )
                 made.replace(path)  # at once: another process may be doing the same
-            return path
-        except OSError as error:
+            return ctypes.CDLL(str(path))
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
             failure = error
     raise failure
-
-
-def _folders() -> Iterator[Path]:
-    """The user's cache folder, and one for this process alone if that cannot be written."""
-    with suppress(RuntimeError):  # no home
-        yield cache_folder()
-    yield Path(tempfile.mkdtemp(prefix="headstart-"))
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(path))
-    loaded.headstart_columns.restype = ctypes.c_int64
-    for name in ("headstart_linear", "headstart_uniform", "headstart_norm", "headstart_decoder"):
-        getattr(loaded, name).restype = None
-    i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-    loaded.headstart_linear.argtypes = (p, p, i, p, i, i)
-    loaded.headstart_uniform.argtypes = (p, i, i, p, i)
-    loaded.headstart_norm.argtypes = (p, p, i, i, d, i, p)
-    loaded.headstart_decoder.argtypes = (p, p, i, i)
-    return loaded
 
 
 def in_use() -> bool:
@@ -189,19 +180,21 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
     (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
     weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
     parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
-    name, held = next(filter(None, (_held(parts, name) for name in FORMATS)))
-    words = torch.cat([_side_by_side(words, columns) for words, _ in held])
-    scales = [_side_by_side(scales, columns) for _, scales in held if scales is not None]
+    name, held = next((name, held) for name in FORMATS if (held := _held(parts, name, columns)) is not None)
+    words, scales = held[0], held[1] if len(held) > 1 else None
     bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
-    return Packed(name, inputs, outputs, words, torch.cat(scales) if scales else None, bias, outputs + padding)
+    return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
 
 
 Held = tuple[Tensor, Tensor | None] | None
 """Words, int32 [O, words of inputs], and scales with offsets [O, groups of inputs, 2]; None if not exact."""
 
 
-def _held(parts: Sequence[Tensor], name: str) -> tuple[str, list[tuple[Tensor, Tensor | None]]] | None:
-    """All parts in a format; None if it does not hold them exactly, which a few rows mostly show."""
+def _held(parts: Sequence[Tensor], name: str, columns: int) -> list[Tensor] | None:
+    """Words, and scales if the format has them, each [blocks, ..., columns].
+
+    None if the format does not hold all weights exactly, which a few rows mostly show.
+    """
     unit, hold = FORMATS[name]
     if parts[0].shape[1] % unit or hold(parts[0][:32].float()) is None:
         return None
@@ -209,8 +202,9 @@ def _held(parts: Sequence[Tensor], name: str) -> tuple[str, list[tuple[Tensor, T
     for part in parts:
         if (found := hold(part.float())) is None:
             return None
-        held.append(found)
-    return name, held
+        whole = [values for values in found if values is not None]
+        held.append([values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in whole])
+    return [torch.cat(values) for values in zip(*held, strict=True)]
 
 
 def _affine4(weight_OI: Tensor) -> Held:
@@ -250,23 +244,14 @@ def _bfloat16(weight_OI: Tensor) -> Held:
     return (halves.view(torch.int32), None) if torch.equal(halves.float(), weight_OI) else None
 
 
-def _float32(weight_OI: Tensor) -> Held:
-    return weight_OI.contiguous().view(torch.int32), None
-
-
 FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
     "affine4": (GROUP, _affine4),
     "affine8": (GROUP, _affine8),
     "bfloat16": (2, _bfloat16),
-    "float32": (1, _float32),
+    "float32": (1, lambda weight_OI: (weight_OI.contiguous().view(torch.int32), None)),
 }
 """Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a multiple of the first
 value; the second packs weights."""
-
-
-def _side_by_side(values: Tensor, columns: int) -> Tensor:
-    """[O, ...] as [blocks, ..., columns]."""
-    return values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous()
 
 
 def kernels() -> ctypes.CDLL:
@@ -274,11 +259,6 @@ def kernels() -> ctypes.CDLL:
     found = library()
     assert found is not None
     return found
-
-
-def version() -> str:
-    """Hash of the kernels' source, compiler and processor."""
-    return Path(kernels()._name).stem.removeprefix("cpu_kernels-")
 
 
 def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:

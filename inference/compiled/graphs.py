@@ -67,13 +67,10 @@ class CompiledFunction:
     def __call__(
         self, variant: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
     ) -> Any:
-        """Call the function.
+        """Call the function; calls of one variant share a graph.
 
-        Args:
-            variant: calls of one variant share a graph.
-            sizes: called for a new variant: dynamic dimensions, but for those of the caches.
-            caches: called for a new variant: the arguments to which the function writes in place.
-            arguments: of the function.
+        For a new variant `sizes` returns the dynamic dimensions, but for those of the caches, and `caches` the
+        arguments to which the function writes in place.
         """
         if self.broken:
             return self.function(*arguments)
@@ -81,9 +78,10 @@ class CompiledFunction:
             torch.compiler.cudagraph_mark_step_begin()
         try:
             if variant in self.variants:
-                value = self._again(arguments)
+                value = self._run(arguments, known=True)
             else:
-                value = self._first(sizes(), caches(), arguments)
+                self._mark(sizes(), caches())
+                value = self._run(arguments, known=False)
                 self.variants.add(variant)
         except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
@@ -95,7 +93,8 @@ class CompiledFunction:
         # The next replay overwrites what this one returned.
         return tuple(tensor.clone() for tensor in value) if self.cuda_graph else value
 
-    def _first(self, sizes: Sizes, caches: Sequence[InPlace], arguments: tuple[Any, ...]) -> Any:
+    def _mark(self, sizes: Sizes, caches: Sequence[InPlace]) -> None:
+        """Tell torch which dimensions are dynamic, and which tensors are written in place."""
         written = [each for cache in caches for each in cache.sizes()]
         for tensor, dimension in (*sizes, *written):
             if tensor.shape[dimension] > 1:
@@ -103,15 +102,12 @@ class CompiledFunction:
         if self.cuda_graph:  # which copies its arguments, and writes in place to none but these
             for tensor in {id(tensor): tensor for tensor, _ in written}.values():
                 torch._dynamo.mark_static_address(tensor)
-        return self._with_options(arguments)
 
-    def _again(self, arguments: tuple[Any, ...]) -> Any:
-        """Call a compiled variant without setting the options, which takes longer than a small graph."""
-        with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # a guard failed within the variant
-            return self._compiled(*arguments)
-        return self._with_options(arguments)
-
-    def _with_options(self, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, arguments: tuple[Any, ...], known: bool) -> Any:
+        """Call a known variant without setting the options, which takes longer than a small graph."""
+        if known:
+            with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # a guard failed within the variant
+                return self._compiled(*arguments)
         with symbols.patch(use_duck_shape=False), torch._dynamo.config.patch(recompile_limit=GRAPHS):
             return self._compiled(*arguments)
 
@@ -122,7 +118,7 @@ class _Inductor(torch._TorchCompileInductorWrapper):
     __name__ = "inductor"
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        if symbols.use_duck_shape:  # which `_with_options` turns off
+        if symbols.use_duck_shape:  # which `CompiledFunction._run` turns off
             raise RuntimeError("a graph without the options is slow")
         return super().__call__(*given, **named)
 

@@ -21,12 +21,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from ..tree import DraftTree
-from ..tuning.costs import AssumedCosts, RoundCosts
+from ..tuning.costs import RoundCosts
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
-from .base import DraftContext, Drafter, DrafterWrapper, NoDraft, PrefillChunk, StepResult
-from .early_exit import EarlyExitChain
-from .head_drafter import DraftModel, HeadDrafter, StaticTree
+from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
+from .head_drafter import DraftModel, HeadDrafter
 
 PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""
@@ -66,12 +65,9 @@ class Speeds:
     """The candidates at one number of rows: which one leads, and when another is probed."""
 
     def __init__(self, candidates: list[Candidate], plain: int | None, measured: bool) -> None:
-        """Begin.
+        """Begin with candidates, of which `plain` is autoregressive steps; where speeds are equal, the first one leads.
 
-        Args:
-            candidates: in the order of their preference, where speeds are equal.
-            plain: which one is autoregressive steps; None if there are none.
-            measured: whether their costs were measured here; else the first probe need not be saved for.
+        Unless their costs were measured here, the first probe need not be saved for.
         """
         self.candidates, self.plain = candidates, plain
         self.running = self.leader = max(range(len(candidates)), key=self.speed)
@@ -165,7 +161,7 @@ class Speeds:
         return max(others, key=lambda number: self.candidates[number].idle)
 
 
-class AdaptiveDrafter(DrafterWrapper):
+class AdaptiveDrafter(Drafter):
     """Autoregressive steps, or one of several trees of one head: whichever has been fastest.
 
     Measurements are kept from one generation to the next. A step's time is all of it: draft, forward, verification,
@@ -180,7 +176,7 @@ class AdaptiveDrafter(DrafterWrapper):
         self,
         trees: Sequence[Drafter],
         plain: bool = True,
-        costs: RoundCosts | AssumedCosts | None = None,
+        costs: RoundCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wrap candidates.
@@ -272,30 +268,22 @@ class AdaptiveDrafter(DrafterWrapper):
             nearest = min(self.speeds, key=lambda other: (other[0] != here[0], abs(math.log(other[1] / rows))))
             self.speeds[here] = self.speeds[nearest].elsewhere()
         elif here not in self.speeds:
-            costs = self.costs or AssumedCosts.of(roots_B.device)
+            costs = self.costs or RoundCosts.assumed(roots_B.device)
             candidates = [Candidate(costs.seconds(1, 0), 1.0)] if self.plain else []
             for tree in self.trees:
                 cost = costs.seconds(tree.max_nodes, getattr(tree, "depth", 0))
-                candidates.append(Candidate(cost, default_length(_policy(tree))))
+                unknown = DynamicShape(max(tree.max_nodes, 2), max(tree.max_nodes - 1, 1))
+                shape = tree.shape if isinstance(tree, HeadDrafter) else unknown
+                candidates.append(Candidate(cost, default_length(shape)))
             plain = next((number for number, each in enumerate(candidates) if each.length == 1), None)
             self.speeds[here] = Speeds(candidates, plain, self.costs is not None)
         return self.speeds[here]
 
 
-def _policy(drafter: Drafter) -> TreePolicy:
-    """The tree that a drafter drafts, or one of its size."""
-    if isinstance(drafter, StaticTree | EarlyExitChain):
-        return drafter.shape
-    return DynamicShape(max(drafter.max_nodes, 2), max(getattr(drafter, "depth", drafter.max_nodes - 1), 1))
-
-
-def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts | AssumedCosts) -> list[TreePolicy]:
+def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
     """The trees to choose from where none is named, the most promising first: one token, and dynamic trees.
 
-    Args:
-        head: whose trees.
-        hint: a tree that was fast on another machine; its size replaces the nearest.
-        costs: of steps on this machine.
+    The size of `hint`, a tree that was fast on another machine, replaces the nearest.
     """
     sizes = [*CANDIDATE_SIZES]
     if costs.seconds(LARGE_SIZE, 0) < LARGE_COST * costs.seconds(1, 0):

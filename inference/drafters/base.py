@@ -1,7 +1,7 @@
 """The drafter interface: drafters, what they read of the prompts, and what they learn from each step.
 
 A subclass of `Drafter` needs `max_nodes` and `propose`; one that remembers the text also `begin`, `prefill` and
-`observe`. One that is not ours runs inside a `ValidatedDrafter`, so that nothing it does can change the output.
+`observe`. A user's own runs inside a `ValidatedDrafter`, so that nothing it does can change the output.
 
 Letters in tensor names: B batch, T time, A accepted, N nodes, R selected rows, V vocabulary, F width of the chosen
 layers side by side.
@@ -12,13 +12,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ..logits import Sampler
+from ..logits import RandomSampler, Sampler
 from ..target import TargetOutput
 from ..tree import DraftTree
 from ..tuning.tree_spec import ROOT, TreeKind
@@ -52,15 +54,6 @@ class PrefillChunk:
     lengths_B: Tensor
     """Valid tokens of each row, the rest is padding; 0 where the prompt ended in an earlier chunk."""
 
-    def select(self, rows_R: Tensor) -> PrefillChunk:
-        return PrefillChunk(*(tensor[rows_R] for tensor in vars(self).values()))
-
-    def last_tokens(self, before: Sequence[int]) -> list[int]:
-        """Each row's last token, on the host; `before` for a row without valid tokens."""
-        # sync: once for 2048 tokens of the prompts
-        rows = zip(self.next_tokens_BT.tolist(), self.lengths_B.tolist(), before, strict=True)
-        return [tokens[length - 1] if length else last for tokens, length, last in rows]
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -88,7 +81,10 @@ class StepResult:
 
 
 class Drafter:
-    """A source of draft trees for a batch of rows, which `select` and `replace` change."""
+    """A source of draft trees for a batch of rows, which `select` and `replace` change.
+
+    One that wraps others forwards every call to them, unless it overrides it.
+    """
 
     feature_layers: tuple[int, ...] = ()
     """The target's layers whose features it reads."""
@@ -96,15 +92,31 @@ class Drafter:
     """Size of its largest tree, the root counted."""
     kind: TreeKind = "top_k"
     """How the children of a node are made, which decides the acceptance rules that are exact."""
-
     needs_host_values: bool = False
     """Whether `host_values` is called in each step."""
+    parts: tuple[Drafter, ...] = ()
+    """The drafters that it wraps."""
+    row_states: Sequence[Any] = ()
+    """State of each row, on the host; empty if it has none."""
+    tracks_roots: bool = False
+    """Whether these are each row's newest token, the root of the next tree."""
+
+    def __init__(self, *parts: Drafter) -> None:
+        """Wrap drafters, of which the first one proposes the trees."""
+        self.parts = parts
+        if parts:
+            self.feature_layers, self.max_nodes, self.kind = parts[0].feature_layers, parts[0].max_nodes, parts[0].kind
+            self.needs_host_values = any(part.needs_host_values for part in parts)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.max_nodes} nodes)"
+        return f"{type(self).__name__}({' + '.join(map(repr, self.parts)) or f'{self.max_nodes} nodes'})"
 
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
+        if self.tracks_roots:
+            self.row_states = [0] * context.batch_size
+        for part in self.parts:
+            self._call(part, "begin", context)
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
         """Begin a generation whose text starts like an earlier one's.
@@ -115,21 +127,35 @@ class Drafter:
             state: what `saved_state` returned at the end of the earlier one.
             whole: whether `kept` is all of the earlier text.
         """
-        self.begin(context)
-        self.prefill(kept)
+        if state is None or not self.parts:
+            self.begin(context)
+            self.prefill(kept)
+        else:
+            for part, its in zip(self.parts, state, strict=True):
+                part.resume(context, kept, its, whole)
 
     def saved_state(self) -> Any:
         """State from which a later generation can `resume`; None if there is none.
 
         A drafter that reads features and returns None is given the text from its start again.
         """
+        if self.row_states:  # which are made from the text
+            return None
+        states = [part.saved_state() for part in self.parts]
+        lost = any(part.feature_layers and state is None for part, state in zip(self.parts, states, strict=True))
+        return None if lost else states or None
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of device memory for `rows` × `tokens`."""
-        return 0
+        return sum(part.cache_bytes(rows, tokens) for part in self.parts)
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read a chunk of the prompts; the last one ends with the token that the target chose."""
+        if self.tracks_roots:  # sync: once for 2048 tokens of the prompts
+            rows = zip(chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist(), self.row_states, strict=True)
+            self.row_states = [tokens[length - 1] if length else before for tokens, length, before in rows]
+        for part in self.parts:
+            self._call(part, "prefill", chunk)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Draft what follows each row's newest token; the tree lies on the device of the roots."""
@@ -137,26 +163,50 @@ class Drafter:
 
     def host_values(self, step: StepResult) -> Tensor | None:
         """Integers [B, K] that `observe` needs on the host; they arrive as `StepResult.host_values`."""
+        return self._call(self.parts[0], "host_values", step) if self.parts else None
 
     def observe(self, step: StepResult) -> None:
         """Read what a step emitted."""
+        if self.tracks_roots:
+            self.row_states = [tokens[-1] for tokens in step.tokens]
+        for part in self.parts:
+            self._call(part, "observe", step)
 
     def compile(self) -> None:
         """Draft in compiled functions from now on, where that is possible."""
+        for part in self.parts:
+            part.compile()
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only."""
+        if self.row_states:
+            self.row_states = [self.row_states[row] for row in rows_R.tolist()]
+        for part in self.parts:
+            self._call(part, "select", rows_R)
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         """Put another drafter's rows, whose prompts it has read, in the places of these."""
+        if self.row_states:
+            theirs = dict(zip(rows_R.tolist(), other.row_states, strict=True))
+            self.row_states = [theirs.get(row, state) for row, state in enumerate(self.row_states)]
+        for part, its in zip(self.parts, other.parts, strict=True):
+            self._call(part, "replace", rows_R, its)
 
     def fresh(self) -> Self:
         """A drafter of the same kind for other rows; neither changes the other's state."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        if self.parts:
+            other.parts = tuple(part.fresh() for part in self.parts)
+        return other
 
     def nested(self) -> Iterator[Drafter]:
         """This drafter and all that it wraps."""
         yield self
+        for part in self.parts:
+            yield from part.nested()
+
+    def _call(self, part: Drafter, method: str, *arguments: Any) -> Any:
+        return getattr(part, method)(*arguments)
 
 
 class NoDraft(Drafter):
@@ -168,101 +218,60 @@ class NoDraft(Drafter):
         return DraftTree.of_shape(ROOT, roots_B[:, None])
 
 
-def _forwarded(method: str) -> Callable[..., None]:
-    return lambda self, *arguments: self._forward(method, *arguments)
+@lru_cache(maxsize=256)
+def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of the same values in each step, uploaded once."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
-class DrafterWrapper(Drafter):
-    """Forwards every call to the drafters that it wraps; a subclass overrides what it changes."""
+class HostDrafter(Drafter):
+    """A drafter that reads no features, on the host: its trees are grown there and uploaded at once.
 
-    def __init__(self, *parts: Drafter) -> None:
-        self.parts = parts
-        self.feature_layers, self.max_nodes, self.kind = parts[0].feature_layers, parts[0].max_nodes, parts[0].kind
-        self.needs_host_values = any(part.needs_host_values for part in parts)
+    The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
+    """
 
-    def _forward(self, method: str, *arguments: Any) -> None:
-        for part in self.parts:
-            getattr(part, method)(*arguments)
-
-    begin, prefill, observe, compile, select = map(_forwarded, ("begin", "prefill", "observe", "compile", "select"))
-
-    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
-        for part, its in zip(self.parts, state, strict=True):
-            part.resume(context, kept, its, whole)
-
-    def saved_state(self) -> list[Any] | None:
-        states = [part.saved_state() for part in self.parts]
-        lost = (part.feature_layers and state is None for part, state in zip(self.parts, states, strict=True))
-        return None if any(lost) else states
-
-    def cache_bytes(self, rows: int, tokens: int) -> int:
-        return sum(part.cache_bytes(rows, tokens) for part in self.parts)
+    tracks_roots = True
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        return self.parts[0].propose(roots_B)
-
-    def host_values(self, step: StepResult) -> Tensor | None:
-        return self.parts[0].host_values(step)
-
-    def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        assert isinstance(other, DrafterWrapper)
-        for part, its in zip(self.parts, other.parts, strict=True):
-            part.replace(rows_R, its)
-
-    def fresh(self) -> Self:
-        other = copy.copy(self)
-        other.parts = tuple(part.fresh() for part in self.parts)
-        return other
-
-    def nested(self) -> Iterator[Drafter]:
-        yield self
-        for part in self.parts:
-            yield from part.nested()
-
-
-class RootTracker(DrafterWrapper):
-    """A wrapper of one drafter that knows each row's newest token, the root of the next tree, on the host."""
-
-    roots: list[int]
-
-    def begin(self, context: DraftContext) -> None:
-        self.roots = [0] * context.batch_size
-        super().begin(context)
-
-    resume, saved_state = Drafter.resume, Drafter.saved_state
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        self.roots = chunk.last_tokens(self.roots)
-        super().prefill(chunk)
+        return self.parts[0].propose(torch.tensor(self.row_states)).to(roots_B.device)
 
     def observe(self, step: StepResult) -> None:
-        self.roots = [tokens[-1] for tokens in step.tokens]
-        super().observe(step)
+        emitted_BA = pad_sequence([torch.tensor(tokens) for tokens in step.tokens], batch_first=True)
+        roots = NoDraft().propose(torch.tensor(self.row_states))
+        on_host = replace(
+            step,
+            tree=replace(roots, max_depth=step.tree.max_depth),
+            lengths_B=torch.tensor([len(tokens) for tokens in step.tokens]),
+            emitted_BA=emitted_BA,
+            features_BAF=torch.empty(*emitted_BA.shape, 0),
+        )
+        super().observe(on_host)
 
-    def select(self, rows_R: Tensor) -> None:
-        self.roots = [self.roots[row] for row in rows_R.tolist()]
-        super().select(rows_R)
+    def _call(self, part: Drafter, method: str, *arguments: Any) -> Any:
+        """Call with all arguments on the host."""
+        on_host = list(arguments)
+        for number, each in enumerate(arguments):
+            if isinstance(each, Tensor):
+                on_host[number] = each.cpu()
+            elif isinstance(each, PrefillChunk):
+                on_host[number] = PrefillChunk(*(tensor.cpu() for tensor in vars(each).values()))
+            elif isinstance(each, DraftContext):
+                assert isinstance(each.sampler, RandomSampler)
+                # Gumbel noise lies on the device: to copy it would be a synchronization.
+                on_host[number] = replace(each, sampler=each.sampler.on_host(), gumbel=None)
+        return super()._call(part, method, *on_host)
 
-    def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        assert isinstance(other, RootTracker)
-        for row, root in zip(rows_R.tolist(), other.roots, strict=True):
-            self.roots[row] = root
-        self._forward("replace", rows_R, other.parts[0])
 
-
-class ValidatedDrafter(RootTracker):
+class ValidatedDrafter(Drafter):
     """A drafter of the user's own: after an error, or a tree that is none, the text is decoded without drafts."""
 
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        """Wrap a drafter.
+    tracks_roots = True
 
-        Args:
-            drafter: of any class; its drafts must be top-k, for with wrong draft probabilities sampling would not be
-                exact.
-            vocab_size: of the target.
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        """Wrap a drafter for a target with `vocab_size` tokens.
 
         Raises:
-            ValueError: a drafter whose drafts are sampled.
+            ValueError: a drafter whose drafts are sampled: with wrong draft probabilities sampling would not be exact.
         """
         if drafter.kind != "top_k":
             raise ValueError(
@@ -272,57 +281,45 @@ class ValidatedDrafter(RootTracker):
         super().__init__(drafter)
         self.vocab_size, self.failed = vocab_size, False
 
-    def _forward(self, method: str, *arguments: Any) -> Any:
+    def _call(self, part: Drafter, method: str, *arguments: Any) -> Any:
         """The drafter's answer; None after its first error, which is reported once per text."""
+        self.failed = self.failed and method != "begin"
         if self.failed:
             return None
-        drafter = self.parts[0]
         try:
-            answer = getattr(drafter, method)(*arguments)
+            answer = super()._call(part, method, *arguments)
             if method == "propose":
                 self._check_tree(answer)
-            if method == "host_values":
-                self._check_host_values(answer)
+            if method == "host_values" and answer is not None:
+                rows = len(self.row_states)
+                fits = answer.shape[:-1] == (rows,) and answer.dtype == torch.int64
+                if not fits:
+                    raise ValueError(
+                        f"host_values returned {list(answer.shape)} of {answer.dtype}, and [{rows}, K] of torch.int64 "
+                        "is needed"
+                    )
             return answer
         except Exception as error:  # of code that is not ours
             self.failed = True
-            name = type(drafter).__name__
+            name = type(part).__name__
             warnings.warn(f"the drafter {name} failed; the rest is decoded without drafts: {error!r}", stacklevel=3)
             return None
 
-    def begin(self, context: DraftContext) -> None:
-        self.failed = False
-        super().begin(context)
-
     def propose(self, roots_B: Tensor) -> DraftTree:
-        tree = self._forward("propose", roots_B)
+        tree = self._call(self.parts[0], "propose", roots_B)
         return NoDraft().propose(roots_B) if tree is None else tree.to(roots_B.device)
-
-    def host_values(self, step: StepResult) -> Tensor | None:
-        values_BK: Tensor | None = self._forward("host_values", step)
-        return values_BK
-
-    def compile(self) -> None:
-        self.parts[0].compile()
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         assert isinstance(other, ValidatedDrafter)
         self.failed = self.failed or other.failed
         super().replace(rows_R, other)
 
-    def _check_host_values(self, values_BK: Tensor | None) -> None:
-        if values_BK is not None and (values_BK.shape[:-1] != (len(self.roots),) or values_BK.dtype != torch.int64):
-            raise ValueError(
-                f"host_values returned {list(values_BK.shape)} of {values_BK.dtype}, and [{len(self.roots)}, K] of "
-                "torch.int64 is needed"
-            )
-
     def _check_tree(self, tree: DraftTree) -> None:
         nodes = tree.tokens_BN.shape[1]
         if nodes > self.max_nodes:
             raise ValueError(f"a tree of {nodes} nodes, and at most {self.max_nodes} were announced")
         # sync: for a tree that was not made on the host
-        columns = (tree.tokens_BN.tolist(), tree.parents_BN.tolist(), self.roots, tree.sizes_B.tolist())
+        columns = (tree.tokens_BN.tolist(), tree.parents_BN.tolist(), self.row_states, tree.sizes_B.tolist())
         for tokens, parents, root, size in zip(*columns, strict=True):
             if not 1 <= size <= nodes:
                 raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")

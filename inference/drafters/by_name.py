@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from ...heads import CheckpointMetadata, DraftHead, TargetModules
@@ -11,19 +12,19 @@ from ...heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_hea
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_provenance
 from ..target import Target
-from ..tuning.costs import AssumedCosts, RoundCosts, measured_costs
+from ..tuning.costs import RoundCosts, measured_costs
 from ..tuning.machine import machine_key
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
 from .adaptive import AdaptiveDrafter, candidate_trees
-from .base import Drafter, DrafterWrapper, NoDraft, ValidatedDrafter
+from .base import Drafter, HostDrafter, NoDraft, ValidatedDrafter
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
 from .head_drafter import DraftModel, DynamicTree, HeadDrafter, StaticTree
 from .lookahead import Lookahead
 from .ngram_index import Datastore
-from .ngram_model import HostDrafter, NgramModel
+from .ngram_model import NgramModel
 from .prompt_lookup import NgramDrafter, PromptLookupDrafter
 
 SPECS = {
@@ -84,13 +85,7 @@ def make_drafter(
 def tree_drafter(
     head: DraftModel, tree: TreeSpec, modules: TargetModules, budget: int | None = None
 ) -> HeadDrafter | AdaptiveDrafter:
-    """A head, or another draft model, with a tree.
-
-    Args:
-        head: the draft model.
-        tree: what `tree_policy` takes, or several specs with | between them, of which each step takes one.
-        modules: the target's embedding and LM head.
-        budget: see `HeadDrafter`.
+    """A draft model with the tree that `tree_policy` parses; with | between several specs each step takes one of them.
 
     Raises:
         ValueError: no tree, a tree that does not fit the head, or trees that do not go together.
@@ -114,7 +109,7 @@ def load_fitting_head(
     Args:
         head: a checkpoint folder, a Hub id, or a head.
         target: the model that it is to draft for.
-        revision: of the head's Hub id.
+        revision: of the Hub id.
         loaded_here: whether the target was given by name, and may get the head's adapter.
         auto_dtype: whether the target's dtype was chosen for the user, who is then not warned that the head was trained
             in another.
@@ -145,9 +140,7 @@ def load_fitting_head(
     return loaded, metadata
 
 
-def auto_trees(
-    head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts | AssumedCosts
-) -> list[TreePolicy]:
+def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts) -> list[TreePolicy]:
     """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
     fastest = metadata.measured.get("fastest", {}).get(machine)
     if fastest is not None:
@@ -156,7 +149,7 @@ def auto_trees(
 
 
 def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target, adaptive: bool) -> Drafter:
-    costs = measured_costs(target, head) if adaptive else AssumedCosts.of(target.device)
+    costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     policies = auto_trees(head, metadata, machine_key(target.device, target.compiled), costs)
     if not adaptive or target.graph is not None:  # to compile a function for each tree would take minutes
         policies = policies[:1]
@@ -177,8 +170,8 @@ def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec)
     if not isinstance(source, str):
         if tree != "auto":
             raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-        ours = isinstance(source, HeadDrafter | NgramDrafter | DrafterWrapper | NoDraft)
-        return source if ours else ValidatedDrafter(source, target.info.vocab_size)
+        ours = HeadDrafter | NgramDrafter | NoDraft | HostDrafter | ValidatedDrafter | AdaptiveDrafter | HeadAndLookup
+        return source if isinstance(source, ours) else ValidatedDrafter(source, target.info.vocab_size)
     name, _, options = source.partition(":")
     if name in ("prompt-lookup", "retrieval", "lookahead") and tree != "auto":
         raise ValueError(f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts")
@@ -196,9 +189,9 @@ def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec)
     if name in ("ngram", "random"):
         number, _, folder = options.partition(":") if name == "ngram" else (options, "", "")
         (order,) = _numbers(name, number, (3,) if name == "ngram" else ()) or [0]
+        corpus = _datastore(folder, target) if folder else None
         tree = NGRAM_CHAIN if tree == "auto" else tree
-        model = NgramModel(target.info, order, _depth(tree), _datastore(folder, target) if folder else None)
-        drafter = tree_drafter(model, tree, target.modules)
+        drafter = _grown(lambda depth: NgramModel(target.info, order, depth, corpus), tree, target)
         return drafter if target.device.type == "cpu" else HostDrafter(drafter)
     if name == "model":
         if not options:
@@ -222,7 +215,14 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
             "their probabilities would not be those of the tokens that are verified, and the output not exact"
         )
     tree = MODEL_CHAIN if tree == "auto" else tree
-    return tree_drafter(AssistantModel(model, target.info, _depth(tree)), tree, target.modules)
+    return _grown(lambda depth: AssistantModel(model, target.info, depth), tree, target)
+
+
+def _grown(make: Callable[[int], DraftModel], tree: TreeSpec, target: Target) -> Drafter:
+    """Trees of a draft model that is made for the deepest of them."""
+    specs = tree.split("|") if isinstance(tree, str) else [tree]
+    depth = max(tree_policy(spec).depth for spec in specs)
+    return tree_drafter(make(depth), tree, target.modules)
 
 
 def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:
@@ -233,16 +233,15 @@ def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:
     return [*map(int, given), *defaults[len(given) :]]
 
 
-def _depth(tree: TreeSpec) -> int:
-    """Tokens on the longest path of any of the trees."""
-    return max(tree_policy(spec).depth for spec in (tree.split("|") if isinstance(tree, str) else [tree]))
-
-
 def _datastore(folder: str, target: Target) -> Datastore:
     store = Datastore.load(folder)
-    store.check(tokenizer_provenance(load_tokenizer(target.name))["tokenizer"], folder)
-    if store.vocab_size > target.info.vocab_size:
+    tokenizer = tokenizer_provenance(load_tokenizer(target.name))["tokenizer"]
+    if store.tokenizer != tokenizer:
         raise ValueError(
-            f"the datastore {folder!r} holds token {store.vocab_size - 1}; the target has {target.info.vocab_size}"
+            f"the datastore {folder!r} was made with tokenizer {store.tokenizer}, the target has {tokenizer}: make it "
+            "again for this target"
         )
+    largest = int(store.tokens[store.order[-1]])
+    if largest >= target.info.vocab_size:
+        raise ValueError(f"the datastore {folder!r} holds token {largest}; the target has {target.info.vocab_size}")
     return store

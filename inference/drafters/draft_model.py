@@ -58,21 +58,9 @@ class AssistantModel:
     reads_from_start = True
 
     def __init__(self, model: Target, target: TargetInfo, max_depth: int) -> None:
-        """Hold the model.
-
-        Args:
-            model: the smaller one.
-            target: the model whose tokens are drafted.
-            max_depth: tokens of the longest draft.
-        """
+        """Hold a smaller model, to draft up to `max_depth` tokens of a target."""
         self.model, self.target, self.max_depth = model, target, max_depth
         self.draft_vocab_size = min(model.info.vocab_size, target.vocab_size)
-
-    def compile(self) -> None:
-        self.model.compile()
-
-    def cache_bytes(self, rows: int, tokens: int) -> int:
-        return self.model.cache_bytes(rows, tokens)
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int

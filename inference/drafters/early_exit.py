@@ -10,7 +10,6 @@ Letters in tensor names: B batch, V vocabulary, X features of the classifier, K 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from ...heads import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeShape
-from .base import NoDraft
-from .draft_model import AssistantModel
+from .base import NoDraft, constant
 from .head_drafter import DraftModel, HeadDrafter, sample_children
 
 
@@ -36,33 +34,25 @@ def confidence(features_BX: Tensor, weights: tuple[float, ...] | None) -> Tensor
     """Probability that the next token is accepted: by logistic regression, or the draft's own for its best token."""
     if weights is None:
         return features_BX[:, 0].exp()
-    return (features_BX @ _on(weights, features_BX.dtype, features_BX.device)).sigmoid()
-
-
-@lru_cache(maxsize=64)
-def _on(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(weights, dtype=dtype, device=device)
+    return (features_BX @ constant(weights, features_BX.dtype, features_BX.device)).sigmoid()
 
 
 class EarlyExitChain(HeadDrafter):
-    """A chain that goes on while any row of the batch is confident enough.
+    """A chain that is continued while any row of the batch is confident enough.
 
     On a CPU the decision is made after each token. On an accelerator, where that would be a synchronization, the whole
     chain is drafted, and what lies behind its end is padding of the tree.
     """
 
+    shape: EarlyExitShape
+
     def __init__(
         self, head: DraftModel, tree: EarlyExitShape, modules: TargetModules, budget: int | None = None
     ) -> None:
         super().__init__(head, tree, modules, budget)
-        self.shape = tree
         self.kind = "sampled_chain" if tree.sampled else "top_k"
         self.features_K: list[Tensor] | None = None
         """Features at each depth of the last chain, to train a classifier; None to keep none."""
-
-    def compile(self) -> None:
-        if isinstance(self.head, AssistantModel):  # else nothing: a chain's length is not known before
-            super().compile()
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         tokens, probs = [roots_B], []

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ...heads.layers.draft_cache import counting
 from ..tree import DraftTree
-from .base import Drafter, DrafterWrapper, StepResult
+from .base import Drafter, StepResult, constant
 from .prompt_lookup import PromptLookupDrafter, Trie
 
 OWNERS = ("head", "source", "both")
@@ -31,7 +31,7 @@ FACTOR, WORD = 0x9E3779B97F4A7C15, 1 << 64
 """K, odd and large; and the number of hashes."""
 
 
-class HeadAndLookup(DrafterWrapper):
+class HeadAndLookup(Drafter):
     """A head and a lookup that draft one tree."""
 
     def __init__(self, head: Drafter, lookup: Drafter) -> None:
@@ -51,14 +51,11 @@ class HeadAndLookup(DrafterWrapper):
         """Accepted tokens by who drafted them."""
         self._owners_BM: Tensor | None = None
 
-    def __repr__(self) -> str:
-        return f"HeadAndLookup({self.parts[0]!r} + {self.parts[1]!r})"
-
     def propose(self, roots_B: Tensor) -> DraftTree:
         head, lookup = self.parts
         assert isinstance(lookup, PromptLookupDrafter)
         tree = head.propose(roots_B)
-        joint, self._owners_BM = joined(tree, [lookup.candidates(text) for text in lookup.texts])
+        joint, self._owners_BM = joined(tree, [lookup.candidates(text) for text in lookup.row_states])
         return joint
 
     def host_values(self, step: StepResult) -> Tensor | None:
@@ -85,7 +82,8 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
         return tree, torch.full_like(tree.tokens_BN, HEAD)
     found = torch.tensor([_row(trie, more) for trie in tries], device=device)
     tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
-    powers_D = _powers(tree.max_depth + 1, device)
+    powers = (0, *(c_int64(pow(FACTOR, depth, WORD)).value for depth in range(1, tree.max_depth + 1)))
+    powers_D = constant(powers, torch.int64, device)  # 0 for the root, which is on every path
     terms_BN = (tree.tokens_BN + 1) * powers_D[tree.structure.depths_BN]
     ours_BN = (tree.structure.ancestors_BNN * terms_BN[:, None]).sum(-1)
     same_BSN = paths_BS[:, :, None] == ours_BN[:, None]
@@ -117,23 +115,5 @@ def _row(trie: Trie, size: int) -> list[int]:
     paths = [0]
     for token, parent, depth in zip(trie.tokens[1:], trie.parents[1:], trie.depths()[1:], strict=True):
         paths.append((paths[parent] + (token + 1) * pow(FACTOR, depth, WORD)) % WORD)
-    padding = size + 1 - len(paths)
-    return [
-        *trie.tokens[1:],
-        *[-1] * padding,
-        *trie.parents[1:],
-        *[0] * padding,
-        *map(_signed, paths[1:]),
-        *[0] * padding,
-    ]
-
-
-@lru_cache(maxsize=64)
-def _powers(count: int, device: torch.device) -> Tensor:
-    """K^depth; 0 for the root, which is on every path."""
-    return torch.tensor([0, *(_signed(pow(FACTOR, depth, WORD)) for depth in range(1, count))], device=device)
-
-
-def _signed(number: int) -> int:
-    """A 64-bit number as int64."""
-    return number - WORD if number >= WORD // 2 else number
+    hashes, padding = [c_int64(path).value for path in paths[1:]], [0] * (size + 1 - len(paths))
+    return [*trie.tokens[1:], *([-1] * len(padding)), *trie.parents[1:], *padding, *hashes, *padding]

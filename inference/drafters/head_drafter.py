@@ -16,23 +16,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, TargetInfo, TargetModules
+from ...heads import DraftHead, TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.draft_cache import STEP, counting
 from ..compiled import cpu_kernels
 from ..compiled.cpu_decoder import packed_head
 from ..logits import Sampler
+from ..target import Target
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeShape
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
 from .draft_model import AssistantModel
+from .ngram_model import NgramModel
 
 if TYPE_CHECKING:
     from ..compiled.graphs import CompiledFunction
@@ -45,32 +47,8 @@ PENDING_TOKENS = 8192
 
 ModelState = Any
 """State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and `replace`."""
-
-
-class DraftModel(Protocol):
-    """Next-token logits, depth by depth: the part of `heads.DraftHead` that drafting needs."""
-
-    feature_layers: tuple[int, ...]
-    reads_from_start: bool
-    """Whether `observe` is given a text's first token, too."""
-    max_depth: int
-    target: TargetInfo
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of tokens that can be drafted."""
-
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> ModelState:
-        """An empty state."""
-
-    def observe(self, state: ModelState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> ModelState:
-        """The state after committed tokens."""
-
-    def expand(self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, ModelState]:
-        """Logits of the children of a frontier, and the state with that frontier."""
-
-    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        """Draft token ids as the target's."""
+DraftModel = DraftHead | AssistantModel | NgramModel
+"""Next-token logits, depth by depth: a head, or a model with the part of its interface that drafting needs."""
 
 
 @dataclass
@@ -86,20 +64,18 @@ class Progress:
     """Prompts to read."""
     steps: list[PrefillChunk] = field(default_factory=list)
     """Tokens of steps without drafts, one a row each, to read at once."""
+    pending: int = 0
+    """Tokens of a row in both."""
     longest: int = 0
     """Tokens that the head has read of any row, at most."""
-
-    @property
-    def pending(self) -> int:
-        """Tokens of a row that the head has not read yet."""
-        return sum(chunk.tokens_BT.shape[1] for chunk in self.chunks) + len(self.steps)
 
 
 class HeadDrafter(Drafter):
     """A head, or another draft model, whose state follows the text; a subclass grows a tree from it."""
 
     draft: Callable[..., tuple[Tensor, ...]]
-    """Grows a tree: tokens [B, N] of its nodes and, if they are not known beforehand, their parents; compiled."""
+    """Grows a tree: tokens [B, N] of its nodes and, if they are not known beforehand, their parents; compiled. Drafters
+    that decide on the way how many nodes they draft have none."""
 
     def __init__(
         self,
@@ -113,7 +89,7 @@ class HeadDrafter(Drafter):
         Args:
             head: the draft model.
             tree: which trees it drafts.
-            modules: the target's embedding and LM head.
+            modules: of the target.
             budget: tokens that one forward of the target should hold: in a batch the trees shrink to it, down to the
                 roots alone. None for trees that are always as large as `tree` says.
 
@@ -122,7 +98,7 @@ class HeadDrafter(Drafter):
         """
         if tree.depth > head.max_depth:
             raise ValueError(f"the tree is {tree.depth} deep, but the head drafts at most {head.max_depth} tokens")
-        self.head, self.modules, self.budget = head, modules, budget
+        self.head, self.shape, self.modules, self.budget = head, tree, modules, budget
         self.feature_layers = head.feature_layers
         self.depth, self.max_nodes = tree.depth, tree.size
         self.room = (tree.depth, tree.expanded)
@@ -161,10 +137,12 @@ class HeadDrafter(Drafter):
         return self.shared if hasattr(self.shared.state, "resume") else None
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        return self.head.cache_bytes(rows, tokens) if isinstance(self.head, DraftHead | AssistantModel) else 0
+        holder = self.head.model if isinstance(self.head, AssistantModel) else self.head
+        return holder.cache_bytes(rows, tokens) if isinstance(holder, DraftHead | Target) else 0
 
     def prefill(self, chunk: PrefillChunk) -> None:
         self.shared.chunks.append(chunk)
+        self.shared.pending += chunk.tokens_BT.shape[1]
         if not self.shared.lazy or self.shared.pending > PENDING_TOKENS:
             self.catch_up()
 
@@ -172,7 +150,7 @@ class HeadDrafter(Drafter):
         """The head's state after it has read all that is pending."""
         chunks, steps = self.shared.chunks, self.shared.steps
         if chunks or steps:
-            self.shared.chunks, self.shared.steps = [], []
+            self.shared.chunks, self.shared.steps, self.shared.pending = [], [], 0
             for chunk in chunks:
                 self._read(chunk)
             if len(steps) > 1:  # all but the newest at once, and that one as after any step
@@ -182,7 +160,6 @@ class HeadDrafter(Drafter):
                 self._read(PrefillChunk(tokens_BT, next_BT, features_BTF, count_B))
             if steps:
                 self._read(steps[-1])
-        assert self.shared.state is not None
         return self.shared.state
 
     def _read(self, chunk: PrefillChunk) -> None:
@@ -207,13 +184,12 @@ class HeadDrafter(Drafter):
 
     def compile(self) -> None:
         """Compile one function for a draft, or for each depth of a sampled one, and one for `observe`."""
-        if isinstance(self.head, AssistantModel):
-            self.head.compile()
-            return
         device = self.modules.lm_head.weight.device
-        if not isinstance(self.head, DraftHead) or self._graphs:
+        if isinstance(self.head, AssistantModel):
+            self.head.model.compile()
+        elif not isinstance(self.head, DraftHead) or self._graphs or not hasattr(self, "draft"):
             return
-        if cpu_kernels.serve(device):
+        elif cpu_kernels.serve(device):
             self.head = packed_head(self.head)
         else:
             from ..compiled.graphs import CompiledFunction  # imports torch's compiler
@@ -228,11 +204,8 @@ class HeadDrafter(Drafter):
     def _run(self, name: str, variant: Hashable, state: ModelState, *given: Any) -> Any:
         """Call `draft`, or the head's `expand` or `observe`, compiled or not.
 
-        Args:
-            name: of the function.
-            variant: calls of one variant share a compiled function.
-            state: the function's first argument.
-            given: the other ones; the first is a tensor, and of each tensor the first dimension is the batch.
+        Calls of one variant share a compiled function. The first argument in `given` is a tensor, and the first
+        dimension of each tensor is the batch.
         """
         if not self._graphs:
             return getattr(self if name == "draft" else self.head, name)(state, *given)
@@ -248,13 +221,14 @@ class HeadDrafter(Drafter):
         if self.head.draft_vocab_size == gumbel_BKV.shape[-1]:
             return gumbel_BKV
         if self._own_D is None or self._own_D.device != gumbel_BKV.device:
-            self._own_D = _own_tokens(self.head, gumbel_BKV.device)
+            self._own_D = self.head.target_tokens(torch.arange(self.head.draft_vocab_size, device=gumbel_BKV.device))
         return gumbel_BKV[..., self._own_D]
 
     def observe(self, step: StepResult) -> None:
         if step.tree.max_depth == 0:
             lengths_B = step.lengths_B
             self.shared.steps.append(PrefillChunk(step.tree.tokens_BN, step.emitted_BA, step.features_BAF, lengths_B))
+            self.shared.pending += 1
             if self.shared.pending > PENDING_TOKENS:
                 self.catch_up()
             return
@@ -266,8 +240,10 @@ class HeadDrafter(Drafter):
     def select(self, rows_R: Tensor) -> None:
         shared = self.shared
         shared.state = shared.state.select(rows_R)
-        shared.chunks = [chunk.select(rows_R) for chunk in shared.chunks]
-        shared.steps = [step.select(rows_R) for step in shared.steps]
+        shared.chunks, shared.steps = (
+            [PrefillChunk(*(tensor[rows_R] for tensor in vars(chunk).values())) for chunk in chunks]
+            for chunks in (shared.chunks, shared.steps)
+        )
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         assert isinstance(other, HeadDrafter)
@@ -298,22 +274,22 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def _plan(shape: TreeShape, device: torch.device) -> Plan:
-    def indices(numbers: tuple[int, ...]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-    def chosen(numbers: tuple[int, ...], count: int) -> Tensor | None:
-        return None if numbers == tuple(range(count)) else indices(numbers)
-
+    indices = partial(torch.tensor, dtype=torch.int64, device=device)
     levels, nodes = [], 1
     for level in shape.levels:
-        picks, frontier = chosen(level.picks, nodes * level.width), chosen(level.frontier, len(level.picks))
-        levels.append(PlannedLevel(level.width, picks, frontier, indices(level.parents)[None]))
+        picks, frontier = (
+            None if chosen == tuple(range(count)) else indices(chosen)
+            for chosen, count in ((level.picks, nodes * level.width), (level.frontier, len(level.picks)))
+        )
+        levels.append(PlannedLevel(level.width, picks, frontier, indices([level.parents])))
         nodes = len(level.frontier)
-    return Plan(indices((-1,))[None], indices(shape.inner), levels)
+    return Plan(indices([[-1]]), indices(shape.inner), levels)
 
 
 class StaticTree(HeadDrafter):
     """A tree of a fixed shape: a node's rank is its place among the top-k, or its turn among the sampled siblings."""
+
+    shape: TreeShape
 
     def __init__(
         self,
@@ -322,14 +298,14 @@ class StaticTree(HeadDrafter):
         modules: TargetModules,
         budget: int | None = None,
     ) -> None:
-        self.shape = tree.shape if isinstance(tree, SampledShape) else tree
-        widest = max((level.width for level in self.shape.levels), default=0)
+        shape = tree.shape if isinstance(tree, SampledShape) else tree
+        widest = max((level.width for level in shape.levels), default=0)
         if widest > head.draft_vocab_size:
             raise ValueError(
                 f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary has "
                 f"{head.draft_vocab_size}"
             )
-        super().__init__(head, self.shape, modules, budget)
+        super().__init__(head, shape, modules, budget)
         self.kind = tree.kind if isinstance(tree, SampledShape) else "top_k"
 
     def propose(self, roots_B: Tensor) -> DraftTree:
@@ -395,8 +371,8 @@ class DynamicTree(HeadDrafter):
 
     def __init__(self, head: DraftModel, tree: DynamicShape, modules: TargetModules, budget: int | None = None) -> None:
         self.width = min(tree.width, head.draft_vocab_size)
-        super().__init__(head, dataclasses.replace(tree, width=self.width), modules, budget)
-        self.max_nodes = min(tree.size, self.width + (tree.depth - 1) * self.width**2 + 1)
+        size = min(tree.size, self.width + (tree.depth - 1) * self.width**2 + 1)
+        super().__init__(head, dataclasses.replace(tree, size=size, width=self.width), modules, budget)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // len(roots_B))
@@ -486,15 +462,15 @@ def sample_children(
         logits_BWV: its logits; W is 1 if they are the same for the whole frontier.
         frontier: nodes W.
         count: children R of each node.
-        draft_probs: logits over the target's vocabulary to probabilities.
+        draft_probs: see `DraftContext`.
         sampler: source of random numbers.
         independent: whether siblings are sampled independently, else without replacement.
 
     Returns:
         tokens [B, W, R], and the distribution that each node's children were sampled from, [B, W, V].
     """
-    own_D = _own_tokens(head, logits_BWV.device)
-    probs_BWD = draft_probs(over_target(head, logits_BWV))[..., own_D]
+    own_D = head.target_tokens(torch.arange(head.draft_vocab_size, device=logits_BWV.device))
+    probs_BWD = draft_probs(over_target(head, at_least_fp32(logits_BWV), own_D))[..., own_D]
     mass_BW1 = probs_BWD.sum(-1, keepdim=True)
     probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
     of_node_BWD = probs_BWD.expand(-1, frontier, -1)
@@ -502,21 +478,12 @@ def sample_children(
         sampled_BWR = sampler.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
     else:
         sampled_BWR = sampler.distinct(of_node_BWD, count)
-    probs_BWV = _spread(probs_BWD, own_D, head.target.vocab_size, 0.0).expand(-1, frontier, -1)
+    probs_BWV = over_target(head, probs_BWD, own_D, 0.0).expand(-1, frontier, -1)
     return head.target_tokens(sampled_BWR), probs_BWV
 
 
-def over_target(head: DraftModel, logits_BWV: Tensor) -> Tensor:
-    """Draft logits over the target's vocabulary, for its logits processors; -inf for tokens that are never drafted."""
-    return _spread(at_least_fp32(logits_BWV), _own_tokens(head, logits_BWV.device), head.target.vocab_size, -torch.inf)
-
-
-def _own_tokens(head: DraftModel, device: torch.device) -> Tensor:
-    return head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
-
-
-def _spread(values_BWD: Tensor, own_D: Tensor, size: int, otherwise: float) -> Tensor:
-    """Values of the draft vocabulary over the target's."""
-    whole = values_BWD.new_full((*values_BWD.shape[:-1], size), otherwise)
-    whole[..., own_D] = values_BWD
-    return whole
+def over_target(head: DraftModel, values_BWD: Tensor, own_D: Tensor, otherwise: float = -torch.inf) -> Tensor:
+    """Values of the draft vocabulary, which are the target's tokens `own_D`, over the target's vocabulary."""
+    whole_BWV = values_BWD.new_full((*values_BWD.shape[:-1], head.target.vocab_size), otherwise)
+    whole_BWV[..., own_D] = values_BWD
+    return whole_BWV

@@ -12,21 +12,24 @@ the window may be accepted, too, which costs nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
 
 from torch import Tensor
 
-from ..tree import DraftTree
-from .base import DraftContext, Drafter, PrefillChunk, StepResult
-from .prompt_lookup import NgramDrafter, Trie, draft_tree
+from .base import StepResult
+from .ngram_index import NgramIndex
+from .prompt_lookup import NgramDrafter, Trie
 
 KEPT_ROOTS = 4096
 """First tokens whose n-grams are kept, the most recently used ones."""
 
 
-class Window:
-    """One text's trajectories and n-grams; its limits are those of `Lookahead`."""
+class Window(NgramIndex):
+    """A text with its trajectories and n-grams; its limits are those of `Lookahead`."""
 
     def __init__(self, width: int, gram: int, candidates: int) -> None:
+        super().__init__(longest=0)
         self.width, self.gram, self.candidates = width, gram, candidates
         self.rows: list[list[int]] = []
         """The window, the oldest row first; at most `gram` - 1 of them."""
@@ -35,12 +38,18 @@ class Window:
         self.below: list[int] = []
         """Nodes of the newest row in the last tree."""
 
-    def start(self, text: list[int]) -> None:
-        """Fill the first row with the text's last tokens: any tokens will do."""
-        self.rows = [(text[-self.width :] * self.width)[: self.width]]
+    def append(self, tokens: Iterable[int]) -> None:
+        """Add tokens to the text; its n-grams are candidates, too (section 4)."""
+        first = max(len(self.tokens) - self.gram + 1, 0)
+        super().append(tokens)
+        for place in range(first, len(self.tokens) - self.gram + 1):
+            self.keep(tuple(self.tokens[place : place + self.gram]))
 
-    def tree(self, root: int) -> Trie:
-        """The window, and the n-grams that begin with the root."""
+    def tree(self) -> Trie:
+        """The window, and the n-grams that begin with the text's last token, which is the root."""
+        root = self.tokens[-1]
+        if not self.rows:  # any tokens will do
+            self.rows = [(self.tokens[-self.width :] * self.width)[: self.width]]
         trie = Trie([root])
         column = trie.add(self.rows[0])
         for row in self.rows[1:]:
@@ -75,6 +84,7 @@ class Lookahead(NgramDrafter):
     """Lookahead decoding."""
 
     needs_host_values = True
+    candidates = staticmethod(Window.tree)
 
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
         """Set the limits.
@@ -92,56 +102,15 @@ class Lookahead(NgramDrafter):
                 "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1 candidate, not "
                 f"{width}, {gram} and {candidates}"
             )
-        super().__init__(1 + (width + candidates) * (gram - 1), grams=0)
-        self.limits = (width, gram, candidates)
-        self.windows: list[Window] = []
-
-    def begin(self, context: DraftContext) -> None:
-        super().begin(context)
-        self.windows = [Window(*self.limits) for _ in range(context.batch_size)]
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        """Read a chunk of the prompts, whose n-grams are candidates, too (section 4)."""
-        before = self._complete_ngrams()
-        super().prefill(chunk)
-        self._keep_ngrams(before)
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        for text, window in zip(self.texts, self.windows, strict=True):
-            if not window.rows:
-                window.start(text.tokens)
-        tries = [window.tree(text.tokens[-1]) for window, text in zip(self.windows, self.texts, strict=True)]
-        return draft_tree(tries, roots_B.device)
+        self.max_nodes = 1 + (width + candidates) * (gram - 1)
+        self.new_text = partial(Window, width, gram, candidates)
 
     def host_values(self, step: StepResult) -> Tensor:
         """The target's best token at every node: drafts need not be sampled."""
         return step.output.logits_BNV.argmax(-1)
 
     def observe(self, step: StepResult) -> None:
-        before = self._complete_ngrams()
-        super().observe(step)
         if step.tree.max_depth > 0:  # else this step had no drafts
-            for window, outputs in zip(self.windows, step.host_values, strict=True):
+            for window, outputs in zip(self.row_states, step.host_values, strict=True):
                 window.update(outputs)
-        self._keep_ngrams(before)
-
-    def select(self, rows_R: Tensor) -> None:
-        super().select(rows_R)
-        self.windows = [self.windows[row] for row in rows_R.tolist()]
-
-    def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        assert isinstance(other, Lookahead)
-        super().replace(rows_R, other)
-        for row, window in zip(rows_R.tolist(), other.windows, strict=True):
-            self.windows[row] = window
-
-    def _complete_ngrams(self) -> list[int]:
-        """Number of n-grams in each text."""
-        return [max(len(text.tokens) - self.limits[1] + 1, 0) for text in self.texts]
-
-    def _keep_ngrams(self, first: list[int]) -> None:
-        """Add the n-grams of each text from the `first` on to its window."""
-        length = self.limits[1]
-        for text, window, start in zip(self.texts, self.windows, first, strict=True):
-            for place in range(start, len(text.tokens) - length + 1):
-                window.keep(tuple(text.tokens[place : place + length]))
+        super().observe(step)

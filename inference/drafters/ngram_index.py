@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,10 @@ class NgramIndex:
 
     def __init__(self, longest: int) -> None:
         """An empty text; `longest` is the length of the n-grams that can be searched for."""
-        self.tokens: list[int] = []
         self.longest = longest
+        self.tokens: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        """Positions after each n-gram, the newest last."""
 
     def append(self, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -38,39 +39,31 @@ class NgramIndex:
                 self._places[tuple(self.tokens[end - length :])].append(end)
             self.tokens.append(token)
 
-    def places(self, gram: Sequence[int], most: int) -> np.ndarray:
-        """Positions after the n-gram, the newest first."""
-        return np.array(self._places.get(tuple(gram), [])[: -most - 1 : -1], dtype=np.int64)
+    def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
+        """Up to `length` tokens after each of the `most` newest occurrences of the n-gram, the newest first."""
+        places = self._places.get(tuple(gram), [])[: -most - 1 : -1]
+        return [self.tokens[place : place + length] for place in places]
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""
         found = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
         return np.unique(np.array(found, dtype=np.int64), return_counts=True)
 
-    def read(self, start: int, length: int) -> list[int]:
-        """Tokens from a position on; fewer at the text's end."""
-        return self.tokens[start : start + length]
 
-
+@dataclass(eq=False)
 class Datastore:
     """The texts of a corpus as token ids, and the order of their positions."""
 
-    def __init__(self, tokens: np.ndarray, order: np.ndarray, tokenizer: str) -> None:
-        self.tokens, self.order, self.tokenizer = tokens, order, tokenizer
-
-    @cached_property
-    def unigrams(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens and their counts; counted once, through the whole corpus."""
-        counted = np.asarray(self.tokens)
-        return np.unique(counted[counted != SEPARATOR].astype(np.int64), return_counts=True)
+    tokens: np.ndarray
+    order: np.ndarray
+    tokenizer: str
+    """Hash of the tokenizer; see `tokenizer_provenance`."""
+    unigrams: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
+    """All tokens and their counts, once they were needed: to count them is to read the whole corpus."""
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]], tokenizer: str = "") -> Datastore:
-        """Sort a corpus.
-
-        Args:
-            texts: token ids of each.
-            tokenizer: hash of the tokenizer; see `tokenizer_provenance`.
+        """Sort a corpus of token ids.
 
         Raises:
             ValueError: no tokens at all.
@@ -82,11 +75,6 @@ class Datastore:
         behind = np.concatenate([tokens, np.full(SORTED_TOKENS, SEPARATOR, dtype=np.int32)])
         keys = [behind[i : i + len(tokens)] for i in reversed(range(SORTED_TOKENS))]
         return cls(tokens, np.lexsort(keys).astype(np.int64), tokenizer)
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest token id, which stands at the last position in order, plus 1."""
-        return int(self.tokens[self.order[-1]]) + 1
 
     def save(self, folder: Path) -> None:
         """Write the files, the manifest last: a folder without it is no datastore."""
@@ -108,39 +96,31 @@ class Datastore:
             raise ValueError(
                 f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore` makes one"
             )
-        made_with = json.loads(manifest.read_text(encoding="utf-8"))["tokenizer"]
         tokens, order = (np.load(Path(folder) / name, mmap_mode="r") for name in (TOKENS_FILE, ORDER_FILE))
-        return cls(tokens, order, made_with)
+        return cls(tokens, order, json.loads(manifest.read_text(encoding="utf-8"))["tokenizer"])
 
-    def check(self, tokenizer: str, where: str) -> None:
-        """Refuse a datastore of another tokenizer.
+    def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
+        """Up to `length` tokens after `most` occurrences of the n-gram, to the end of their texts.
 
-        Raises:
-            ValueError: naming both tokenizers.
+        The occurrences are spread evenly over all: neighbours in the order continue alike.
         """
-        if self.tokenizer != tokenizer:
-            raise ValueError(
-                f"the datastore {where!r} was made with tokenizer {self.tokenizer}, the target has {tokenizer}: make "
-                "it again for this target"
-            )
-
-    def places(self, gram: Sequence[int], most: int) -> np.ndarray:
-        """Positions after the n-gram, spread evenly over all: neighbours continue alike."""
         first, last = self._range(gram)
         chosen = np.linspace(first, last, min(most, last - first), endpoint=False).astype(np.int64)
-        return np.asarray(self.order[chosen]) + len(gram)
+        starts = np.asarray(self.order[chosen]) + len(gram)
+        found = [[*self.tokens[start : start + length].tolist(), SEPARATOR] for start in starts.tolist()]
+        return [tokens[: tokens.index(SEPARATOR)] for tokens in found]
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        if not gram:
+        if not gram and self.unigrams is not None:
             return self.unigrams
-        first, last = self._range(gram)
-        found = np.asarray(self.tokens)[np.asarray(self.order[first:last]) + len(gram)].astype(np.int64)
-        return np.unique(found[found != SEPARATOR], return_counts=True)
-
-    def read(self, start: int, length: int) -> list[int]:
-        """Tokens from a position on, to the end of its text at most."""
-        found = self.tokens[start : start + length].tolist()
-        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
+        found = np.asarray(self.tokens)
+        if gram:
+            first, last = self._range(gram)
+            found = found[np.asarray(self.order[first:last]) + len(gram)]
+        counted = np.unique(found[found != SEPARATOR].astype(np.int64), return_counts=True)
+        if not gram:
+            self.unigrams = counted
+        return counted
 
     def _range(self, gram: Sequence[int]) -> tuple[int, int]:
         """The range of `order` whose positions begin with the n-gram."""

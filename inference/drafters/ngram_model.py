@@ -5,7 +5,7 @@ P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
 smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is the uniform distribution.
 
-Counting runs on the host; for a target on another device a `HostDrafter` grows the trees there.
+Counting runs on the host; for a target on another device a `HostDrafter` of `base` grows the trees there.
 
 Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
 """
@@ -19,12 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ...heads import TargetInfo, TargetModules
-from ..logits import RandomSampler
-from ..tree import DraftTree
-from .base import DraftContext, Drafter, NoDraft, PrefillChunk, RootTracker, StepResult
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 
@@ -53,7 +49,7 @@ class NgramModel:
     reads_from_start = True
 
     def __init__(self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None) -> None:
-        """Set the order and the corpus.
+        """Set the limits.
 
         Args:
             target: the model whose tokens are drafted.
@@ -68,7 +64,6 @@ class NgramModel:
             raise ValueError(f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}")
         self.target, self.order, self.max_depth, self.corpus = target, order, max_depth, corpus
         self.draft_vocab_size = target.vocab_size
-        self._uniform = np.full(target.vocab_size, 1 / target.vocab_size)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> NgramState:
         texts = [NgramIndex(max(self.order - 1, 0)) for _ in range(batch_size)]
@@ -81,24 +76,25 @@ class NgramModel:
         return dataclasses.replace(state, contexts=None)
 
     def expand(self, state: NgramState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, NgramState]:
-        rows = list(zip(state.texts, tokens_BW.tolist(), parents_BW.tolist(), strict=True))
+        kept = max(self.order, 1)  # tokens of a context
         if state.contexts is None:
-            contexts = [[self._context(text.tokens)] for text, _, _ in rows]
+            contexts = [[tuple(text.tokens[-kept:])] for text in state.texts]
         else:
+            rows = zip(state.contexts, tokens_BW.tolist(), parents_BW.tolist(), strict=True)
             contexts = [
-                [self._context((*before[parent], token)) for token, parent in zip(tokens, parents, strict=True)]
-                for before, (_, tokens, parents) in zip(state.contexts, rows, strict=True)
+                [(*before[parent], token)[-kept:] for token, parent in zip(tokens, parents, strict=True)]
+                for before, tokens, parents in rows
             ]
         probs = [
             [self.probabilities(text, context) for context in row]
-            for (text, _, _), row in zip(rows, contexts, strict=True)
+            for text, row in zip(state.texts, contexts, strict=True)
         ]
         logits_BWV = torch.from_numpy(np.log(np.array(probs))).to(tokens_BW.device, state.dtype)
         return logits_BWV, dataclasses.replace(state, contexts=contexts)
 
     def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
         """Probabilities [V] of the next token after a context, counted in the text and the corpus."""
-        probs = self._uniform.copy()
+        probs = np.full(self.target.vocab_size, 1 / self.target.vocab_size)
         for size in range(min(len(context) + 1, self.order)):
             gram = context[len(context) - size :]
             for counted in (self.corpus, text):
@@ -112,44 +108,3 @@ class NgramModel:
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         return draft_tokens
-
-    def _context(self, text: Sequence[int]) -> tuple[int, ...]:
-        """The last `order` - 1 tokens."""
-        return tuple(text[max(len(text) - self.order + 1, 0) :]) if self.order > 1 else ()
-
-
-class HostDrafter(RootTracker):
-    """A drafter that reads no features, on the host: its trees are grown there and uploaded at once.
-
-    The loop knows on the host what the drafter needs of a step, so nothing waits for the device.
-    """
-
-    def begin(self, context: DraftContext) -> None:
-        assert isinstance(context.sampler, RandomSampler)
-        # Gumbel noise lies on the device: to copy it would be a synchronization.
-        super().begin(dataclasses.replace(context, sampler=context.sampler.on_host(), gumbel=None))
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        super().prefill(PrefillChunk(*(tensor.cpu() for tensor in vars(chunk).values())))
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        return self.parts[0].propose(torch.tensor(self.roots)).to(roots_B.device)
-
-    def observe(self, step: StepResult) -> None:
-        emitted_BA = pad_sequence([torch.tensor(tokens) for tokens in step.tokens], batch_first=True)
-        lengths_B = torch.tensor([len(tokens) for tokens in step.tokens])
-        roots = NoDraft().propose(torch.tensor(self.roots))
-        on_host = dataclasses.replace(
-            step,
-            tree=dataclasses.replace(roots, max_depth=step.tree.max_depth),
-            lengths_B=lengths_B,
-            emitted_BA=emitted_BA,
-            features_BAF=torch.empty(*emitted_BA.shape, 0),
-        )
-        super().observe(on_host)
-
-    def select(self, rows_R: Tensor) -> None:
-        super().select(rows_R.cpu())
-
-    def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        super().replace(rows_R.cpu(), other)

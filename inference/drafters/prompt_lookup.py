@@ -9,8 +9,10 @@ All this runs on the host, which knows the tokens anyway; a step's tree is uploa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,63 +85,28 @@ def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie
     return part
 
 
-def continuations(corpus: Corpus, text: Sequence[int], longest: int, shortest: int, length: int) -> list[list[int]]:
-    """Continuations of the longest n-gram at a text's end that occurs in the corpus.
-
-    Args:
-        corpus: texts to search.
-        text: token ids.
-        longest: tokens of the longest n-gram to search for.
-        shortest: tokens of the shortest one.
-        length: tokens of each continuation.
-    """
-    for size in range(min(longest, len(text)), shortest - 1, -1):
-        places = corpus.places(text[len(text) - size :], CONTINUATIONS).tolist()
-        found = [path for place in places if (path := corpus.read(place, length))]
-        if found:
-            return found
-    return []
-
-
 class NgramDrafter(Drafter):
-    """Drafts from an index of each row's text; a subclass implements `candidates`."""
+    """Drafts from an index of each row's text, which are its `row_states`."""
 
-    def __init__(self, size: int, grams: int) -> None:
-        """Set the limits.
-
-        Args:
-            size: nodes of the largest tree, the root counted.
-            grams: tokens of the longest n-gram that is searched for in the text itself.
-        """
-        self.max_nodes, self.grams = size, grams
-        self.texts: list[NgramIndex] = []
+    candidates: Callable[[Any], Trie]
+    """Continuations of a text, below its last token."""
+    new_text: Callable[[], NgramIndex]
+    """Makes the index of an empty text."""
 
     def begin(self, context: DraftContext) -> None:
-        self.texts = [NgramIndex(self.grams) for _ in range(context.batch_size)]
+        self.row_states = [self.new_text() for _ in range(context.batch_size)]
 
     def prefill(self, chunk: PrefillChunk) -> None:
-        rows = zip(self.texts, chunk.tokens_BT.tolist(), chunk.next_tokens_BT.tolist(), strict=True)
+        rows = zip(self.row_states, chunk.tokens_BT.tolist(), chunk.next_tokens_BT.tolist(), strict=True)
         for (text, tokens, following), length in zip(rows, chunk.lengths_B.tolist(), strict=True):
             text.append([*([] if text.tokens else tokens[:1]), *following[:length]])
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        return draft_tree([self.candidates(text) for text in self.texts], roots_B.device)
-
-    def candidates(self, text: NgramIndex) -> Trie:
-        """Continuations of a text, below its last token."""
-        raise NotImplementedError
+        return draft_tree([self.candidates(text) for text in self.row_states], roots_B.device)
 
     def observe(self, step: StepResult) -> None:
-        for text, tokens in zip(self.texts, step.tokens, strict=True):
+        for text, tokens in zip(self.row_states, step.tokens, strict=True):
             text.append(tokens)
-
-    def select(self, rows_R: Tensor) -> None:
-        self.texts = [self.texts[row] for row in rows_R.tolist()]
-
-    def replace(self, rows_R: Tensor, other: Drafter) -> None:
-        assert isinstance(other, NgramDrafter)
-        for row, text in zip(rows_R.tolist(), other.texts, strict=True):
-            self.texts[row] = text
 
 
 class PromptLookupDrafter(NgramDrafter):
@@ -165,9 +132,13 @@ class PromptLookupDrafter(NgramDrafter):
                 f"a lookup needs at least 2 nodes, continuations of 1 token, and n-grams of 1 to {SORTED_TOKENS}; not "
                 f"{size}, {length}, and {shortest} to {longest}"
             )
-        super().__init__(size, longest if corpus is None else 0)
+        self.max_nodes, self.new_text = size, partial(NgramIndex, longest if corpus is None else 0)
         self.length, self.longest, self.shortest, self.corpus = length, longest, shortest, corpus
 
     def candidates(self, text: NgramIndex) -> Trie:
-        found = continuations(self.corpus or text, text.tokens, self.longest, self.shortest, self.length)
-        return merged(text.tokens[-1], found, self.max_nodes)
+        tokens, corpus = text.tokens, self.corpus or text
+        for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
+            found = corpus.continuations(tokens[len(tokens) - size :], CONTINUATIONS, self.length)
+            if any(found):
+                return merged(tokens[-1], found, self.max_nodes)
+        return Trie(tokens[-1:])

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...heads import DraftHead
 from ...heads.base import dtype_name
-from ..compiled.cpu_kernels import version
+from ..compiled.cpu_kernels import kernels
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.head_drafter import StaticTree
 from ..logits import RandomSampler
@@ -40,26 +41,8 @@ CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class AssumedCosts:
-    """Costs in autoregressive steps, until they are measured."""
-
-    node: float
-    """Each token that a forward holds; 0 on an accelerator, which waits for its memory."""
-    level: float = 1 / 8
-    """Each depth of a draft."""
-
-    @classmethod
-    def of(cls, device: torch.device) -> AssumedCosts:
-        return cls(1 / 16 if device.type == "cpu" else 0.0)
-
-    def seconds(self, nodes: int, depth: int) -> float:
-        """Cost of a step with a tree of `nodes`, the root counted; depth 0 for an autoregressive step."""
-        return 1 + self.node * (nodes - 1) + self.level * depth
-
-
-@dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of a step; until they are measured, in autoregressive steps."""
 
     forward: dict[int, float]
     """Forward of the target, by its tokens."""
@@ -67,12 +50,7 @@ class RoundCosts:
     """One draft step, a depth of the tree, with its share of what the head reads after a step; 0 without a head."""
 
     def seconds(self, nodes: int, depth: int) -> float:
-        """Seconds of a step with a tree of `nodes`: linear between the measured sizes, and beyond the last.
-
-        Args:
-            nodes: the root counted.
-            depth: 0 for an autoregressive step.
-        """
+        """Seconds of a step with a tree, the root counted: linear between the measured sizes, and beyond the last."""
         sizes = list(self.forward)
         after = min(max(next((i for i, size in enumerate(sizes) if size >= nodes), len(sizes)), 1), len(sizes) - 1)
         low, high = sizes[after - 1], sizes[after]
@@ -91,34 +69,30 @@ class RoundCosts:
             raise ValueError(f"costs of {list(forward)} tokens, not of {list(SIZES)}")
         return cls(forward, positive(kept["draft"]) if kept["draft"] else 0.0)
 
+    @classmethod
+    def assumed(cls, device: torch.device) -> RoundCosts:
+        """Costs in autoregressive steps; a token more costs nothing on an accelerator, which waits for its memory."""
+        return cls({1: 1.0, 2: 1 + 1 / 16 if device.type == "cpu" else 1.0}, draft=1 / 8)
+
 
 def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
-    """Costs of steps on this machine, measured now or earlier.
-
-    Args:
-        target: the model whose forwards are timed; all models of the same dimensions cost the same.
-        head: the head whose drafts are timed; None for drafters without a head.
-    """
-    if head is None:
-        drafts = "no head"
-    else:
+    """Costs of steps on this machine, measured now or earlier; models of the same dimensions cost the same."""
+    info, model, drafts = target.info, target.model, "no head"
+    if head is not None:
         weights = sum(weight.numel() for weight in head.parameters())
         drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
-    name = f"seconds of a round: {_dimensions(target)}; {drafts}"
-    return measured_once(target.device, name, lambda: asdict(_measured(target, head)), RoundCosts.read)
-
-
-def _dimensions(target: Target) -> str:
-    """All that a forward's cost depends on, but for the values of its weights."""
-    info, model = target.info, target.model
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
-    return (
-        f"{type(model).__name__}, {info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
+    code = "eager" if not target.compiled else "compiled"
+    if target.compiled and target.graph is None:  # a hash of the kernels' source, compiler and processor
+        code = "kernels " + Path(kernels()._name).stem.removeprefix("cpu_kernels-")
+    name = (  # all that the cost depends on, but for the values of the weights
+        f"seconds of a round: {type(model).__name__}, "
+        f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
         f"{info.num_attention_heads} heads in {info.num_key_value_heads} groups of {info.head_dim}, "
         f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
-        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, "
-        + ("eager" if not target.compiled else "compiled" if target.graph is not None else f"kernels {version()}")
+        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {code}; {drafts}"
     )
+    return measured_once(target.device, name, lambda: asdict(_measured(target, head)), RoundCosts.read)
 
 
 @torch.inference_mode()
@@ -127,31 +101,27 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     text_1T = torch.randint(target.info.vocab_size, (1, TEXT), generator=random).to(target.device)
     if isinstance(target, Seq2SeqTarget):
         target.encode(text_1T, None)  # every generation sets its own
-    check = checker(target, text_1T, () if head is None else head.feature_layers)
+    layers = () if head is None else head.feature_layers
+    check = checker(target, text_1T, layers)
     calls: dict[int, Callable[[], object]] = {size: partial(check, size) for size in SIZES}
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
-        calls[0] = _drafting(target, head, text_1T, depth)
+        drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.modules), torch.ones_like(text_1T[0, :1])
+        drafter.begin(DraftContext(1, TEXT + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
+        features = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, []).features_BNF
+        drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))
+        after_step = PrefillChunk(text_1T[:, -1:], text_1T[:, :1], features[:, -1:], one_1)
+
+        def draft() -> None:
+            """Read a token, as after a step, and draft a chain."""
+            drafter.prefill(after_step)
+            drafter.propose(text_1T[:, 0]).tokens_BN[0, -1].item()  # sync: to take the time
+
+        calls[0] = draft
     taken = {call: statistics.median(times) for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()}
     # More tokens never take less time: such a measurement was disturbed.
     forward = dict(zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True))
     return RoundCosts(forward, taken[0] / depth if depth else 0.0)
-
-
-def _drafting(target: Target, head: DraftHead, text_1T: Tensor, depth: int) -> Callable[[], None]:
-    """A function that lets the head read a token, as after a step, and drafts a chain."""
-    drafter = StaticTree(head, TreeShape.chain(depth), target.modules)
-    length, one_1 = text_1T.shape[1], torch.ones(1, dtype=torch.int64, device=target.device)
-    drafter.begin(DraftContext(1, length + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
-    output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [])
-    drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], output.features_BNF[:, :-1], one_1 * (length - 1)))
-    after_step = PrefillChunk(text_1T[:, -1:], text_1T[:, :1], output.features_BNF[:, -1:], one_1)
-
-    def draft() -> None:
-        drafter.prefill(after_step)
-        drafter.propose(text_1T[:, 0]).tokens_BN[0, -1].item()  # sync: to take the time
-
-    return draft
 
 
 def forward_seconds(

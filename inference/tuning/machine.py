@@ -54,11 +54,6 @@ def hardware(device: torch.device) -> str:
     return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads{limited}"
 
 
-def name_of(device: torch.device) -> str:
-    """Name of a machine in the file."""
-    return f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
-
-
 def machine_key(device: torch.device, compiled: bool) -> str:
     """Key under which a head's checkpoint keeps the tree that was fastest on a machine."""
     return hardware(device) + (", compiled" if compiled else "")
@@ -110,14 +105,30 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
         measure: makes it; returns a JSON value.
         read: converts the JSON value; raises ValueError, TypeError, KeyError or AttributeError for another one.
     """
-    machine = name_of(device)
+    machine = f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
     for kept in (_measured, _on_disk()):
         try:
             return read(kept[machine][name])
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     found = measure()
-    _keep(machine, name, found)
+    _measured.setdefault(machine, {})[name] = found
+    on_disk = _on_disk()  # the file's other entries stay
+    before = on_disk.get(machine)
+    on_disk[machine] = (before if isinstance(before, dict) else {}) | _measured[machine]
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, partial = tempfile.mkstemp(dir=folder, prefix="machine.json")
+        try:  # the file is written whole or not at all
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(json.dumps(on_disk, indent=1))
+            os.replace(partial, folder / "machine.json")
+        except OSError:
+            os.unlink(partial)
+            raise
+    except (OSError, RuntimeError) as error:
+        tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
     return read(found)
 
 
@@ -130,32 +141,6 @@ def positive(number: Any) -> float:
     if not isinstance(number, float | int) or not 0 < number < math.inf:
         raise ValueError(f"{number!r} is no number above 0")
     return float(number)
-
-
-def _keep(machine: str, name: str, value: Any) -> None:
-    """Keep a value, in this process and in the file, whose other entries stay."""
-    _measured.setdefault(machine, {})[name] = value
-    on_disk = _on_disk()
-    before = on_disk.get(machine)
-    on_disk[machine] = (before if isinstance(before, dict) else {}) | _measured[machine]
-    try:
-        folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _replace(folder / "machine.json", json.dumps(on_disk, indent=1))
-    except (OSError, RuntimeError) as error:
-        tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    number, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except OSError:
-        os.unlink(partial)
-        raise
 
 
 def _on_disk() -> dict[str, Any]:

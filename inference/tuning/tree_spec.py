@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,26 @@ class TreeShape:
 
     paths: tuple[tuple[int, ...], ...]
     """All nodes but the root, sorted by depth and then by ranks."""
+    size: int = field(init=False, repr=False, compare=False)
+    """Number of nodes, the root counted."""
+    depth: int = field(init=False, repr=False, compare=False)
+    """Number of tokens on the longest path, the root not counted."""
+    is_chain: bool = field(init=False, repr=False, compare=False)
+    """Whether each node has one child at most."""
+    parents: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Index of each node's parent, the root first, whose parent is -1."""
+    inner: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The nodes that have children."""
+    expanded: int = field(init=False, repr=False, compare=False)
+    """Nodes that a draft expands; the root is expanded even if it is alone."""
+
+    def __post_init__(self) -> None:
+        size, depth = len(self.paths) + 1, max(map(len, self.paths), default=0)
+        index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
+        parents = (-1, *(index[path[:-1]] for path in self.paths))
+        inner = tuple(sorted(set(parents[1:])))
+        computed = {"size": size, "depth": depth, "is_chain": size == depth + 1, "parents": parents, "inner": inner}
+        vars(self).update(computed, expanded=max(1, len(inner)))
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
@@ -59,43 +79,6 @@ class TreeShape:
     def chain(cls, length: int) -> TreeShape:
         """The best token at each depth: what most servers run."""
         return cls.from_paths([[0] * depth for depth in range(1, length + 1)])
-
-    @classmethod
-    def branching(cls, children: Sequence[int]) -> TreeShape:
-        """A tree whose nodes at depth d have `children[d]` children each."""
-        depths = [itertools.product(*map(range, children[:depth])) for depth in range(1, len(children) + 1)]
-        return cls.from_paths(list(itertools.chain.from_iterable(depths)))
-
-    @property
-    def size(self) -> int:
-        """Number of nodes, the root counted."""
-        return len(self.paths) + 1
-
-    @property
-    def depth(self) -> int:
-        """Number of tokens on the longest path, the root not counted."""
-        return max(map(len, self.paths), default=0)
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether each node has one child at most."""
-        return self.size == self.depth + 1
-
-    @cached_property
-    def parents(self) -> tuple[int, ...]:
-        """Index of each node's parent, the root first, whose parent is -1."""
-        index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
-        return (-1, *(index[path[:-1]] for path in self.paths))
-
-    @cached_property
-    def inner(self) -> tuple[int, ...]:
-        """The nodes that have children."""
-        return tuple(sorted(set(self.parents[1:])))
-
-    @property
-    def expanded(self) -> int:
-        """Nodes that a draft expands; the root is expanded even if it is alone."""
-        return max(1, len(self.inner))
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
@@ -131,6 +114,8 @@ class DynamicShape:
     """Tokens on the longest path."""
     width: int = 10
     """Nodes expanded per level, and children considered for each."""
+    expanded: int = field(init=False, repr=False, compare=False)
+    """Nodes that a draft expands, at most."""
 
     def __post_init__(self) -> None:
         if self.size < 2 or self.depth < 1 or self.width < 1:
@@ -138,11 +123,7 @@ class DynamicShape:
                 "a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
                 f"{self.size}, {self.depth} and {self.width}"
             )
-
-    @property
-    def expanded(self) -> int:
-        """Nodes that a draft expands, at most."""
-        return 1 + (self.depth - 1) * self.width
+        vars(self).update(expanded=1 + (self.depth - 1) * self.width)
 
 
 @dataclass(frozen=True)
@@ -152,23 +133,12 @@ class SampledShape:
     shape: TreeShape
     independent: bool = False
     """Whether siblings are sampled independently, and may be equal; else without replacement."""
-
-    @property
-    def size(self) -> int:
-        """Number of nodes, the root counted."""
-        return self.shape.size
-
-    @property
-    def depth(self) -> int:
-        """Number of tokens on the longest path, the root not counted."""
-        return self.shape.depth
-
-    @property
-    def kind(self) -> TreeKind:
-        """How children are made; a chain has no siblings."""
-        if self.shape.is_chain:
-            return "sampled_chain"
-        return "sampled_independent" if self.independent else "sampled_without_replacement"
+    size: int = field(init=False, repr=False, compare=False)
+    """Number of nodes, the root counted."""
+    depth: int = field(init=False, repr=False, compare=False)
+    """Number of tokens on the longest path, the root not counted."""
+    kind: TreeKind = field(init=False, repr=False, compare=False)
+    """How children are made; a chain has no siblings."""
 
     def __post_init__(self) -> None:
         for path in self.shape.paths:
@@ -177,6 +147,9 @@ class SampledShape:
                     f"tree path {list(path)} cannot be sampled without {[*path[:-1], path[-1] - 1]}, which is sampled "
                     "before it"
                 )
+        siblings = "sampled_independent" if self.independent else "sampled_without_replacement"
+        kind = "sampled_chain" if self.shape.is_chain else siblings
+        vars(self).update(size=self.shape.size, depth=self.shape.depth, kind=kind)
 
 
 EXIT_FEATURES = 4
@@ -195,16 +168,10 @@ class EarlyExitShape:
     """Whether its tokens are sampled; else they are the best ones."""
     weights: tuple[float, ...] | None = None
     """Weights of a trained classifier; None to take the draft's own probability of its best token."""
-
-    @property
-    def size(self) -> int:
-        """Number of nodes, the root counted, at most."""
-        return self.depth + 1
-
-    @property
-    def expanded(self) -> int:
-        """Nodes that a draft expands, at most."""
-        return self.depth
+    size: int = field(init=False, repr=False, compare=False)
+    """Number of nodes, the root counted, at most."""
+    expanded: int = field(init=False, repr=False, compare=False)
+    """Nodes that a draft expands, at most."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or not 0 <= self.threshold <= 1:
@@ -214,6 +181,7 @@ class EarlyExitShape:
             )
         if self.weights is not None and len(self.weights) != EXIT_FEATURES:
             raise ValueError(f"an early-exit classifier has {EXIT_FEATURES} weights, not {len(self.weights)}")
+        vars(self).update(size=self.depth + 1, expanded=self.depth)
 
 
 TreePolicy = TreeShape | DynamicShape | SampledShape | EarlyExitShape
@@ -253,7 +221,9 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
     if tree == "root":
         return ROOT
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
-        return TreeShape.branching([int(number) for number in numbers[0].split("x")])
+        children = [range(int(number)) for number in numbers[0].split("x")]
+        depths = range(1, len(children) + 1)
+        return TreeShape.from_paths([path for depth in depths for path in itertools.product(*children[:depth])])
     if all(number.isdigit() for number in numbers):
         if kind == "chain" and len(numbers) == 1:
             return TreeShape.chain(int(numbers[0]))

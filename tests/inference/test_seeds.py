@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.inference import SpeculativeLM, TreeShape
+from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.compiled import cpu_kernels
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.logits import PositionNoise, PositionSampler, RandomSampler, exponential
@@ -183,5 +183,5 @@ def test_a_seed_gives_drawn_trees_one_text_too(target, tree):
 def test_an_oracle_with_branches_changes_nothing(target, tools):
     truth, _ = sampled(target, None)
     for wrong in (0.0, 0.5):
-        oracle = tools.Oracle(TreeShape.branching([3, 2, 1]), truth, VOCAB, wrong)
+        oracle = tools.Oracle(tree_policy("branch:3x2x1"), truth, VOCAB, wrong)
         assert sampled(target, oracle)[0] == truth

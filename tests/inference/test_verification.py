@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape
+from headstart.inference import DraftTree, SpeculativeLM, Stats, TreeShape, tree_policy
 from headstart.inference.compiled import cpu_kernels
 from headstart.inference.kv_cache import StateShape, TreeCache
 from headstart.inference.logits import PrecomputedSampler, RandomSampler
@@ -34,7 +34,7 @@ class Case:
         kinds = RULES[rule].kinds if rule in RULES else ("top_k",)
         drawn = "top_k" not in kinds
         self.shape = shape or (
-            TreeShape.branching([2, 2]) if "sampled_without_replacement" in kinds else TreeShape.chain(3)
+            tree_policy("branch:2x2") if "sampled_without_replacement" in kinds else TreeShape.chain(3)
         )
         random = torch.Generator().manual_seed(7)
         nodes = self.shape.size

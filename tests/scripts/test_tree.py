@@ -17,7 +17,7 @@ from headstart.inference.drafters.adaptive import candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.head_drafter import DynamicTree, StaticTree
 from headstart.inference.metrics import RoundRecord, Stats
-from headstart.inference.tuning.costs import AssumedCosts
+from headstart.inference.tuning.costs import RoundCosts
 from headstart.inference.tuning.machine import machine_key
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
@@ -243,7 +243,8 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     settings = json.loads((head / "config.json").read_text())
     settings["headstart"]["measured"]["fastest"].pop(machine_key(torch.device("cpu"), compiled=False))
     (head / "config.json").write_text(json.dumps(settings))
-    found, offered = (drafted_with(taught, head), candidate_trees(load_head(head)[0], None, AssumedCosts(1 / 16))[0])
+    costs = RoundCosts.assumed(torch.device("cpu"))
+    found, offered = (drafted_with(taught, head), candidate_trees(load_head(head)[0], None, costs)[0])
     assert isinstance(found, DynamicShape) and found.depth == offered.depth and found.size <= offered.size
 
 

@@ -23,7 +23,7 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
-from headstart.inference.tuning.costs import AssumedCosts
+from headstart.inference.tuning.costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
 
 VOCAB, STEP, NODE, ANSWER = 20, 1.0, 0.1, 128
@@ -341,11 +341,11 @@ def test_trees_that_do_not_go_together_are_refused(target):
 
 def test_the_candidates_fit_the_head_and_the_machine(target):
     head = a_head(target, num_heads=4)
-    cheap, dear = AssumedCosts(0.0, 0.01), AssumedCosts(1.0, 0.5)
+    cheap, dear = RoundCosts({1: 1.0, 2: 1.0}, 0.01), RoundCosts({1: 1.0, 2: 2.0}, 0.5)
     sizes = lambda *given: sorted(tree.size for tree in candidate_trees(head, *given))  # noqa: E731
-    assert sizes(None, AssumedCosts(1 / 16)) == [2, 4, 8, 16]
+    assert sizes(None, RoundCosts.assumed(torch.device("cpu"))) == [2, 4, 8, 16]
     assert sizes(None, cheap) == [2, 4, 8, 16, 32]
-    assert sizes(DynamicShape(12, 7, 4), AssumedCosts(1 / 16)) == [2, 4, 8, 12]
+    assert sizes(DynamicShape(12, 7, 4), RoundCosts.assumed(torch.device("cpu"))) == [2, 4, 8, 12]
     assert sorted(tree.depth for tree in candidate_trees(head, None, cheap)) == [1, 3, 4, 4, 4]
     assert candidate_trees(head, None, dear)[0].size == 2 and candidate_trees(head, None, cheap)[0].size == 32
     short = a_head(target, num_heads=1)
@@ -353,7 +353,7 @@ def test_the_candidates_fit_the_head_and_the_machine(target):
 
 
 def test_a_tree_of_another_machine_is_only_a_hint(target):
-    head, costs = a_head(target), AssumedCosts(1 / 16)
+    head, costs = a_head(target), RoundCosts.assumed(torch.device("cpu"))
     metadata = CheckpointMetadata(tree="chain:2", measured={"fastest": {"here": "chain:3"}})
     assert auto_trees(head, metadata, "here", costs) == [TreeShape.chain(3)]
     assert TreeShape.chain(3) not in auto_trees(head, metadata, "elsewhere", costs)

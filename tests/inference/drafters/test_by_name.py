@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 
@@ -19,7 +18,7 @@ from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
 from headstart.inference.drafters.ngram_model import NgramModel
-from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, continuations, merged
+from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, merged
 from headstart.inference.models.loading import load_tokenizer, tokenizer_provenance
 from headstart.inference.verify import choose_rule
 
@@ -150,12 +149,11 @@ def test_a_datastore_finds_what_a_search_finds(tmp_path):
     for size in range(1, 6):
         for gram in itertools.islice(itertools.product(range(4), repeat=size), 300):
             naive = naive_places(texts, gram)
-            found = [store.read(place, 50) for place in store.places(gram, 10**6).tolist()]
-            assert sorted(found) == sorted(naive)
+            assert sorted(store.continuations(gram, 10**6, 50)) == sorted(naive)
             tokens, counts = store.following(gram)
             first = [rest[0] for rest in naive if rest]
             assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {t: first.count(t) for t in set(first)}
-            assert len(store.places(gram, 3)) == min(3, len(naive))
+            assert len(store.continuations(gram, 3, 1)) == min(3, len(naive))
 
 
 def test_a_running_text_finds_what_a_search_finds_newest_first():
@@ -165,9 +163,11 @@ def test_a_running_text_finds_what_a_search_finds_newest_first():
     for size in range(4):
         for gram in itertools.product(range(3), repeat=size):
             naive = [rest for rest in naive_places([tokens], gram) if rest]
-            assert [text.read(place, 99) for place in text.places(gram, 99).tolist()] == naive[::-1]
+            assert text.continuations(gram, 99, 99) == naive[::-1]
             assert text.following(gram)[1].sum() == len(naive)
-    assert continuations(text, [*tokens, 9, 9], 3, 1, 4) == []  # what never stood there
+    other = NgramIndex(0)
+    other.append([*tokens, 9, 9])
+    assert PromptLookupDrafter(corpus=text).candidates(other).tokens == [9]  # which never stood there
 
 
 def test_what_continuations_share_stays_and_newer_ones_come_first():
@@ -199,7 +199,7 @@ def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
         return shorter
 
     for end in range(len(text.tokens) - 4, len(text.tokens)):
-        context = model._context(text.tokens[:end])
+        context = tuple(text.tokens[end - max(order - 1, 0) : end])
         probs = model.probabilities(text, context)
         assert probs.sum() == pytest.approx(1) and (probs > 0).all()
         expected = [slow(context if order else None, token) for token in range(VOCAB)]
@@ -215,7 +215,7 @@ def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tok
     drafter.propose = lambda roots: trees.append(original(roots)) or trees[-1]
     lm = SpeculativeLM(target, drafter)
     output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=new_tokens, do_sample=False)
-    window = drafter.windows[0]
+    window = drafter.row_states[0]
     assert len(window.rows) == 2 and all(len(row) == 3 for row in window.rows)
     assert max(tree.tokens_BN.shape[1] for tree in trees) <= drafter.max_nodes
     assert all(len(known) <= 2 for known in window.grams.values())
@@ -254,7 +254,7 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     lm = SpeculativeLM(target, source(word, target, tiny_target))
     for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
         written = lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False).sequences[0].tolist()
-        texts = lm.drafter.catch_up().texts if word == "ngram:2" else lm.drafter.texts
+        texts = lm.drafter.catch_up().texts if word == "ngram:2" else lm.drafter.row_states
         assert texts[0].tokens[: len(written)] == written
 
 
@@ -264,9 +264,9 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
         drafter = source(word, target, tiny_target)
         lm = SpeculativeLM(target, drafter)
         lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
-        before = copy.deepcopy(getattr(drafter, "texts", None)) and [list(t.tokens) for t in drafter.texts]
+        before = [list(text.tokens) for text in drafter.row_states]
         SpeculativeLM(target, drafter.fresh()).generate(torch.tensor([[9]]), max_new_tokens=5, do_sample=False)
-        assert before == (before and [list(text.tokens) for text in drafter.texts])
+        assert before == [list(text.tokens) for text in drafter.row_states]
 
 
 @pytest.mark.parametrize(

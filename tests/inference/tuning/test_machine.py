@@ -19,6 +19,11 @@ from headstart.inference.tuning.machine import cache_folder, measured_once, posi
 CPU = torch.device("cpu")
 
 
+def name_of(device):
+    """Name of a machine in the file."""
+    return f"{machine.hardware(device)}, torch {torch.__version__}, format {machine.FORMAT}"
+
+
 def later(monkeypatch):
     """Another process on the same machine."""
     monkeypatch.setattr(machine, "_measured", {})
@@ -104,7 +109,7 @@ def test_a_file_that_was_cut_anywhere_is_measured_anew(nothing_measured, monkeyp
 )
 def test_a_file_that_holds_something_else_is_measured_anew(nothing_measured, monkeypatch, text):
     nothing_measured.mkdir()
-    (nothing_measured / "machine.json").write_bytes(text.replace(b"KEY", machine.name_of(CPU).encode()))
+    (nothing_measured / "machine.json").write_bytes(text.replace(b"KEY", name_of(CPU).encode()))
     assert asked() == (2.5, True)
     later(monkeypatch)
     assert asked(7.0) == (2.5, False)
@@ -113,7 +118,7 @@ def test_a_file_that_holds_something_else_is_measured_anew(nothing_measured, mon
 @pytest.mark.parametrize("value", ["fast", 0, -1.5, None, [], {}, float("nan"), float("inf")])
 def test_a_value_that_cannot_be_is_measured_anew(nothing_measured, value):
     nothing_measured.mkdir()
-    (nothing_measured / "machine.json").write_text(json.dumps({machine.name_of(CPU): {"speed": value}}))
+    (nothing_measured / "machine.json").write_text(json.dumps({name_of(CPU): {"speed": value}}))
     assert asked() == (2.5, True)
 
 
@@ -203,7 +208,7 @@ def test_one_thread_decodes(nothing_measured, tiny_target):
         assert (
             lm.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False).sequences.shape[1] == 7
         )
-        assert "1 threads" in machine.name_of(CPU)
+        assert "1 threads" in name_of(CPU)
     finally:
         torch.set_num_threads(before)
 
