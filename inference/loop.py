@@ -13,7 +13,7 @@ V vocabulary, D hidden size, F width of the chosen layers' features.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -69,13 +69,6 @@ class Decoding:
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
 
-    def sampler_for(self, tree: DraftTree, sequences: Sequences, rows: Sequence[int]) -> Sampler:
-        """The rule's sampler: a node at depth d of a row with n new tokens decides the token at position n + d."""
-        if self.noise is None:
-            return self.sampler
-        self.noise.move_to([(row, len(sequences.rows[row])) for row in rows])
-        return PositionSampler(self.noise.of(tree))
-
     def gumbel(self, count: int) -> Tensor:
         """`DraftContext.gumbel`: noise of the next `count` positions, [B, count, V]."""
         assert self.noise is not None
@@ -97,7 +90,7 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
     sampler, target = decoding.sampler, decoding.target
     if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
         positions, vocab_size = drafter.max_nodes + 1, target.info.vocab_size
-        noise = PositionNoise(sampler, len(sequences.rows), positions, vocab_size, target.device)
+        noise = PositionNoise(sampler, sequences.rows, positions, vocab_size, target.device)
         decoding = replace(decoding, noise=noise)
     with timed(stats, "prefill"):
         cache, roots_B = prefill(decoding, drafter, sequences, sequences.active, past)
@@ -114,7 +107,7 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
     if past is None:
         cache.release()
     else:
-        past.keep(sequences.text(0).tolist(), cache, drafter.saved_state())
+        past.tokens, past.cache, past.draft_state = sequences.text(0).tolist(), cache, drafter.saved_state()
     return stats
 
 
@@ -124,14 +117,14 @@ def speculation_step(
     """One draft, one target forward, one verification, for all active rows."""
     with timed(stats, "draft"):
         if decoding.noise is not None:
-            decoding.noise.move_to([(row, len(sequences.rows[row])) for row in sequences.active])
+            decoding.noise.move_to(sequences.active)
         tree = drafter.propose(roots_B)
     with timed(stats, "target"):
         longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
         output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
     with timed(stats, "processors"):
-        scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences, sequences.active)
-    sampler = decoding.sampler if decoding.noise is None else PositionSampler(decoding.noise.of(tree))
+        scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences.text, sequences.active)
+    sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
         values_BK = drafter.host_values(step) if drafter.needs_host_values else None
@@ -150,7 +143,7 @@ class Verification:
     """
 
     def __init__(self, rule: Verifier, samples: bool = True) -> None:
-        """Hold a rule; `samples` is False for one that asks for no random numbers."""
+        """Take a rule; `samples` is False for one that draws no random numbers."""
         self.rule, self.samples = rule, samples
         self.one_draw_per_node = rule is point_mass
         self.graph: CompiledFunction | None = None
@@ -192,7 +185,10 @@ class Verification:
                     rows = [(tensor, 0) for tensor in (*by_row, *by_node)]
                     return [*rows, *((tensor, 1) for tensor in by_node), (known.ancestors_BNN, 2)]
 
-                verified = graph(_variant(tree), sizes, lambda: [cache] if compacted else [], *arguments)
+                rows, nodes = tree.tokens_BN.shape
+                sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
+                variant = (rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape)
+                verified = graph(variant, sizes, lambda: [cache] if compacted else [], *arguments)
             path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = verified
         with timed(stats, "cache"):
             if compacted:
@@ -210,7 +206,7 @@ class Verification:
         cache: TreeCache | None,
     ) -> tuple[Tensor, ...]:
         """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
-        if isinstance(numbers, Tensor):  # three dimensions: of each node for every token
+        if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
             numbers = PositionSampler(numbers) if numbers.ndim == 3 else PrecomputedSampler(numbers)
         result = self.rule(tree, scores_BNV, numbers or UNUSED)
         path_BA, emitted_BA, features_BAF = result.path_BA, result.emitted_BA, output.features_BNF
@@ -237,7 +233,7 @@ class Verification:
         return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
 
     def _graph_for(self, tree: DraftTree) -> CompiledFunction | None:
-        """Rules for sampled trees walk the tree on the host, so that each shape is a graph of its own."""
+        """The compiled rule; rules for sampled trees walk the tree on the host, hence one graph per shape."""
         if tree.draft_probs_BNV is not None and tree.shape not in self._shapes:
             if len(self._shapes) == SAMPLED_SHAPES:
                 return None
@@ -245,37 +241,30 @@ class Verification:
         return self.graph
 
 
-def _variant(tree: DraftTree) -> Hashable:
-    """Key of the trees that share a compiled function."""
-    rows, nodes = tree.tokens_BN.shape
-    sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
-    return rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape
-
-
 def replace_ended(
     decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
 ) -> Tensor:
-    """Continuous batching: waiting rows take the places of those that have ended, or the batch shrinks.
+    """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
 
     Returns the roots of all rows that are active now.
     """
     while sequences.leaving and sequences.waiting:
-        places = [place for place, row in enumerate(sequences.active) if row in sequences.leaving]
-        rows = [sequences.waiting.popleft() for _ in range(min(len(places), len(sequences.waiting)))]
-        sequences.leaving -= {sequences.active[place] for place in places[: len(rows)]}
+        slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
+        rows = [sequences.waiting.popleft() for _ in range(min(len(slots), len(sequences.waiting)))]
+        sequences.leaving -= {sequences.active[slot] for slot in slots[: len(rows)]}
         fresh = drafter.fresh()
         fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
-        into_R = torch.tensor(places[: len(rows)], device=roots_B.device)
+        into_R = torch.tensor(slots[: len(rows)], device=roots_B.device)
         cache.replace(into_R, fresh_cache)
         fresh_cache.release()
         drafter.replace(into_R, fresh)
         roots_B = roots_B.index_copy(0, into_R, fresh_roots)
-        for place, row in zip(places, rows, strict=False):
-            sequences.active[place] = row
+        for slot, row in zip(slots, rows, strict=False):
+            sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
-    kept = [place for place, row in enumerate(sequences.active) if row not in sequences.leaving]
-    sequences.active, sequences.leaving = [sequences.active[place] for place in kept], set()
+    kept = [slot for slot, row in enumerate(sequences.active) if row not in sequences.leaving]
+    sequences.active, sequences.leaving = [sequences.active[slot] for slot in kept], set()
     if not kept:
         return roots_B
     kept_R = torch.tensor(kept, device=roots_B.device)
@@ -312,8 +301,11 @@ def prefill(
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
-    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences, rows)
-    sampler = decoding.sampler_for(tree, sequences, rows)
+    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences.text, rows)
+    sampler = decoding.sampler
+    if decoding.noise is not None:
+        decoding.noise.move_to(rows)
+        sampler = decoding.noise.sampler(tree)
     roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
     sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
@@ -333,13 +325,9 @@ class Stage:
 
 
 def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> list[Stage]:
-    """Stages that read a common prefix once, and equal prompts once.
+    """Stages that read a common prefix once, and equal prompts once if the target `shares` them.
 
-    Args:
-        tokens_BT: right-padded prompts.
-        lengths: of the prompts.
-        kept: tokens that are in the KV cache already.
-        shares: whether rows may share what is read.
+    `tokens_BT` are the right-padded prompts, the first `kept` tokens of which are in the KV cache already.
     """
     every, longest = list(range(len(lengths))), max(lengths)
     if len(lengths) == 1 or not shares:

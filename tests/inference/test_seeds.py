@@ -89,8 +89,8 @@ def test_every_token_is_drawn_by_the_numbers_of_its_row_and_place(target, tools,
 def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
     """Kolmogorov and Smirnov, correlations between neighbours, and how often a race is won."""
     monkeypatch.setattr(cpu_kernels, "in_use", lambda: kernels and cpu_kernels.library() is not None)
-    noise = PositionNoise(RandomSampler(torch.Generator().manual_seed(0)), 50, 40, 200, torch.device("cpu"))
-    noise.move_to([(row, 7) for row in range(50)])
+    noise = PositionNoise(RandomSampler(torch.Generator().manual_seed(0)), [[0] * 7] * 50, 40, 200, torch.device("cpu"))
+    noise.move_to(range(50))
     found_BKV = noise.next(40)
     count, sorted_N = found_BKV.numel(), found_BKV.flatten().double().sort().values
     reached = (torch.arange(count) + 0.5) / count
