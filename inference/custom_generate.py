@@ -38,17 +38,9 @@ def custom_generate(
 ) -> Callable[..., Tensor | GenerateOutput]:
     """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
-    Args:
-        head: a checkpoint folder, a Hub id, or a head; None for a drafter without a head.
-        tree: see `SpeculativeLM.from_pretrained`.
-        verifier: see `SpeculativeLM`.
-        lossy: see `SpeculativeLM`.
+    Args, where they differ from `SpeculativeLM.from_pretrained`:
         generator: source of randomness; None for torch's global one.
         streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
-        head_revision: revision of the head's Hub id.
-        drafter: see `SpeculativeLM.from_pretrained`.
-        fallback: see `SpeculativeLM.from_pretrained`.
-        compile: see `SpeculativeLM.from_pretrained`.
         dtype: required dtype of the loaded model; "auto" accepts any.
 
     Returns:
@@ -89,15 +81,7 @@ def generate_from(
 ) -> Tensor | GenerateOutput:
     """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: a checkpoint's generate.py calls this.
 
-    Args:
-        head: a checkpoint folder or Hub id.
-        model: the target.
-        generation_config: the user's own, unprepared.
-        streamer: see `SpeculativeLM.generate`.
-        tokenizer: needed for `stop_strings`.
-        compile: see `custom_generate`.
-        dtype: see `custom_generate`.
-        settings: all other arguments of `model.generate`.
+    Takes the user's arguments as they were given to `model.generate`, and `compile` and `dtype` of `custom_generate`.
     """
     engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype)
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says

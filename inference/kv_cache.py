@@ -71,17 +71,10 @@ class Pool:
 
 
 def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device, pool: Pool) -> None:
-    """Refuse a batch that does not fit in the device's memory.
-
-    Args:
-        needed: bytes by purpose.
-        rows: rows decoded at once.
-        tokens: longest that a row may grow.
-        device: where the memory is needed.
-        pool: emptied if that makes room.
+    """Refuse a batch that does not fit in the device's memory; empties the pool if that makes room.
 
     Raises:
-        ValueError: naming each size in GiB, what is free, and what would make it smaller.
+        ValueError: names each purpose in `needed` with its size in GiB, the free memory, and what to change.
     """
     free, whole = free_memory(device), sum(needed.values())
     if whole > free and pool.blocks:
@@ -160,10 +153,8 @@ class TreeCache(Cache):
     def reserve(self, new_tokens: int, longest: int, drafted: int = 0) -> None:
         """Reserve slots for the next forward, which writes `new_tokens` in every row.
 
-        Args:
-            new_tokens: tokens of every row in the next forward.
-            longest: length of the longest row, which the host knows without a sync.
-            drafted: uncommitted tokens of every row that earlier forwards wrote, and that stay.
+        The host knows the length of the longest row without a sync; `drafted` uncommitted tokens of earlier forwards
+        stay.
         """
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
         capacity = (self.bucketed_length // BUCKET + 1) * BUCKET  # never equal to the length: equal sizes would
@@ -174,13 +165,7 @@ class TreeCache(Cache):
         self.attended = None
 
     def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
-        """Commit the accepted nodes of the last forward.
-
-        Args:
-            path_BA: nodes of each row's path, padded.
-            lengths_B: valid nodes of each path.
-            in_order: whether all paths are known to be the first nodes in their order, which need no compaction.
-        """
+        """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
         if not in_order:
             scattered = True
             if path_BA.device.type == "cpu":  # on other devices the check would be a sync

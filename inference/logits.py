@@ -137,15 +137,7 @@ class PositionNoise:
     def __init__(
         self, sampler: RandomSampler, texts: list[list[int]], positions: int, vocab_size: int, device: torch.device
     ) -> None:
-        """Draw a seed for each row of a call.
-
-        Args:
-            sampler: source of the seeds.
-            texts: new tokens of each row, extended as they are emitted.
-            positions: most positions that one step decides.
-            vocab_size: tokens that may be sampled.
-            device: device of the numbers.
-        """
+        """Draw a seed for each row; `texts` are their new tokens, of which one step decides `positions` at most."""
         source = device if sampler.generator is None else sampler.generator.device
         bounds = -(2**63), 2**63 - 1
         seeds_R = torch.randint(*bounds, (len(texts),), generator=sampler.generator, device=source)
@@ -233,12 +225,7 @@ class TreeLogitsProcessor:
     def __init__(
         self, processors: LogitsProcessorList, paddings: Sequence[int], min_length_counts_padding: bool = False
     ) -> None:
-        """Check the processors that `generate` prepared.
-
-        Args:
-            processors: applied in this order.
-            paddings: number of padding tokens in each row's prompt.
-            min_length_counts_padding: whether the minimum length counts the prompt's padding.
+        """Check the processors that `generate` prepared for prompts with this many padding tokens in each row.
 
         Raises:
             ValueError: a processor that depends on more than one row's text and logits; named.
@@ -263,14 +250,7 @@ class TreeLogitsProcessor:
     def __call__(
         self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int]
     ) -> Tensor:
-        """Scores of every node, in at least float32.
-
-        Args:
-            logits_BNV: raw logits.
-            tree: the nodes.
-            text_of: gives a row's prompt and new tokens [T], the last of which is the tree's root.
-            rows: rows of the batch, by their number in the call.
-        """
+        """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root."""
         if not self._processors:
             return logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         if not self._reads_text:

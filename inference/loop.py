@@ -78,14 +78,7 @@ class Decoding:
 
 @torch.inference_mode()
 def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None) -> Stats:
-    """Generate until every sequence has ended; the tokens are in `sequences` afterwards.
-
-    Args:
-        decoding: target, acceptance rule, logits processors, sampler.
-        drafter: source of draft trees.
-        sequences: prompts and stopping rules.
-        past: KV cache and drafter state of the text's beginning, updated in place; one row only.
-    """
+    """Generate until every sequence has ended; `past`, the state of one row's text, is updated in place."""
     stats = Stats(rows=[[] for _ in sequences.rows])
     sampler, target = decoding.sampler, decoding.target
     if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
@@ -319,9 +312,9 @@ class Stage:
     begin: int
     end: int
     rows: list[int]
-    """Rows of the batch that the target reads; the KV cache has as many."""
+    """Rows of the batch that the target reads, which are those of the KV cache."""
     of_row: list[int]
-    """For each row of the batch, the index in `rows` of the one that has the same tokens."""
+    """For each row of the batch, the index in `rows` of the one with the same tokens."""
 
 
 def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> list[Stage]:
@@ -357,8 +350,8 @@ def _read_stage(
         stop = min(start + PREFILL_TOKENS, stage.end)
         prompt_ends = {index: lengths[row] - 1 - start for index, row in enumerate(stage.rows)}
         prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
-        # Where prompts end at different positions, logits of all rows at all of these would grow with their square.
-        # Without a head no hidden states are requested: transformers would hook the user's model to give them.
+        # Where prompts end at different positions, the logits of all rows at all ends would grow with their square.
+        # Without a head no hidden states are requested: transformers would add hooks to the user's model.
         apart = len(set(prompt_ends.values())) > 1 and (layers or target.packed is not None) and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers

@@ -40,8 +40,8 @@ class Sequences:
             eos_token_ids: tokens that end a row.
             criteria: stopping criteria, called after each token with one row's unpadded tokens [1, T].
             streamer: gets the tokens as they are accepted; one row only.
-            keep_scores: whether the processed scores of every new token are kept.
-            keep_logits: whether its raw logits are kept.
+            keep_scores: whether to keep the processed scores of every new token.
+            keep_logits: whether to keep its raw logits.
             max_batch_size: rows that are decoded at once, the others waiting; None for all.
             callbacks: called after prefill, and after every round.
         """
@@ -86,16 +86,10 @@ class Sequences:
             callback(self)
 
     def add(self, step: StepResult, scores_BNV: Tensor, stats: Stats, values_BK: Tensor | None = None) -> StepResult:
-        """Append what a step emitted.
-
-        Args:
-            step: outcome of the verification.
-            scores_BNV: processed scores of all nodes.
-            stats: gets a record for each row.
-            values_BK: integers that the drafter needs on the host.
+        """Append the tokens that a step emitted.
 
         Returns:
-            The step with its tokens and the drafter's values on the host.
+            The step with its tokens and the drafter's integers `values_BK` on the host.
 
         Raises:
             ValueError: the target's logits are NaN, or the processors left no token.

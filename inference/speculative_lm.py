@@ -149,11 +149,7 @@ class SpeculativeLM:
             tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
                 chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more.
                 Of several trees separated by |, each round takes the one that has been fastest so far.
-            verifier: see `__init__`.
-            device: device of target and head.
-            revision: revision of the target's Hub id.
-            head_revision: revision of the head's Hub id.
-            lossy: see `__init__`.
+            verifier: see `__init__`, as for `lossy`.
             compile: True to compile the rounds, see the method `compile`; False not to; "auto" to compile where it
                 takes no time, on CPUs.
             drafter: a spec of `drafters.by_name.SPECS`, or a drafter of your own, whose errors cannot change the
@@ -251,7 +247,6 @@ class SpeculativeLM:
         Args:
             input_ids: prompts [batch, time], padded left or right.
             attention_mask: 1 for tokens, 0 for padding; None to let transformers infer it from the padding token.
-            generation_config: as for `model.generate`.
             generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, each
                 token is sampled by a random number of its row and position: a seed gives the same text whatever was
                 drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
@@ -331,18 +326,12 @@ class SpeculativeLM:
             )
 
     def stream(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Iterator[list[int]]:
-        """Generate a continuation of one prompt, round by round; closing the iterator ends the generation.
+        """Generate a continuation of one prompt; closing the iterator ends the generation.
 
-        Args:
-            input_ids: see `generate`; one row.
-            attention_mask: see `generate`.
-            options: all others of `generate` but `streamer`.
+        Takes all options of `generate` but `streamer`.
 
         Yields:
             The tokens of a round, as soon as they are accepted.
-
-        Raises:
-            ValueError: see `generate`.
         """
         rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
         streamer = _QueueStreamer(rounds)
@@ -508,13 +497,7 @@ class Chat:
     def __init__(
         self, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any
     ) -> None:
-        """Begin a conversation.
-
-        Args:
-            lm: the model that answers.
-            tokenizer: a tokenizer with a chat template.
-            system: the system message.
-            settings: options of `SpeculativeLM.generate` for every answer.
+        """Begin a conversation; `settings` are options of `SpeculativeLM.generate` for every answer.
 
         Raises:
             ValueError: a tokenizer without a chat template.

@@ -269,15 +269,8 @@ class Target:
     ) -> TargetOutput:
         """Prefill: read the next tokens of right-padded prompts and commit all of them, padding too.
 
-        Args:
-            tokens_BT: the chunk, of every row.
-            longest: length of the longest prompt, for which the cache makes room at once.
-            cache: KV cache; all rows are equally long.
-            layers: feature layers to return.
-            kept: positions in the chunk whose logits to return.
-
-        Returns:
-            Logits of the positions `kept`, and features of all tokens.
+        Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
+        room for the `longest` prompt at once.
         """
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
@@ -352,7 +345,7 @@ class Target:
             framed_BNX: `framed` tree attention of the new nodes.
             depths_BM: positions relative to the first one behind the committed tokens.
             longest: length of the longest row.
-            cache: KV cache that entries are written to.
+            cache: receives the new nodes' entries.
             layers: feature layers to return.
             kept_K: the new nodes whose logits to return; None for all.
         """
@@ -412,14 +405,8 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Features of whole right-padded sequences, without a cache.
 
-        Args:
-            tokens_BT: token ids.
-            layers: feature layers to return.
-            positions_BT: positions in packed rows, 0 at the start of every sequence, which attends to no other; None
-                for rows of one sequence.
-
-        Returns:
-            features_BTF of `layers`, and last_BTD, the states after the final norm.
+        Returns features_BTF of `layers`, and last_BTD, the states after the final norm. In packed rows `positions_BT`
+        is 0 at the start of every sequence, which attends to no other.
         """
         indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
         output = self.model(
