@@ -113,6 +113,7 @@ class TreeCache(Cache):
         layers = len(shapes) // 2
         super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        """Committed tokens of each row; a smaller length crops it."""
         self.pool = Pool() if pool is None else pool
         self._block_of: dict[StateShape, list[int]] = {}
         """The keys and values, by their number in `shapes`, that lie in the block of a shape."""
@@ -194,10 +195,6 @@ class TreeCache(Cache):
     def advance(self, lengths_B: Tensor) -> None:
         """Commit the first `lengths_B` tokens of the last forward where they lie."""
         self.lengths_B = self.lengths_B + lengths_B
-
-    def truncate(self, lengths_B: Tensor) -> None:
-        """Crop each row to its first `lengths_B` tokens."""
-        self.lengths_B = lengths_B
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only; an index may repeat."""

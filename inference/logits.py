@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,25 +65,9 @@ def finest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class Sampler(Protocol):
-    """Source of randomness for drafts and acceptance rules; a test's enumerates instead of sampling."""
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        """One class per distribution: [..., V] to [...]."""
-
-    def accept(self, probs: Tensor) -> Tensor:
-        """True with each of these probabilities; same shape."""
-
-    def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """`count` classes per distribution without replacement, in draw order: [..., V] to [..., count].
-
-        A distribution with fewer possible classes is filled up with impossible ones.
-        """
-
-
 @dataclass(eq=False)
 class RandomSampler:
-    """Samples with a `torch.Generator`, or the global one if None."""
+    """Source of randomness for drafts and acceptance rules: a `torch.Generator`, or the global one if None."""
 
     generator: torch.Generator | None = None
 
@@ -99,7 +83,7 @@ class RandomSampler:
         return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """Inverse transform sampling."""
+        """One class per distribution, [..., V] to [...], by inverse transform sampling."""
         cumulative = probs.cumsum(-1, dtype=finest(probs.device))
         uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
@@ -107,16 +91,23 @@ class RandomSampler:
         return drawn.clamp(max=probs.shape[-1] - 1)  # for NaN probabilities, which the caller detects
 
     def accept(self, probs: Tensor) -> Tensor:
+        """True with each of these probabilities; same shape."""
         return self.uniform(probs.shape, probs.device) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate probs[v]."""
+        """`count` classes per distribution without replacement, in draw order: [..., V] to [..., count].
+
+        Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate probs[v]. Impossible
+        classes come last.
+        """
         if count == 1:
             return self.categorical(probs)[..., None]
         times = torch.empty_like(probs).exponential_(generator=self.generator)
         return (probs / times).topk(count, dim=-1).indices
 
 
+Sampler = RandomSampler
+"""The interface of samplers; a test's enumerates instead of sampling."""
 SPLITMIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
 """SplitMix64 (Steele, Lea, Flood 2014): the increment of its counter, and the two factors that mix it."""
 GOLDEN, MIX_1, MIX_2 = SPLITMIX

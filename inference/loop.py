@@ -290,7 +290,7 @@ def prefill(
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
-    cache.truncate(lengths_B)
+    cache.lengths_B = lengths_B
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))

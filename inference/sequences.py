@@ -195,6 +195,6 @@ class Conversation:
         chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
         drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
         self.cache.ensure_capacity(context.capacity)
-        self.cache.truncate(kept_B)
+        self.cache.lengths_B = kept_B
         self.cache.prefilled = kept
         return self.cache, kept

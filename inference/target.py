@@ -366,10 +366,10 @@ class Target:
                 return TargetOutput(*self._run(*given, kept_K))
 
             def sizes() -> list[tuple[Tensor, int]]:
-                nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
-                every = masks.values() if isinstance(masks, dict) else [masks]
-                of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
-                return [*nodes_of, *of_masks, (kept_K, 0)]
+                by_node = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+                all_masks = masks.values() if isinstance(masks, dict) else [masks]
+                by_mask = [(mask, i) for mask in all_masks for i in (0, 2, 3) if new > 1 or i != 2]
+                return [*by_node, *by_mask, (kept_K, 0)]
 
             variant = (len(cache.lengths_B) == 1, new == 1, layers)
             return TargetOutput(*self.graph(variant, sizes, lambda: [cache], *given, kept_K))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -102,11 +102,6 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
     return VerifyResult(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
 
 
-def with_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
-    """Like `without_replacement`, lossless for children that were sampled independently."""
-    return without_replacement(tree, scores_BNV, sampler, replace=True)
-
-
 def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool = False) -> VerifyResult:
     """Child by child against the target's residual; lossless for children that were sampled without replacement.
 
@@ -129,11 +124,15 @@ def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, r
             rejected_B1 = (tried_B & ~accepted_B)[:, None]
             p_BV = torch.where(rejected_B1, _normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
             if not replace:
-                q_BV = torch.where(rejected_B1, _without(q_BV, tokens_B1), q_BV)
+                q_BV = torch.where(rejected_B1, _normalized(q_BV.scatter(1, tokens_B1, 0.0)), q_BV)
         walking_B = next_B > 0
         node_B = torch.where(walking_B, next_B, node_B)
         p_BV = torch.where(walking_B[:, None], target_BNV[rows_B, node_B], p_BV)
     return VerifyResult(*tree.path_to(node_B), sampler.categorical(p_BV))
+
+
+with_replacement: Verifier = partial(without_replacement, replace=True)
+"""The same, lossless for children that were sampled independently."""
 
 
 def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
@@ -162,7 +161,8 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
         mass_B = residual_BV.sum(-1)
         left_B = mass_B + 1 - weight_B[parent]  # 0 where p and q agree: then the child was accepted for certain
         # Unused where a path was accepted; nothing changes for a child that was not sampled.
-        p[parent], q[parent] = _normalized(residual_BV, p[parent]), _without(q[parent], tokens_B1)
+        p[parent] = _normalized(residual_BV, p[parent])
+        q[parent] = _normalized(q[parent].scatter(1, tokens_B1, 0.0))  # all 0 after the last possible token
         weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
     rows_B = torch.arange(len(last_B), device=last_B.device)
     next_tokens_B = sampler.categorical(torch.stack(p, dim=1)[rows_B, last_B])
@@ -292,13 +292,7 @@ def _walk(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bo
     return tour
 
 
-def _normalized(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """Mass scaled to sum 1; `otherwise_BV` where there is none."""
+def _normalized(mass_BV: Tensor, otherwise_BV: Tensor | None = None) -> Tensor:
+    """Mass scaled to sum 1; `otherwise_BV`, or all 0, where there is none."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
-    return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
-
-
-def _without(q_BV: Tensor, tokens_B1: Tensor) -> Tensor:
-    """Draft probabilities without a token that was sampled; all 0 when it was the last."""
-    rest_BV = q_BV.scatter(1, tokens_B1, 0.0)
-    return _normalized(rest_BV, rest_BV)
+    return torch.where(total_B1 > 0, mass_BV / total_B1, mass_BV if otherwise_BV is None else otherwise_BV)
