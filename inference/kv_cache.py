@@ -13,7 +13,7 @@ nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -68,24 +68,6 @@ class Pool:
             torch.empty(size, dtype=shape.dtype, device=shape.device)
             for size, (shape, _) in zip(sizes, shapes, strict=True)
         ]
-
-
-def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device, pool: Pool) -> None:
-    """Refuse a batch that does not fit in the device's memory; empties the pool if that makes room.
-
-    Raises:
-        ValueError: names each purpose in `needed` with its size in GiB, the free memory, and what to change.
-    """
-    free, whole = free_memory(device), sum(needed.values())
-    if whole > free and pool.blocks:
-        pool.blocks.clear()
-        free = free_memory(device)
-    if whole > free:
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
-        raise ValueError(
-            f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
-            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (max_batch_size)"
-        )
 
 
 class TreeCache(Cache):

@@ -158,7 +158,7 @@ class Verification:
         cache: TreeCache,
         stats: Stats,
     ) -> StepResult:
-        """The accepted path of each row, and the token after it; both parts are timed."""
+        """The accepted path of each row, and the token after it."""
         with timed(stats, "verify"):
             numbers = self._random_numbers(tree, scores_BNV, sampler) if self.samples else None
             graph = None if self.graph is None or numbers is sampler else self._graph_for(tree)

@@ -39,7 +39,7 @@ from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
 from .drafters.by_name import draft_models, load_fitting_head, make_drafter
 from .drafters.head_drafter import HeadDrafter
-from .kv_cache import check_room
+from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
 from .metrics import Stats
@@ -468,7 +468,7 @@ class SpeculativeLM:
         return decode
 
     def _check_size(self, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None) -> None:
-        """Refuse a batch that does not fit in the model's positions or the device's memory."""
+        """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
         target, longest = self.target, max(map(len, prompts))
         if longest + new_tokens > target.max_positions:
             raise ValueError(
@@ -484,7 +484,17 @@ class SpeculativeLM:
             "the drafts'": self.drafter.cache_bytes(rows, tokens),
             "logits": scores * each,
         }
-        check_room(needed, rows, tokens, target.device, target.pool)
+        free, total = free_memory(target.device), sum(needed.values())
+        if total > free and target.pool.blocks:
+            target.pool.blocks.clear()
+            free = free_memory(target.device)
+        if total > free:
+            parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+            raise ValueError(
+                f"to decode {rows} rows of {tokens} tokens takes {total / 2**30:.1f} GiB ({parts}), and "
+                f"{target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at "
+                "once (max_batch_size)"
+            )
 
 
 class Chat:
