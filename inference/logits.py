@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -157,9 +157,9 @@ class PositionNoise:
         """The sampler of a tree's nodes: one at depth d of a row with n new tokens decides the token at n + d."""
         numbers_BKV = self.next(tree.max_depth + 1)
         if tree.in_order:
-            return PositionSampler(numbers_BKV)
+            return PositionSampler(exponential_BNV=numbers_BKV)
         rows_B1 = counting(len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True)
-        return PositionSampler(numbers_BKV[rows_B1, tree.structure.depths_BN])
+        return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, tree.structure.depths_BN])
 
 
 @lru_cache(maxsize=8)
@@ -182,26 +182,22 @@ def exponential(keys_BK: Tensor, width: int) -> Tensor:
     return minus_u.clamp_(min=-(1 - 2.0**-24)).log1p_().neg_()
 
 
+@dataclass(eq=False)
 class PositionSampler(RandomSampler):
-    """One draw per node, a race by the random numbers of the node's position: see `PositionNoise`."""
+    """One draw per node, a race by the random numbers of the node's position; see `PositionNoise`."""
 
-    def __init__(self, exponential_BNV: Tensor) -> None:
-        super().__init__()
-        self.exponential_BNV = exponential_BNV
+    exponential_BNV: Tensor = field(kw_only=True)
 
     def categorical(self, probs: Tensor) -> Tensor:
         return (probs / self.exponential_BNV).argmax(-1)
 
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        raise NotImplementedError("a rule that draws several numbers per node must not draw by position")
 
-
+@dataclass(eq=False)
 class PrecomputedSampler(RandomSampler):
     """Samples with precomputed uniform numbers, each used once; the batch is the first dimension."""
 
-    def __init__(self, uniform_BU: Tensor) -> None:
-        super().__init__()
-        self.uniform_BU, self.used = uniform_BU, 0
+    uniform_BU: Tensor = field(kw_only=True)
+    used: int = 0
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         count = math.prod(shape[1:])

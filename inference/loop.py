@@ -69,12 +69,6 @@ class Decoding:
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
 
-    def gumbel(self, count: int) -> Tensor:
-        """`DraftContext.gumbel`: noise of the next `count` positions, [B, count, V]."""
-        assert self.noise is not None
-        # One position more is computed, for the rule asks for it.
-        return self.noise.next(count + 1)[:, :count].log().mul_(-self.process_logits.temperature)
-
 
 @torch.inference_mode()
 def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None) -> Stats:
@@ -200,7 +194,10 @@ class Verification:
     ) -> tuple[Tensor, ...]:
         """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
         if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
-            numbers = PositionSampler(numbers) if numbers.ndim == 3 else PrecomputedSampler(numbers)
+            if numbers.ndim == 3:
+                numbers = PositionSampler(exponential_BNV=numbers)
+            else:
+                numbers = PrecomputedSampler(uniform_BU=numbers)
         result = self.rule(tree, scores_BNV, numbers or UNUSED)
         path_BA, emitted_BA, features_BAF = result.path_BA, result.emitted_BA, output.features_BNF
         if cache is not None and not tree.in_order:
@@ -274,7 +271,9 @@ def prefill(
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
     draft_probs = decoding.process_logits.draft_probs if decoding.sampling else None
-    gumbel = None if decoding.noise is None else decoding.gumbel
+    noise, temperature = decoding.noise, decoding.process_logits.temperature
+    # One position more is computed, which the rule needs.
+    gumbel = noise and (lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature))
     context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
@@ -296,9 +295,9 @@ def prefill(
     logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
     scores_B1V = decoding.process_logits(logits_B1V, tree, sequences.text, rows)
     sampler = decoding.sampler
-    if decoding.noise is not None:
-        decoding.noise.move_to(rows)
-        sampler = decoding.noise.sampler(tree)
+    if noise is not None:
+        noise.move_to(rows)
+        sampler = noise.sampler(tree)
     roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
     sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))

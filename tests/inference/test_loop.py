@@ -96,7 +96,7 @@ def test_trees_whose_shapes_keep_changing_get_no_graph_each():
 
 def test_every_number_that_was_drawn_is_used_once():
     numbers_BU = torch.arange(14.0).reshape(2, 7)
-    draw = PrecomputedSampler(numbers_BU)
+    draw = PrecomputedSampler(uniform_BU=numbers_BU)
     used = [draw.uniform(shape, numbers_BU.device) for shape in ((2, 3, 1), (2,), (2, 1), (2, 2))]
     assert torch.equal(torch.cat([part.reshape(2, -1) for part in used], dim=1), numbers_BU)
     with pytest.raises(RuntimeError):

@@ -103,7 +103,10 @@ def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
         assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 3.5 / one.numel() ** 0.5
     probs_V = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0]).expand(50, 40 * 33, -1)
     wins_V = (
-        PositionSampler(found_BKV[..., :198].reshape(50, -1, 6)).categorical(probs_V).flatten().bincount(minlength=6)
+        PositionSampler(exponential_BNV=found_BKV[..., :198].reshape(50, -1, 6))
+        .categorical(probs_V)
+        .flatten()
+        .bincount(minlength=6)
     )
     expected_V = probs_V[0, 0] * wins_V.sum()
     assert wins_V[5] == 0 and ((wins_V - expected_V)[:5] ** 2 / expected_V[:5]).sum() < 18.5  # chi squared, 4 degrees
