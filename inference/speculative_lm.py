@@ -115,7 +115,7 @@ class SpeculativeLM:
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
         self._variants: dict[str, SpeculativeLM] = {}
-        """By tree and verifier: this model with the ones that single calls asked for."""
+        """By tree and verifier: this model with those of single calls."""
         target.check_layers(self.drafter.feature_layers)
 
     def __repr__(self) -> str:
@@ -318,7 +318,7 @@ class SpeculativeLM:
         if past is not None and len(input_ids) > 1:
             raise ValueError(f"past_key_values takes one row, not a batch of {len(input_ids)}")
         if past is not None and isinstance(self.target, Seq2SeqTarget):
-            raise ValueError("past_key_values of an encoder-decoder cannot be gone on with; leave it out")
+            raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
         unknown = sorted(set(settings) - SETTINGS)
         if unknown:
             raise ValueError(

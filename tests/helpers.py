@@ -229,7 +229,7 @@ def write(
     rule: Any,
     prompts: list[Tensor],
     processors: Any,
-    draw: Any,
+    sampler: Any,
     new_tokens: int,
     slots: int | None = None,
 ) -> tuple[list[list[int]], Stats]:
@@ -237,7 +237,7 @@ def write(
     sequences = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
     verification = rule if isinstance(rule, Verification) else Verification(rule)
     process_logits = TreeLogitsProcessor(processors, [0] * len(prompts))
-    decoding = Decoding(target, verification, process_logits, draw, sampling=True)
+    decoding = Decoding(target, verification, process_logits, sampler, sampling=True)
     stats = speculate(decoding, drafter, sequences)
     return sequences.rows, stats
 

@@ -28,8 +28,8 @@ def test_a_draw_of_exactly_zero_falls_on_the_first_possible_class(monkeypatch):
 
 
 def test_a_certain_thing_is_always_accepted_and_an_impossible_one_never():
-    draw = RandomSampler(torch.Generator().manual_seed(0))
-    accepted = draw.accept(torch.tensor([0.0, 1.0, 0.25]).expand(20_000, -1)).double().mean(0)
+    sampler = RandomSampler(torch.Generator().manual_seed(0))
+    accepted = sampler.accept(torch.tensor([0.0, 1.0, 0.25]).expand(20_000, -1)).double().mean(0)
     assert accepted[:2].tolist() == [0, 1]
     assert abs(accepted[2] - 0.25) < 0.015
 
