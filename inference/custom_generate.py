@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from ..heads import DraftHead
 from .drafters.base import Drafter

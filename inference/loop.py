@@ -273,7 +273,7 @@ def prefill(
     draft_probs = decoding.process_logits.draft_probs if decoding.sampling else None
     noise, temperature = decoding.noise, decoding.process_logits.temperature
     # One position more is computed, which the rule needs.
-    gumbel = noise and (lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature))
+    gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
     context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:

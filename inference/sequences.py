@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .kv_cache import TreeCache
