@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ..heads import DraftHead
 from .drafters.base import Drafter
 from .logits import RandomSampler
-from .sequences import Streamer
 from .speculative_lm import GenerateOutput, SpeculativeLM, with_stop_strings
 from .tuning.tree_spec import TreePolicy
 
@@ -29,7 +29,7 @@ def custom_generate(
     verifier: str = "auto",
     lossy: bool = False,
     generator: torch.Generator | None = None,
-    streamer: Streamer | None = None,
+    streamer: BaseStreamer | None = None,
     head_revision: str | None = None,
     drafter: str | Drafter | None = None,
     fallback: bool = True,
@@ -38,23 +38,15 @@ def custom_generate(
 ) -> Callable[..., Tensor | GenerateOutput]:
     """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
-    Args:
-        head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none.
-        tree: see `SpeculativeLM.from_pretrained`.
-        verifier: see `SpeculativeLM`.
-        lossy: see `SpeculativeLM`.
-        generator: of the random draws; None for torch's global one.
-        streamer: transformers hands its own on to no decoding method but its own, so it is given here.
-        head_revision: of the head's Hub id.
-        drafter: see `SpeculativeLM.from_pretrained`.
-        fallback: see `SpeculativeLM.from_pretrained`.
-        compile: see `SpeculativeLM.from_pretrained`.
-        dtype: that the model must have, for it is loaded already; "auto" takes it as it is.
+    Args, where they differ from `SpeculativeLM.from_pretrained`:
+        generator: source of randomness; None for torch's global one.
+        streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
+        dtype: required dtype of the loaded model; "auto" accepts any.
 
     Returns:
-        A function that keeps what it loaded for a model as long as both live. It returns the sequences, or with
-        `return_dict_in_generate` a `GenerateOutput`. transformers keeps the tokenizer from it: give stop strings as a
-        `StopStringCriteria`.
+        A function that caches the loaded head of a model while both live. It returns the sequences, or with
+        `return_dict_in_generate` a `GenerateOutput`. transformers does not pass it the tokenizer: give stop strings as
+        a `StopStringCriteria`.
     """
 
     def decode(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
@@ -71,7 +63,8 @@ def custom_generate(
             drafter=drafter,
             fallback=fallback,
         )
-        return _method(engine, generator, streamer)(model, *args, **inputs)
+        method = engine.decoding_method(RandomSampler(generator), streamer, always_output=False)
+        return method(model, *args, **inputs)
 
     return decode
 
@@ -80,31 +73,22 @@ def generate_from(
     head: str,
     model: PreTrainedModel,
     generation_config: GenerationConfig | None = None,
-    streamer: Streamer | None = None,
+    streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     compile: bool | str = "auto",
     dtype: torch.dtype | str = "auto",
     **settings: Any,
 ) -> Tensor | GenerateOutput:
-    """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: what a checkpoint's generate.py calls.
+    """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: a checkpoint's generate.py calls this.
 
-    Args:
-        head: a checkpoint folder or Hub id.
-        model: the target.
-        generation_config: as given by the user, unprepared; so are the rest.
-        streamer: see `SpeculativeLM.generate`.
-        tokenizer: needed for `stop_strings`.
-        compile: see `custom_generate`, as for `dtype`.
-        dtype: see `custom_generate`.
-        settings: all other arguments of `model.generate`.
+    Takes the user's arguments as they were given to `model.generate`, and `compile` and `dtype` of `custom_generate`.
     """
-    # A folder's generate.py is called anew for every text.
     engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype)
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
         generation_config=generation_config,
         streamer=streamer,
-        custom_generate=_method(engine, None, streamer),
+        custom_generate=engine.decoding_method(RandomSampler(), streamer, always_output=False),
         **with_stop_strings(settings, generation_config, tokenizer),
     )
 
@@ -125,28 +109,15 @@ class _Engines(WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], Specu
         return type(None), ()
 
 
-def _engine(asking: Callable[..., Any], model: PreTrainedModel, **options: Any) -> SpeculativeLM:
-    """The one that was loaded before for this function, this model and these options; or a new one."""
+def _engine(caller: Callable[..., Any], model: PreTrainedModel, **options: Any) -> SpeculativeLM:
+    """The engine that was loaded for this caller, model and options; a new one if there is none."""
     engines = vars(model).get(_Engines.NAME)
     if engines is None:
         engines = vars(model)[_Engines.NAME] = _Engines()
-    if asking in engines:
-        before, engine = engines[asking]
+    if caller in engines:
+        before, engine = engines[caller]
         if before == options and engine.target.model is model:
             return engine
     engine = SpeculativeLM.from_pretrained(model, **options)
-    engines[asking] = options, engine
+    engines[caller] = options, engine
     return engine
-
-
-def _method(
-    lm: SpeculativeLM, generator: torch.Generator | None, streamer: Streamer | None
-) -> Callable[..., Tensor | GenerateOutput]:
-    """A decoding method that returns what transformers' own return."""
-    method = lm.decoding_method(RandomSampler(generator), streamer)
-
-    def decode(model: PreTrainedModel, *args: Any, generation_config: GenerationConfig, **inputs: Any) -> Any:
-        output = method(model, *args, generation_config=generation_config, **inputs)
-        return output if generation_config.return_dict_in_generate else output.sequences
-
-    return decode

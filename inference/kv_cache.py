@@ -13,7 +13,7 @@ nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -26,11 +26,11 @@ from ..heads.layers.draft_cache import STEP, counting
 BUCKET = 256
 """Slots by which the capacity grows."""
 POOLED = 2
-"""Caches of generations that ended which are kept for the next ones, at most."""
+"""Largest number of caches of finished generations that are kept for the next ones."""
 
 
 def free_memory(device: torch.device) -> float:
-    """Free bytes, those that torch holds unused included; infinite for a device that does not tell."""
+    """Free bytes, torch's unused reserve included; infinite for a device that does not report them."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
@@ -69,35 +69,6 @@ class Pool:
             for size, (shape, _) in zip(sizes, shapes, strict=True)
         ]
 
-    def give(self, blocks: list[Tensor]) -> None:
-        """Keep the blocks of a cache that is no longer used; the oldest are freed."""
-        self.blocks = [*self.blocks, blocks][-POOLED:]
-
-
-def check_room(needed: Mapping[str, int], rows: int, tokens: int, device: torch.device, pool: Pool) -> None:
-    """Refuse what the device cannot hold, before anything is read.
-
-    Args:
-        needed: bytes, by what they are for.
-        rows: decoded at once.
-        tokens: that a row may come to hold.
-        device: of all of it.
-        pool: emptied where there is too little.
-
-    Raises:
-        ValueError: naming each size in GiB, what is free, and what would make it smaller.
-    """
-    free, whole = free_memory(device), sum(needed.values())
-    if whole > free and pool.blocks:
-        pool.blocks.clear()
-        free = free_memory(device)
-    if whole > free:
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
-        raise ValueError(
-            f"to decode {rows} rows of {tokens} tokens takes {whole / 2**30:.1f} GiB ({parts}), and {device} has "
-            f"{free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at once (max_batch_size)"
-        )
-
 
 class TreeCache(Cache):
     """The cache of one `generate` call."""
@@ -114,26 +85,27 @@ class TreeCache(Cache):
         """An empty cache.
 
         Args:
-            shapes: of the keys of each layer, then of the values of each.
-            batch_size: rows.
-            device: of the tokens.
-            tokens: expected length of each row; it grows beyond.
-            rows: largest number of rows that is expected.
+            shapes: shapes of the keys of each layer, then of the values of each.
+            batch_size: number of rows.
+            device: device of the tokens.
+            tokens: expected length of each row; the cache grows beyond it.
+            rows: largest expected number of rows.
             pool: source of the blocks.
         """
         layers = len(shapes) // 2
         super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        """Committed tokens of each row; a smaller length crops it."""
         self.pool = Pool() if pool is None else pool
-        self._places: dict[StateShape, list[int]] = {}
-        """By shape, the keys and values, by number, that lie in its block."""
+        self._block_of: dict[StateShape, list[int]] = {}
+        """The keys and values, by their number in `shapes`, that lie in the block of a shape."""
         for number, shape in enumerate(shapes):
-            self._places.setdefault(shape, []).append(number)
+            self._block_of.setdefault(shape, []).append(number)
         self._rows, self._room = max(rows, batch_size), (tokens // BUCKET + 1) * BUCKET if tokens else 0
         self.capacity = 0
         """Slots that forwards attend to."""
         self.bucketed_length = 0
-        """Slots, in whole steps, that hold all rows and the next forward's tokens."""
+        """Slots that hold all rows and the next forward's tokens, rounded up to whole steps."""
         self.blocks: list[Tensor] = []
         self.keys: list[Tensor] = []
         """Keys of each layer, [B, G, S, E]: views of the blocks."""
@@ -143,31 +115,29 @@ class TreeCache(Cache):
         self._slots: dict[torch.device, Tensor] = {}
         """`slots_BN` on the other devices that layers lie on."""
         self.prefilled = 0
-        """Tokens of every row that came with the prompts, padding too."""
+        """Prompt tokens of every row that were read, padding too."""
         self.attended: int | None = None
         """Slots that the next forward attends to; None for the whole capacity."""
         self.start = 0
-        """Position of the next forward's first token, for models without position ids; others are given them."""
+        """Position of the next forward's first token, for models without position ids."""
         self.cross_attention: Cache | None = None
         """Cross-attention cache of an encoder-decoder."""
 
     def ensure_capacity(self, tokens: int) -> None:
-        """Make room for so many tokens of each row, which are known to come."""
+        """Allocate slots for rows of this length."""
         self._resize(self._rows, (tokens // BUCKET + 1) * BUCKET)
 
     def release(self) -> None:
         """Leave the blocks to the next generation; this cache must not be used again."""
         if self.blocks:
-            self.pool.give(self.blocks)
+            self.pool.blocks = [*self.pool.blocks, self.blocks][-POOLED:]
         self.blocks, self.keys, self.values = [], [], []
 
     def reserve(self, new_tokens: int, longest: int, drafted: int = 0) -> None:
         """Reserve slots for the next forward, which writes `new_tokens` in every row.
 
-        Args:
-            new_tokens: tokens of every row in the next forward.
-            longest: length of the longest row; the host knows it, so the device need not be asked.
-            drafted: tokens of every row that earlier forwards wrote behind the committed ones, and that stay.
+        The host knows the length of the longest row without a sync; `drafted` uncommitted tokens of earlier forwards
+        stay.
         """
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
         capacity = (self.bucketed_length // BUCKET + 1) * BUCKET  # never equal to the length: equal sizes would
@@ -178,16 +148,10 @@ class TreeCache(Cache):
         self.attended = None
 
     def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
-        """Commit the first `lengths_B` nodes of `path_BA`, indices into what the last forward wrote.
-
-        Args:
-            path_BA: nodes of each row's path, padded.
-            lengths_B: valid nodes of each path.
-            in_order: whether all paths are known to be the first nodes in their order, which lie where they should.
-        """
+        """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
         if not in_order:
             scattered = True
-            if path_BA.device.type == "cpu":  # another device would be waited for
+            if path_BA.device.type == "cpu":  # on other devices the check would be a sync
                 new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
                 scattered = bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
             if scattered:
@@ -195,7 +159,7 @@ class TreeCache(Cache):
         self.lengths_B = self.lengths_B + lengths_B
 
     def compact(self, path_BA: Tensor) -> None:
-        """Move the entries of `path_BA` together behind the committed tokens."""
+        """Move the entries of `path_BA` right behind the committed tokens."""
         accepted = path_BA.shape[1]
         if accepted == 1:
             return
@@ -214,12 +178,8 @@ class TreeCache(Cache):
         """Commit the first `lengths_B` tokens of the last forward where they lie."""
         self.lengths_B = self.lengths_B + lengths_B
 
-    def truncate(self, lengths_B: Tensor) -> None:
-        """Forget what lies behind each row's first `lengths_B` tokens."""
-        self.lengths_B = lengths_B
-
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows only; a row may be named again and again."""
+        """Keep these rows only; an index may repeat."""
         rows = len(rows_R)
         if rows > self._rows:
             self._resize(rows, self._room)
@@ -230,7 +190,7 @@ class TreeCache(Cache):
         self._view()
 
     def replace(self, rows_R: Tensor, other: TreeCache) -> None:
-        """Put the rows of another cache in the places of these."""
+        """Overwrite these rows with those of another cache."""
         if other.capacity > self.capacity:
             self._grow(other.capacity)
         for block, theirs in zip(self.blocks, other.blocks, strict=True):
@@ -238,7 +198,7 @@ class TreeCache(Cache):
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
 
     def sizes(self) -> list[tuple[Tensor, int]]:
-        """All tensors, with the dimensions whose size varies between rounds: rows and slots."""
+        """All tensors with their dynamic dimensions: rows and slots."""
         return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
 
     def _grow(self, capacity: int) -> None:
@@ -250,11 +210,11 @@ class TreeCache(Cache):
         self._view()
 
     def _resize(self, rows: int, slots: int) -> None:
-        """Allocate at least so many rows and slots."""
+        """Allocate at least this many rows and slots."""
         if self.blocks and rows <= self._rows and slots <= self._room:
             return
         self._rows, self._room = max(rows, self._rows), max(slots, self._room)
-        sizes = [(shape, len(numbers)) for shape, numbers in self._places.items()]
+        sizes = [(shape, len(numbers)) for shape, numbers in self._block_of.items()]
         before, self.blocks = self.blocks, self.pool.take(sizes, self._rows, self._room)
         for old, new in zip(before, self.blocks, strict=False):
             new[:, : old.shape[1], :, : self.capacity] = old[:, :, :, : self.capacity]
@@ -263,7 +223,7 @@ class TreeCache(Cache):
     def _view(self) -> None:
         """Update `keys` and `values`, each layer's part of the blocks."""
         states: dict[int, Tensor] = {}
-        for block, numbers in zip(self.blocks, self._places.values(), strict=False):
+        for block, numbers in zip(self.blocks, self._block_of.values(), strict=False):
             shown = block[:, : len(self.lengths_B), :, : self.capacity]
             states.update(zip(numbers, shown.unbind(0), strict=True))
         each = [states[number] for number in sorted(states)]
@@ -281,10 +241,10 @@ class _TreeLayer(CacheLayerMixin):
         self.index = index
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Store the layer's new entries and return all that is attended to; the model's attention calls this."""
+        """Store the layer's new entries; return the keys and values to attend to."""
         cache, device = self.cache, key_states.device
         slots_BN = cache.slots_BN
-        if device != slots_BN.device:  # of a model that is spread over several
+        if device != slots_BN.device:  # the model is spread over several devices
             if device not in cache._slots:
                 cache._slots[device] = slots_BN.to(device)
             slots_BN = cache._slots[device]

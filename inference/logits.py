@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -65,55 +65,40 @@ def finest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class Sampler(Protocol):
-    """Source of randomness for drafts and acceptance rules; a test's enumerates instead of sampling."""
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        """One class per distribution: [..., V] to [...]."""
-
-    def accept(self, probs: Tensor) -> Tensor:
-        """True with each of these probabilities; same shape."""
-
-    def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """`count` classes per distribution, one after the other without replacement: [..., V] to [..., count].
-
-        A distribution with fewer possible classes is filled up with impossible ones.
-        """
-
-
+@dataclass(eq=False)
 class RandomSampler:
-    """Draws from a `torch.Generator`, or the global one if None."""
+    """Source of randomness for drafts and acceptance rules: a `torch.Generator`, or the global one if None."""
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator = generator
+    generator: torch.Generator | None = None
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Uniform numbers in [0, 1), float64 where the device has it."""
         return torch.rand(shape, dtype=finest(device), device=device, generator=self.generator)
 
     def on_host(self) -> RandomSampler:
-        """Draws of tensors on the host, that repeat with these; a seed is drawn for them."""
+        """A sampler for tensors on the host, seeded from this one."""
         if self.generator is None or self.generator.device.type == "cpu":
             return self
         seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
         return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """Inverse transform sampling."""
+        """One class per distribution, [..., V] to [...], by inverse transform sampling."""
         cumulative = probs.cumsum(-1, dtype=finest(probs.device))
         uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
         # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
         drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
-        return drawn.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers: the caller finds out
+        return drawn.clamp(max=probs.shape[-1] - 1)  # for NaN probabilities, which the caller detects
 
     def accept(self, probs: Tensor) -> Tensor:
-        """Comparison with a uniform number in [0, 1)."""
+        """True with each of these probabilities; same shape."""
         return self.uniform(probs.shape, probs.device) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """The first arrivals of a race in which class v arrives at rate probs[v]: Gumbel-top-k (1903.06059).
+        """`count` classes per distribution without replacement, in draw order: [..., V] to [..., count].
 
-        One alone needs no race.
+        Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate probs[v]. Impossible
+        classes come last.
         """
         if count == 1:
             return self.categorical(probs)[..., None]
@@ -121,76 +106,66 @@ class RandomSampler:
         return (probs / times).topk(count, dim=-1).indices
 
 
-GOLDEN, MIX_1, MIX_2 = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
-"""Of SplitMix64 (Steele, Lea, Flood 2014): the step of its counter, and the factors of what mixes it."""
-
-
-def mixed(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's number at each counter."""
-    z = (counter ^ (counter >> 30)) * MIX_1
-    z = (z ^ (z >> 27)) * MIX_2
-    return z ^ (z >> 31)
+Sampler = RandomSampler
+"""The interface of samplers; a test's enumerates instead of sampling."""
+SPLITMIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
+"""SplitMix64 (Steele, Lea, Flood 2014): the increment of its counter, and the two factors that mix it."""
+GOLDEN, MIX_1, MIX_2 = SPLITMIX
+SIGNED_GOLDEN, *SIGNED_MIX = SPLITMIX.view(np.int64).tolist()
+"""The same bits as torch's int64."""
 
 
 class PositionNoise:
-    """For each place of each row, and each token v, a number E_v, exponential of rate 1 and independent of all others.
+    """For each position of each row, and each token v, a number E_v, exponential of rate 1 and independent.
 
-    The token at a place is the v with the least E_v / p_v: it has the distribution p, whatever was drawn elsewhere, and
-    depends on no draft. A draft that takes the least E_v / q_v, by the same numbers, agrees with it with a probability
-    of at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv:2408.07978).
+    The token at a position is the v with the least E_v / p_v: it has the distribution p, whatever was drawn elsewhere,
+    and depends on no draft. A draft that takes the least E_v / q_v, by the same numbers, agrees with it with a
+    probability of at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv:2408.07978).
 
-    The numbers are computed from seeds, of which there is one a row, and not kept: they are the same on every device.
+    The numbers are computed from one seed a row and not stored: they are the same on every device.
     """
 
-    def __init__(self, draw: RandomSampler, rows: int, places: int, vocab_size: int, device: torch.device) -> None:
-        """Draw a seed for each row of a call.
-
-        Args:
-            draw: where from.
-            rows: of the call.
-            places: that a round may decide.
-            vocab_size: tokens that may be drawn.
-            device: of the numbers.
-        """
-        source = device if draw.generator is None else draw.generator.device
+    def __init__(
+        self, sampler: RandomSampler, texts: list[list[int]], positions: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """Draw a seed for each row; `texts` are their new tokens, of which one step decides `positions` at most."""
+        source = device if sampler.generator is None else sampler.generator.device
         bounds = -(2**63), 2**63 - 1
-        seeds_R = torch.randint(*bounds, (rows,), generator=draw.generator, device=source)
+        seeds_R = torch.randint(*bounds, (len(texts),), generator=sampler.generator, device=source)
         self._seeds_R = seeds_R.cpu().numpy().astype(np.uint64)  # sync: once a call
-        self._ahead_P = np.arange(places, dtype=np.uint64)
-        self._vocab_size, self._device = vocab_size, device
+        self._ahead_P = np.arange(positions, dtype=np.uint64)
+        self._texts, self._vocab_size, self._device = texts, vocab_size, device
 
-    def move_to(self, places: Sequence[tuple[int, int]]) -> None:
-        """Move to the rows of the batch: the number of each in the call, and its next position."""
-        rows_B, next_B = np.array(places, dtype=np.uint64).T
-        counter_BP = self._seeds_R[rows_B.astype(np.int64), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
-        self._keys_BP = torch.from_numpy(mixed(counter_BP).astype(np.int64)).to(self._device)
-        self._ready_BKV = torch.empty(len(places), 0, self._vocab_size, device=self._device)
+    def move_to(self, rows: Sequence[int]) -> None:
+        """Move to the next position of each row of the batch."""
+        next_B = np.array([len(self._texts[row]) for row in rows], dtype=np.uint64)
+        z_BP = self._seeds_R[np.array(rows), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
+        z_BP = (z_BP ^ (z_BP >> 30)) * MIX_1
+        z_BP = (z_BP ^ (z_BP >> 27)) * MIX_2
+        self._keys_BP = torch.from_numpy((z_BP ^ (z_BP >> 31)).astype(np.int64)).to(self._device)
+        self._ready_BKV = torch.empty(len(rows), 0, self._vocab_size, device=self._device)
 
     def next(self, count: int) -> Tensor:
-        """E_BKV of the next K = `count` places of each row; float32."""
+        """E_BKV of the next K = `count` positions of each row; float32."""
         known = self._ready_BKV.shape[1]
         if known < count:
             more_BKV = exponential(self._keys_BP[:, known:count], self._vocab_size)
             self._ready_BKV = more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
         return self._ready_BKV[:, :count]
 
-    def of(self, tree: DraftTree) -> Tensor:
-        """E_BNV of the places that a tree's nodes decide: a node at depth d that of d places further on."""
+    def sampler(self, tree: DraftTree) -> PositionSampler:
+        """The sampler of a tree's nodes: one at depth d of a row with n new tokens decides the token at n + d."""
         numbers_BKV = self.next(tree.max_depth + 1)
         if tree.in_order:
-            return numbers_BKV
+            return PositionSampler(exponential_BNV=numbers_BKV)
         rows_B1 = counting(len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True)
-        return numbers_BKV[rows_B1, tree.structure.depths_BN]
-
-
-def _signed(number: np.uint64) -> int:
-    return int(number.astype(np.int64))
+        return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, tree.structure.depths_BN])
 
 
 @lru_cache(maxsize=8)
 def _steps(width: int, device: torch.device) -> Tensor:
     """Offsets of SplitMix64's counter for `width` numbers."""
-    return torch.arange(width, device=device) * _signed(GOLDEN)
+    return torch.arange(width, device=device) * SIGNED_GOLDEN
 
 
 def exponential(keys_BK: Tensor, width: int) -> Tensor:
@@ -199,70 +174,45 @@ def exponential(keys_BK: Tensor, width: int) -> Tensor:
         minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
     else:
         z = keys_BK[..., None] + _steps(width, keys_BK.device)
-        for shift, factor in ((30, MIX_1), (27, MIX_2)):
-            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)  # >> keeps the sign
+        for shift, factor in zip((30, 27), SIGNED_MIX, strict=True):
+            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * factor  # >> keeps the sign
         z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(finest(z.device))
         minus_u = ((z + 0.5) * -(2.0**-53)).float()
     # u that rounds to 1 would be infinite, and all tokens alike
     return minus_u.clamp_(min=-(1 - 2.0**-24)).log1p_().neg_()
 
 
+@dataclass(eq=False)
 class PositionSampler(RandomSampler):
-    """One draw per node, with the random numbers of the node's position: see `PositionNoise`."""
+    """One draw per node, a race by the random numbers of the node's position; see `PositionNoise`."""
 
-    def __init__(self, exponential_BNV: Tensor) -> None:
-        """Take the numbers of a tree's nodes."""
-        super().__init__()
-        self.exponential_BNV = exponential_BNV
+    exponential_BNV: Tensor = field(kw_only=True)
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """The first of a race in which class v arrives at rate probs[v]."""
         return (probs / self.exponential_BNV).argmax(-1)
 
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """A rule that asks for more numbers than one a node must not draw by place."""
-        raise NotImplementedError
 
-
+@dataclass(eq=False)
 class PrecomputedSampler(RandomSampler):
-    """Draws with precomputed uniform numbers, each used once."""
+    """Samples with precomputed uniform numbers, each used once; the batch is the first dimension."""
 
-    def __init__(self, uniform_BU: Tensor) -> None:
-        """Take the numbers, as many for each row as will be asked for or more."""
-        super().__init__()
-        self.uniform_BU, self.used = uniform_BU, 0
+    uniform_BU: Tensor = field(kw_only=True)
+    used: int = 0
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """The next ones; the batch is the first dimension."""
         count = math.prod(shape[1:])
         taken_BU = self.uniform_BU[:, self.used : self.used + count]
         self.used += count
         return taken_BU.reshape(shape)
 
-    def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """Decoding draw no siblings; a race would draw numbers of its own."""
-        raise NotImplementedError
-
-
-class Texts(Protocol):
-    """The sequences of a call; `Sequences` is one."""
-
-    def text(self, row: int) -> Tensor:
-        """Prompt and written tokens of a row, [T]."""
-
 
 class TreeLogitsProcessor:
-    """A call's logits processors, applied to trees."""
+    """Applies a call's logits processors to every node of a tree, each node with its own prefix."""
 
     def __init__(
         self, processors: LogitsProcessorList, paddings: Sequence[int], min_length_counts_padding: bool = False
     ) -> None:
-        """Take what `generate` prepared.
-
-        Args:
-            processors: in its order.
-            paddings: padding tokens of each row's prompt.
-            min_length_counts_padding: whether the minimum length was counted over the padded prompt.
+        """Check the processors that `generate` prepared for prompts with this many padding tokens in each row.
 
         Raises:
             ValueError: a processor that depends on more than one row's text and logits; named.
@@ -278,32 +228,30 @@ class TreeLogitsProcessor:
         self._processors, self._paddings = processors, paddings
         self._counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
         self._reads_text = not all(isinstance(processor, PREFIX_FREE) for processor in processors)
+        warpers = [each for each in processors if isinstance(each, known.TemperatureLogitsWarper)]
+        self.temperature = math.prod(float(each.temperature) for each in warpers)
         self._on: dict[torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]] = {}
-        """By the logits' device: the processors that look at nothing else, and for each row all of its own with how
-        much padding each wants to see."""
+        """By the logits' device: the processors that read logits alone, and for each row all of its processors, each
+        with the number of padding tokens that it counts."""
 
-    def __call__(self, logits_BNV: Tensor, tree: DraftTree, texts: Texts, rows: Sequence[int]) -> Tensor:
-        """Scores of every node, in at least float32; the texts of `rows` end with the tree's roots."""
+    def __call__(
+        self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int]
+    ) -> Tensor:
+        """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root."""
         if not self._processors:
             return logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         if not self._reads_text:
             return self._flat(logits_BNV)
-        # sync: processors that read text are asked depth by depth, and may read it on the host themselves
+        # sync: processors that read text run depth by depth, and may read it on the host
         tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
         scores_BNV, by_row = at_least_fp32(logits_BNV).clone(), self._for(logits_BNV.device)[1]
-        for place, row in enumerate(rows):
-            nodes, text_T = slice(sizes[place]), texts.text(row).to(logits_BNV.device)
-            self._score_row(scores_BNV[place], tokens_BN[place][nodes], parents_BN[place][nodes], text_T, by_row[row])
+        for slot, row in enumerate(rows):
+            nodes, text_T = slice(sizes[slot]), text_of(row).to(logits_BNV.device)
+            self._score_row(scores_BNV[slot], tokens_BN[slot][nodes], parents_BN[slot][nodes], text_T, by_row[row])
         return scores_BNV
 
-    @property
-    def temperature(self) -> float:
-        """By which logits are divided."""
-        warpers = [each for each in self._processors if isinstance(each, known.TemperatureLogitsWarper)]
-        return math.prod(float(each.temperature) for each in warpers)
-
     def draft_probs(self, logits: Tensor) -> Tensor:
-        """Draft logits [..., V] to the probabilities to sample from: processed like the target's, but for the text."""
+        """Draft logits [..., V] to sampling probabilities, by the processors that read no text."""
         return self._flat(logits).softmax(-1)
 
     def _flat(self, logits: Tensor) -> Tensor:
@@ -314,7 +262,7 @@ class TreeLogitsProcessor:
         return self._for(logits.device)[0](no_text, flat).reshape(logits.shape)
 
     def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
-        """Processors with their tensors on a device; `generate` made them on the inputs' device."""
+        """`_on[device]`: copies with their tensors on that device; `generate` made them on the inputs' device."""
         if device not in self._on:
             here = [_moved(processor, device) for processor in self._processors]
             by_row = [
@@ -334,8 +282,8 @@ class TreeLogitsProcessor:
     ) -> None:
         """Process one row's nodes in place, depth by depth.
 
-        A node that its parent's scores forbid can never be accepted. It is left alone: a constraint need not know
-        how to go on after a text that it did not allow.
+        A node that its parent's scores forbid can never be accepted. It is skipped: a constraint need not know how to
+        continue a text that it forbids.
         """
         paths: dict[int, list[int]] = {0: []}
         while paths:
@@ -365,9 +313,9 @@ def _moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """The processor as `generate` would make it for one row by itself, without padding."""
-    # A tensor is how `generate` tells the penalty of the padding.
-    told = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(told, Tensor):
+    # `generate` passes the penalty the padding's length as a tensor, the user's own choice as an integer.
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
         return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
     if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn

@@ -13,7 +13,7 @@ V vocabulary, D hidden size, F width of the chosen layers' features.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -69,35 +69,15 @@ class Decoding:
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
 
-    def sampler_for(self, tree: DraftTree, sequences: Sequences, rows: Sequence[int]) -> Sampler:
-        """The rule's sampler: a node at depth d of a row with n new tokens decides the token at position n + d."""
-        if self.noise is None:
-            return self.sampler
-        self.noise.move_to([(row, len(sequences.rows[row])) for row in rows])
-        return PositionSampler(self.noise.of(tree))
-
-    def gumbel(self, count: int) -> Tensor:
-        """`DraftContext.gumbel`: noise of the next `count` positions, [B, count, V]."""
-        assert self.noise is not None
-        # One position more is computed, for the rule asks for it.
-        return self.noise.next(count + 1)[:, :count].log().mul_(-self.process_logits.temperature)
-
 
 @torch.inference_mode()
 def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None) -> Stats:
-    """Generate until every sequence has ended; the tokens are in `sequences` afterwards.
-
-    Args:
-        decoding: target, acceptance rule, logits processors, sampler.
-        drafter: source of draft trees.
-        sequences: prompts and stopping rules.
-        past: KV cache and drafter state of the text's beginning, updated in place; one row only.
-    """
+    """Generate until every sequence has ended; `past`, the state of one row's text, is updated in place."""
     stats = Stats(rows=[[] for _ in sequences.rows])
     sampler, target = decoding.sampler, decoding.target
     if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
         positions, vocab_size = drafter.max_nodes + 1, target.info.vocab_size
-        noise = PositionNoise(sampler, len(sequences.rows), positions, vocab_size, target.device)
+        noise = PositionNoise(sampler, sequences.rows, positions, vocab_size, target.device)
         decoding = replace(decoding, noise=noise)
     with timed(stats, "prefill"):
         cache, roots_B = prefill(decoding, drafter, sequences, sequences.active, past)
@@ -114,7 +94,7 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
     if past is None:
         cache.release()
     else:
-        past.keep(sequences.text(0).tolist(), cache, drafter.saved_state())
+        past.tokens, past.cache, past.draft_state = sequences.text(0).tolist(), cache, drafter.saved_state()
     return stats
 
 
@@ -124,14 +104,14 @@ def speculation_step(
     """One draft, one target forward, one verification, for all active rows."""
     with timed(stats, "draft"):
         if decoding.noise is not None:
-            decoding.noise.move_to([(row, len(sequences.rows[row])) for row in sequences.active])
+            decoding.noise.move_to(sequences.active)
         tree = drafter.propose(roots_B)
     with timed(stats, "target"):
         longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
         output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
     with timed(stats, "processors"):
-        scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences, sequences.active)
-    sampler = decoding.sampler if decoding.noise is None else PositionSampler(decoding.noise.of(tree))
+        scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences.text, sequences.active)
+    sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
         values_BK = drafter.host_values(step) if drafter.needs_host_values else None
@@ -150,7 +130,7 @@ class Verification:
     """
 
     def __init__(self, rule: Verifier, samples: bool = True) -> None:
-        """Hold a rule; `samples` is False for one that asks for no random numbers."""
+        """Take a rule; `samples` is False for one that draws no random numbers."""
         self.rule, self.samples = rule, samples
         self.one_draw_per_node = rule is point_mass
         self.graph: CompiledFunction | None = None
@@ -172,7 +152,7 @@ class Verification:
         cache: TreeCache,
         stats: Stats,
     ) -> StepResult:
-        """The accepted path of each row, and the token after it; both parts are timed."""
+        """The accepted path of each row, and the token after it."""
         with timed(stats, "verify"):
             numbers = self._random_numbers(tree, scores_BNV, sampler) if self.samples else None
             graph = None if self.graph is None or numbers is sampler else self._graph_for(tree)
@@ -192,7 +172,10 @@ class Verification:
                     rows = [(tensor, 0) for tensor in (*by_row, *by_node)]
                     return [*rows, *((tensor, 1) for tensor in by_node), (known.ancestors_BNN, 2)]
 
-                verified = graph(_variant(tree), sizes, lambda: [cache] if compacted else [], *arguments)
+                rows, nodes = tree.tokens_BN.shape
+                sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
+                variant = (rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape)
+                verified = graph(variant, sizes, lambda: [cache] if compacted else [], *arguments)
             path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = verified
         with timed(stats, "cache"):
             if compacted:
@@ -210,8 +193,11 @@ class Verification:
         cache: TreeCache | None,
     ) -> tuple[Tensor, ...]:
         """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
-        if isinstance(numbers, Tensor):  # three dimensions: of each node for every token
-            numbers = PositionSampler(numbers) if numbers.ndim == 3 else PrecomputedSampler(numbers)
+        if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
+            if numbers.ndim == 3:
+                numbers = PositionSampler(exponential_BNV=numbers)
+            else:
+                numbers = PrecomputedSampler(uniform_BU=numbers)
         result = self.rule(tree, scores_BNV, numbers or UNUSED)
         path_BA, emitted_BA, features_BAF = result.path_BA, result.emitted_BA, output.features_BNF
         if cache is not None and not tree.in_order:
@@ -237,7 +223,7 @@ class Verification:
         return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
 
     def _graph_for(self, tree: DraftTree) -> CompiledFunction | None:
-        """Rules for sampled trees walk the tree on the host, so that each shape is a graph of its own."""
+        """The compiled rule; rules for sampled trees walk the tree on the host, hence one graph per shape."""
         if tree.draft_probs_BNV is not None and tree.shape not in self._shapes:
             if len(self._shapes) == SAMPLED_SHAPES:
                 return None
@@ -245,37 +231,30 @@ class Verification:
         return self.graph
 
 
-def _variant(tree: DraftTree) -> Hashable:
-    """Key of the trees that share a compiled function."""
-    rows, nodes = tree.tokens_BN.shape
-    sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
-    return rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape
-
-
 def replace_ended(
     decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
 ) -> Tensor:
-    """Continuous batching: waiting rows take the places of those that have ended, or the batch shrinks.
+    """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
 
     Returns the roots of all rows that are active now.
     """
     while sequences.leaving and sequences.waiting:
-        places = [place for place, row in enumerate(sequences.active) if row in sequences.leaving]
-        rows = [sequences.waiting.popleft() for _ in range(min(len(places), len(sequences.waiting)))]
-        sequences.leaving -= {sequences.active[place] for place in places[: len(rows)]}
+        slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
+        rows = [sequences.waiting.popleft() for _ in range(min(len(slots), len(sequences.waiting)))]
+        sequences.leaving -= {sequences.active[slot] for slot in slots[: len(rows)]}
         fresh = drafter.fresh()
         fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
-        into_R = torch.tensor(places[: len(rows)], device=roots_B.device)
+        into_R = torch.tensor(slots[: len(rows)], device=roots_B.device)
         cache.replace(into_R, fresh_cache)
         fresh_cache.release()
         drafter.replace(into_R, fresh)
         roots_B = roots_B.index_copy(0, into_R, fresh_roots)
-        for place, row in zip(places, rows, strict=False):
-            sequences.active[place] = row
+        for slot, row in zip(slots, rows, strict=False):
+            sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
-    kept = [place for place, row in enumerate(sequences.active) if row not in sequences.leaving]
-    sequences.active, sequences.leaving = [sequences.active[place] for place in kept], set()
+    kept = [slot for slot, row in enumerate(sequences.active) if row not in sequences.leaving]
+    sequences.active, sequences.leaving = [sequences.active[slot] for slot in kept], set()
     if not kept:
         return roots_B
     kept_R = torch.tensor(kept, device=roots_B.device)
@@ -292,7 +271,9 @@ def prefill(
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
     draft_probs = decoding.process_logits.draft_probs if decoding.sampling else None
-    gumbel = None if decoding.noise is None else decoding.gumbel
+    noise, temperature = decoding.noise, decoding.process_logits.temperature
+    # One position more is computed, which the rule needs.
+    gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
     context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
@@ -308,12 +289,15 @@ def prefill(
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
-    cache.truncate(lengths_B)
+    cache.lengths_B = lengths_B
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
-    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences, rows)
-    sampler = decoding.sampler_for(tree, sequences, rows)
+    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences.text, rows)
+    sampler = decoding.sampler
+    if noise is not None:
+        noise.move_to(rows)
+        sampler = noise.sampler(tree)
     roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
     sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
@@ -327,19 +311,15 @@ class Stage:
     begin: int
     end: int
     rows: list[int]
-    """Rows of the batch that the target reads; the KV cache has as many."""
+    """Rows of the batch that the target reads, which are those of the KV cache."""
     of_row: list[int]
-    """For each row of the batch, the index in `rows` of the one that has the same tokens."""
+    """For each row of the batch, the index in `rows` of the one with the same tokens."""
 
 
 def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> list[Stage]:
-    """Stages that read a common prefix once, and equal prompts once.
+    """Stages that read a common prefix once, and equal prompts once if the target `shares` them.
 
-    Args:
-        tokens_BT: right-padded prompts.
-        lengths: of the prompts.
-        kept: tokens that are in the KV cache already.
-        shares: whether rows may share what is read.
+    `tokens_BT` are the right-padded prompts, the first `kept` tokens of which are in the KV cache already.
     """
     every, longest = list(range(len(lengths))), max(lengths)
     if len(lengths) == 1 or not shares:
@@ -369,8 +349,8 @@ def _read_stage(
         stop = min(start + PREFILL_TOKENS, stage.end)
         prompt_ends = {index: lengths[row] - 1 - start for index, row in enumerate(stage.rows)}
         prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
-        # Where prompts end at different positions, logits of all rows at all of these would grow with their square.
-        # Without a head no hidden states are requested: transformers would hook the user's model to give them.
+        # Where prompts end at different positions, the logits of all rows at all ends would grow with their square.
+        # Without a head no hidden states are requested: transformers would add hooks to the user's model.
         apart = len(set(prompt_ends.values())) > 1 and (layers or target.packed is not None) and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers

@@ -18,8 +18,6 @@ PARTS = ("draft", "target", "processors", "verify", "cache", "host")
 """Parts of a round: the draft and `observe`, the target's forward with its mask, the logits processors, the acceptance
 rule, the compaction of the KV cache (a part of the rule in a CUDA graph), and synchronization and bookkeeping on the
 host."""
-
-
 TOKENS_KEPT = 10_000
 """Latest tokens whose latencies a meter remembers."""
 
@@ -89,23 +87,23 @@ class Stats:
 
     @property
     def acceptance_rate_by_depth(self) -> list[float]:
-        """For each depth from the root on; NaN where no path came that far.
+        """Acceptance rate for each depth from the root; NaN where no path reached it.
 
         A row's last round may return fewer tokens than were accepted: it counts for the depths that were returned,
-        and says nothing of the next.
+        not for the next one.
         """
-        reached, went_on = [0] * self.max_depth, [0] * self.max_depth
+        reached, accepted = [0] * self.max_depth, [0] * self.max_depth
         for record in (record for row in self.rows for record in row):
             successes = min(record.accepted, record.returned)
-            cut = record.returned <= record.accepted
+            truncated = record.returned <= record.accepted
             for depth in range(self.max_depth):
-                reached[depth] += depth < successes or (depth == successes and not cut)
-                went_on[depth] += depth < successes
-        return [hits / tries if tries else float("nan") for hits, tries in zip(went_on, reached, strict=True)]
+                reached[depth] += depth < successes or (depth == successes and not truncated)
+                accepted[depth] += depth < successes
+        return [hits / tries if tries else float("nan") for hits, tries in zip(accepted, reached, strict=True)]
 
     @property
     def round_parts(self) -> dict[str, float]:
-        """Seconds of a mean round, by part."""
+        """Mean seconds per round, by part."""
         return {part: self.seconds.get(part, 0.0) / self.rounds for part in PARTS} if self.rounds else {}
 
     @property
@@ -117,7 +115,7 @@ class Stats:
         ]
 
     def summary(self) -> str:
-        """Two lines for people: acceptance, and where the time went."""
+        """Two lines of text: acceptance, and where the time went."""
         if not self.rounds:
             return "no rounds"
         low, high = self.acceptance_length_interval
@@ -146,6 +144,7 @@ class Stats:
         return whole
 
 
+@dataclass(eq=False)
 class Meter:
     """Counters over the life of a process, for Prometheus.
 
@@ -154,10 +153,9 @@ class Meter:
     print(meter.text())
     """
 
-    def __init__(self) -> None:
-        """All counters are 0."""
-        self.counts: Counter[str] = Counter()
-        self.latencies: deque[float] = deque(maxlen=TOKENS_KEPT)
+    counts: Counter[str] = field(default_factory=Counter)
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=TOKENS_KEPT))
+    """Seconds per token, of the latest ones."""
 
     def add(self, stats: Stats) -> None:
         """Count a generation."""

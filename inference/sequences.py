@@ -6,37 +6,27 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.streamers import BaseStreamer
 
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .kv_cache import TreeCache
 from .metrics import RoundRecord, Stats
 
 
-class Streamer(Protocol):
-    """Interface of transformers' streamers."""
-
-    def put(self, value: Tensor) -> None:
-        """Take new tokens."""
-
-    def end(self) -> None:
-        """Note that there are no more."""
-
-
 class Sequences:
-    """The sequences of a call. Per-row lists keep every row of the call; `active` are those that are decoded now."""
+    """The sequences of a call. Per-row lists hold every row of the call; `active` are those being decoded."""
 
     def __init__(
         self,
         prompts: list[Tensor],
         new_tokens: int,
-        eos: frozenset[int],
+        eos_token_ids: frozenset[int],
         criteria: Sequence[Callable[..., Any]] = (),
-        streamer: Streamer | None = None,
+        streamer: BaseStreamer | None = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
         max_batch_size: int | None = None,
@@ -47,16 +37,16 @@ class Sequences:
         Args:
             prompts: unpadded tokens [T] of each row.
             new_tokens: largest number of new tokens in each row.
-            eos: tokens that end a row.
+            eos_token_ids: tokens that end a row.
             criteria: stopping criteria, called after each token with one row's unpadded tokens [1, T].
             streamer: gets the tokens as they are accepted; one row only.
-            keep_scores: whether the processed scores of every new token are kept.
-            keep_logits: whether its raw logits are kept.
+            keep_scores: whether to keep the processed scores of every new token.
+            keep_logits: whether to keep its raw logits.
             max_batch_size: rows that are decoded at once, the others waiting; None for all.
             callbacks: called after prefill, and after every round.
         """
-        self.prompts, self.callbacks = prompts, callbacks
-        self.new_tokens, self.eos, self.criteria, self.streamer = new_tokens, eos, criteria, streamer
+        self.prompts, self.callbacks, self.criteria, self.streamer = prompts, callbacks, criteria, streamer
+        self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids
         self.rows: list[list[int]] = [[] for _ in prompts]
         """New tokens of each row."""
         self.active = list(range(len(prompts)))[:max_batch_size]
@@ -81,34 +71,25 @@ class Sequences:
         prompt = self.prompts[row]
         return torch.cat([prompt, torch.tensor(self.rows[row], dtype=prompt.dtype, device=prompt.device)])
 
-    def padded(self, padding: int) -> Tensor:
-        """New tokens of all rows, [B, T], padded on the right."""
-        rows = [torch.tensor(row, dtype=torch.int64) for row in self.rows]
-        return pad_sequence(rows, batch_first=True, padding_value=padding)
-
     def add_first(self, rows: Sequence[int], roots_B: Tensor, scores_B1V: Tensor, logits_B1V: Tensor) -> None:
         """Append the tokens that follow the prompts of `rows`."""
         finite_B = scores_B1V[:, 0].amax(-1).isfinite()
         tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
-        for place, (row, token, valid) in enumerate(zip(rows, tokens, finite, strict=True)):
+        for slot, (row, token, valid) in enumerate(zip(rows, tokens, finite, strict=True)):
             if not valid:
-                self._refuse(row, logits_B1V[place, 0])
+                self._refuse(row, logits_B1V[slot, 0])
             self._append(row, [token])
-            self._keep(row, scores_B1V[place], logits_B1V[place])
+            for kept, values_B1V in ((self.scores, scores_B1V), (self.logits, logits_B1V)):
+                if kept is not None:
+                    kept[row].append(values_B1V[slot].clone())
         for callback in self.callbacks:
             callback(self)
 
     def add(self, step: StepResult, scores_BNV: Tensor, stats: Stats, values_BK: Tensor | None = None) -> StepResult:
-        """Append what a step emitted.
-
-        Args:
-            step: as verification left it.
-            scores_BNV: of all nodes.
-            stats: get a record for each row.
-            values_BK: integers that the drafter needs on the host.
+        """Append the tokens that a step emitted.
 
         Returns:
-            the step with its tokens and the drafter's values on the host.
+            The step with its tokens and the drafter's integers `values_BK` on the host.
 
         Raises:
             ValueError: the target's logits are NaN, or the processors left no token.
@@ -117,15 +98,15 @@ class Sequences:
         # sync: the only one of a round; the host must know what to return and when to stop
         found = torch.cat([*columns, *([] if values_BK is None else [values_BK])], dim=1).tolist()
         most, emitted = step.emitted_BA.shape[1], []
-        for place, (row, (length, *values)) in enumerate(zip(self.active, found, strict=True)):
+        for slot, (row, (length, *values)) in enumerate(zip(self.active, found, strict=True)):
             emitted.append(values[most : most + length])
-            valid = sum(accumulate(values[:most], min))  # up to the first that is no number
+            valid = sum(accumulate(values[:most], min))  # up to the first that is not finite
             count = self._append(row, emitted[-1][:valid])
             if valid < length and row not in self.ended:  # tokens behind a row's end may be invalid
-                self._refuse(row, step.output.logits_BNV[place, step.path_BA[place, valid]])
-            if self.scores is not None or self.logits is not None:
-                path_A = step.path_BA[place, :count]
-                self._keep(row, scores_BNV[place, path_A], step.output.logits_BNV[place, path_A])
+                self._refuse(row, step.output.logits_BNV[slot, step.path_BA[slot, valid]])
+            for kept, values_BNV in ((self.scores, scores_BNV), (self.logits, step.output.logits_BNV)):
+                if kept is not None:
+                    kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
             record = RoundRecord(length - 1, count, step.tree.max_depth, number=len(stats.round_seconds))
             stats.rows[row].append(record)
         for callback in self.callbacks:
@@ -138,7 +119,7 @@ class Sequences:
         for token in tokens:
             self.rows[row].append(token)
             count += 1
-            ended = token in self.eos or len(self.rows[row]) == self.new_tokens
+            ended = token in self.eos_token_ids or len(self.rows[row]) == self.new_tokens
             if not ended and self.criteria:
                 text_1T = self.text(row)[None]
                 ended = any(bool(criterion(text_1T, None)) for criterion in self.criteria)
@@ -150,20 +131,15 @@ class Sequences:
             self.streamer.put(torch.tensor(tokens[:count]))
         return count
 
-    def _keep(self, row: int, scores_AV: Tensor, logits_AV: Tensor) -> None:
-        for kept, tensor in ((self.scores, scores_AV), (self.logits, logits_AV)):
-            if kept is not None:
-                kept[row].append(tensor.clone())
-
     def _refuse(self, row: int, logits_V: Tensor) -> None:
-        place = len(self.rows[row])
+        position = len(self.rows[row])
         if logits_V.isnan().any():
             raise ValueError(
-                f"the target's logits for new token {place} of row {row} are no numbers (NaN): the model's weights "
+                f"the target's logits for new token {position} of row {row} are no numbers (NaN): the model's weights "
                 "or its number format are broken, so nothing can be drawn from them"
             )
         raise ValueError(
-            f"the logits processors forbid every token at new token {place} of row {row}; leave at least one allowed"
+            f"the logits processors forbid every token at new token {position} of row {row}; leave at least one allowed"
         )
 
 
@@ -184,50 +160,41 @@ class Conversation:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         """The text: the last call's prompt and its new tokens."""
-        self._cache: TreeCache | None = None
-        self._draft_state: Any = None
-        self._owner: Hashable = None
+        self.cache: TreeCache | None = None
+        self.draft_state: Any = None
+        self.owner: Hashable = None
+        """The decoder that filled the cache, and the version of its weights; no other can continue it."""
 
     def __repr__(self) -> str:
         return f"Conversation({len(self.tokens)} tokens)"
 
     def get_seq_length(self) -> int:
         """Tokens of the text in the KV cache: all but the newest one."""
-        return max(len(self.tokens) - 1, 0) if self._cache is not None else 0
+        return max(len(self.tokens) - 1, 0) if self.cache is not None else 0
 
     def forget(self) -> None:
         """Drop the text and its state."""
-        self.tokens, self._cache, self._draft_state = [], None, None
-
-    def belong(self, to: Hashable) -> None:
-        """Forget what another decoder has read, or the same one with other weights."""
-        if self._owner != to:
-            self.forget()
-        self._owner = to
+        self.tokens, self.cache, self.draft_state = [], None, None
 
     def resume(self, context: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
         """Crop the state to the text's common prefix with a prompt; begins the drafter if anything is kept.
 
         Returns:
-            the target's KV cache and how many tokens it holds; None and 0 if the prompt must be read from its start.
+            The target's KV cache and its length in tokens; None and 0 if the prompt must be read from its start.
         """
         prompt: list[int] = prompt_T.tolist()  # sync: once a call
         # The token after each kept one must be known: a head has read the two together.
         kept = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
-        if self._cache is None or kept < 1 or (drafter.feature_layers and self._draft_state is None):
+        if self.cache is None or kept < 1 or (drafter.feature_layers and self.draft_state is None):
             self.forget()
             return None, 0
-        device = self._cache.lengths_B.device
+        device = self.cache.lengths_B.device
         tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
         kept_B = torch.tensor([kept], device=device)
         empty_1TF = torch.empty(1, kept, 0, device=device)
         chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
-        drafter.resume(context, chunk, self._draft_state, kept == len(self.tokens) - 1)
-        self._cache.ensure_capacity(context.capacity)
-        self._cache.truncate(kept_B)
-        self._cache.prefilled = kept
-        return self._cache, kept
-
-    def keep(self, tokens: list[int], cache: TreeCache, draft_state: Any) -> None:
-        """Store the state at the end of a call."""
-        self.tokens, self._cache, self._draft_state = tokens, cache, draft_state
+        drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
+        self.cache.ensure_capacity(context.capacity)
+        self.cache.lengths_B = kept_B
+        self.cache.prefilled = kept
+        return self.cache, kept

@@ -1,8 +1,8 @@
 """Speculative decoding for users: `SpeculativeLM.generate`, or plain `model.generate(custom_generate=...)`.
 
-Settings, logits processors and stopping rules are resolved by `model.generate` itself: it calls our loop through its
-`custom_generate` hook, so they mean here what they mean there. Rows are decoded without their padding, so that each
-gets the tokens that `generate` returns for it alone.
+`model.generate` itself resolves settings, logits processors and stopping criteria and calls our loop through its
+`custom_generate` hook, so they keep their meaning. Rows are decoded without their padding, so that each gets the tokens
+that `generate` returns for it alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
@@ -38,13 +39,13 @@ from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
 from .drafters.by_name import draft_models, load_fitting_head, make_drafter
 from .drafters.head_drafter import HeadDrafter
-from .kv_cache import check_room
+from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
 from .metrics import Stats
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, refuse_loading_options
-from .sequences import Conversation, Sequences, Streamer
+from .sequences import Conversation, Sequences
 from .target import Target
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
@@ -56,9 +57,9 @@ SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.start
     "stopping_criteria",
     "prefix_allowed_tokens_fn",
 }
-"""What `SpeculativeLM.generate` hands on to `model.generate`, which says what each means."""
+"""Settings that `SpeculativeLM.generate` passes to `model.generate`, which documents them."""
 NOT_RETURNED = ("output_attentions", "output_hidden_states")
-"""Settings that ask for an output which the loop does not keep."""
+"""Settings for outputs that the loop does not keep."""
 
 
 @dataclass
@@ -66,21 +67,21 @@ class GenerateOutput(ModelOutput):
     """Output of `SpeculativeLM.generate`: transformers' `GenerateDecoderOnlyOutput` with statistics."""
 
     sequences: Tensor
-    """The prompts as given and what was written after them, padded on the right."""
+    """The prompts as given, followed by the new tokens, padded on the right."""
     scores: tuple[Tensor, ...] | None = None
     """With `output_scores`: the processed scores of each new token, [batch, V]; 0 behind a row's end."""
     logits: tuple[Tensor, ...] | None = None
-    """With `output_logits`: the raw logits, likewise."""
+    """With `output_logits`: the raw logits of each new token, [batch, V]; 0 behind a row's end."""
     stats: Stats = None  # type: ignore[assignment]  # always given; the base class allows no other default
     """Acceptance and timings."""
     past_key_values: Conversation | None = None
-    """What was given, for the next call."""
+    """The conversation that was given, updated for the next call."""
 
 
 class SpeculativeLM:
     """A target model and a drafter: `generate` returns the target's own tokens, faster.
 
-    Threads may share it; their generations wait for each other.
+    Threads may share it; their generations run one after the other.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class SpeculativeLM:
 
         Args:
             target: the frozen model.
-            drafter: what guesses; None for plain decoding by the same engine.
+            drafter: proposes draft trees; None for autoregressive decoding by the same engine.
             verifier: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts most.
                 Greedy decoding has one rule.
-            lossy: agreement that a lossy rule ("typical") may change what is written.
+            lossy: allow a rule ("typical") that changes the output distribution.
 
         Raises:
             ValueError: an unknown verifier, or one that does not fit the drafter's trees; feature layers that the
@@ -105,16 +106,16 @@ class SpeculativeLM:
         self.greedy_rule = Verification(greedy, samples=False)
         self.verifier, self.lossy = verifier, lossy
         self.provenance: dict[str, Any] = {}
-        """What the head was trained against, as its checkpoint remembers it."""
+        """The target that the head was trained against, from the head's checkpoint."""
         self.callbacks: list[Callable[[Stats], None]] = []
         """Called with the statistics of every generation."""
         self.round_callbacks: list[Callable[[Sequences], None]] = []
-        """Called after every round with what was written so far; what one of them raises ends the generation."""
+        """Called after every round with the sequences so far; an exception ends the generation."""
         self.listeners, self.round_listeners = self.callbacks, self.round_callbacks  # earlier names
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
-        """Another drafter of the same head or source, with a tree."""
-        self._others: dict[str, SpeculativeLM] = {}
-        """What calls asked for that want another tree or rule."""
+        """Makes a drafter of the same head or source with another tree."""
+        self._variants: dict[str, SpeculativeLM] = {}
+        """By tree and verifier: this model with those of single calls."""
         target.check_layers(self.drafter.feature_layers)
 
     def __repr__(self) -> str:
@@ -137,71 +138,65 @@ class SpeculativeLM:
         fallback: bool = True,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
-        """Load a target and what drafts for it.
+        """Load a target and a drafter for it.
 
         Args:
-            target: see `Target.from_pretrained`; or one that is loaded already.
-            head: a checkpoint folder, a Hub id, or a head; None for a drafter that needs none, or for plain decoding.
-            dtype: of target and head, where they are loaded here; "auto" for the fastest on this machine of those that
-                are right for the model (see `dtypes`), float32 for a GGUF file.
-            tree: what `tree_policy` takes, or "auto" for the tree that `headstart tree` found on this machine, or else
-                for a chain of one token and dynamic trees of a few sizes, made smaller in batches so that a forward
-                does not cost more than it saves. Several with | between them: each round takes the one that has been
-                fastest so far.
-            verifier: see `__init__`.
-            device: of target and head.
-            revision: of the target's Hub id.
-            head_revision: of the head's Hub id.
-            lossy: see `__init__`.
-            compile: True for compiled rounds, see the method `compile`; False for none; "auto" for them where they need
-                not be waited for, on CPUs.
-            drafter: a spec of `drafters.by_name.SPECS`, or a drafter of your own, which may be wrong in any way: the
-                output stays the target's. Beside a head, what it looks up is joined with the head's tree.
+            target: a source for `Target.from_pretrained`, or a loaded target.
+            head: a checkpoint folder, a Hub id, or a head; None for a drafter without a head, or for autoregressive
+                decoding.
+            dtype: dtype of target and head if they are loaded here; "auto" for the fastest on this machine that keeps
+                the model's accuracy (see `dtypes`), float32 for a GGUF file.
+            tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
+                chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more.
+                Of several trees separated by |, each round takes the one that has been fastest so far.
+            verifier: see `__init__`, as for `lossy`.
+            compile: True to compile the rounds, see the method `compile`; False not to; "auto" to compile where it
+                takes no time, on CPUs.
+            drafter: a spec of `drafters.by_name.SPECS`, or a drafter of your own, whose errors cannot change the
+                output. With a head, its drafts are joined with the head's tree.
             fallback: measure plain steps too, and take them where drafts cost more time than they save; see
-                `AdaptiveDrafter`. False for drafts in each round: of the tree that is named, of the fastest of several,
-                or of the first of those that "auto" would choose from. For a seed, picked trees give one text either
-                way; so do drawn ones, of which sampling takes the first that is named each round.
+                `AdaptiveDrafter`. False to draft in every round: with the given tree, the fastest of several, or the
+                first that "auto" would choose from. For a seed, top-k trees give the same text either way; so do
+                sampled ones, of which sampling takes the first given one each round.
             model_kwargs: see `Target.from_pretrained`.
 
         Raises:
-            ValueError: something that cannot be loaded, or a head or tree that does not fit; named.
+            ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
         loaded_here = isinstance(target, str | Path)
         check_model_options(model_kwargs)
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device, revision, model_kwargs)
         else:
-            kind = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
-            target = kind.from_pretrained(target, dtype, device, revision, **model_kwargs)
+            target_class = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
+            target = target_class.from_pretrained(target, dtype, device, revision, **model_kwargs)
         if target.device.type == "cpu":
             check_threads()
-        compiled = wanted(compile, target.device)
-        if compiled:
+        if compile == "auto":
+            compile = cpu_kernels.serve(target.device)
+        elif not isinstance(compile, bool):
+            raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
+        if compile:
             target.compile()
-        origin: dict[str, Any] = {}
-        ours, metadata = None, None
+        loaded_head, metadata = None, None
         if head is not None:
-            ours, metadata = load_fitting_head(head, target, head_revision, loaded_here, dtype == "auto")
-            origin = metadata.provenance
-            ours = ours.to(target.device).eval()
-            target.check_layers(ours.feature_layers)
-            if compiled and cpu_kernels.serve(target.device):
-                ours = packed_head(ours)
-
-        def drafter_with(tree: TreeSpec) -> Drafter:
-            return make_drafter(target, drafter, tree, ours, metadata, fallback)
-
+            loaded_head, metadata = load_fitting_head(head, target, head_revision, loaded_here, dtype == "auto")
+            loaded_head = loaded_head.to(target.device).eval()
+            target.check_layers(loaded_head.feature_layers)
+            if compile and cpu_kernels.serve(target.device):
+                loaded_head = packed_head(loaded_head)
+        drafter_with = partial(make_drafter, target, drafter, head=loaded_head, metadata=metadata, adaptive=fallback)
         lm = cls(target, drafter_with(tree), verifier, lossy)
-        lm.provenance, lm._drafter_with = origin, drafter_with
-        return lm.compile() if compiled else lm
+        lm.provenance, lm._drafter_with = {} if metadata is None else metadata.provenance, drafter_with
+        return lm.compile() if compile else lm
 
     def compile(self) -> SpeculativeLM:
-        """Run plain steps and rounds as fast as this device can, which `compile="auto"` does on CPUs.
+        """Compile plain steps and speculation rounds for this device; `compile="auto"` does so on CPUs.
 
-        On a CPU target and head run in kernels of our own, which are compiled once for a machine, in seconds, and hold
-        a copy of the weights in the shortest format that holds them exactly; weights of the target that change in place
-        are copied again. Without a compiler a warning says so and all runs as it is. On an accelerator rounds
-        are graphs, made when they are first needed, which takes minutes a process; weights must not change then.
+        On a CPU, target and head run in our own kernels, built once per machine in seconds. They hold a copy of the
+        weights in the shortest exact format, renewed when the target's weights change in place. Without a C++ compiler
+        a warning is given and nothing changes. On an accelerator, rounds are CUDA graphs, recorded at first use, which
+        takes minutes per process; weights must not change afterwards.
         """
         self.target.compile()
         self.drafter.compile()
@@ -216,7 +211,7 @@ class SpeculativeLM:
         return measured_costs(self.target, next((head for head in heads if isinstance(head, DraftHead)), None))
 
     def warmup(self) -> SpeculativeLM:
-        """Do now what the first answer would wait for: build and pack, measure what rounds cost, write a few tokens."""
+        """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
         self.costs  # noqa: B018 - measured now
         callbacks = self.callbacks[:]
         self.callbacks.clear()
@@ -228,7 +223,7 @@ class SpeculativeLM:
                 self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
         finally:
             self.callbacks[:] = callbacks
-            for each in self.drafter.nested():  # this text says nothing of others
+            for each in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(each, AdaptiveDrafter):
                     each.speeds.clear()
         return self
@@ -239,7 +234,7 @@ class SpeculativeLM:
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         generator: torch.Generator | None = None,
-        streamer: Streamer | None = None,
+        streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_batch_size: int | None = None,
         tree: TreeSpec | None = None,
@@ -247,173 +242,156 @@ class SpeculativeLM:
         past_key_values: Conversation | None = None,
         **settings: Any,
     ) -> GenerateOutput:
-        """Write on, for each row of a batch.
+        """Generate a continuation of each row of a batch.
 
         Args:
-            input_ids: prompts, [batch, time]; padded left or right.
-            attention_mask: 1 where a token is no padding; None to let transformers infer it from the padding token.
-            generation_config: as for `model.generate`.
-            generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, the
-                random number that decides a token belongs to its row and position: for a seed the text is the same
-                whatever was drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
+            input_ids: prompts [batch, time], padded left or right.
+            attention_mask: 1 for tokens, 0 for padding; None to let transformers infer it from the padding token.
+            generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, each
+                token is sampled by a random number of its row and position: a seed gives the same text whatever was
+                drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
             tokenizer: needed for `stop_strings`.
-            max_batch_size: rows that are decoded at the same time; the next one begins where one has ended (continuous
+            max_batch_size: rows decoded at the same time; a finished row frees its slot for the next one (continuous
                 batching). None for all at once.
-            tree: for this call, of the same head or source; see `from_pretrained`. None for the one that was chosen
-                there.
-            verifier: for this call; see `__init__`. None for the one that was chosen there, or, with a tree of another
-                kind than its, "auto".
-            past_key_values: what earlier calls have read of the text, whose beginning is then not read again; it is
-                changed in place. One row only, and the same `tree`.
+            tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
+            verifier: acceptance rule for this call; None for the one given at first, or "auto" if `tree` is of another
+                kind.
+            past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
+                in place. One row only, and the same `tree` in every call.
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
-                stopping_criteria ... as for `model.generate`. Processors and criteria of your own are asked one row at
-                a time, with the row's unpadded tokens.
+                stopping_criteria ... as for `model.generate`. Your own processors and criteria are called with one
+                row's unpadded tokens at a time.
 
         Raises:
-            ValueError: an empty or too long prompt, a tree or verifier that does not fit, or a setting that is not
-                supported; named.
+            ValueError: names an empty or too long prompt, a tree or verifier that does not fit, or an unsupported
+                setting.
         """
-        if tree is not None or verifier is not None:
-            other = self._with(tree, verifier)
-            return other.generate(
+        max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
+        lm = self if tree is None and verifier is None else self._variant(tree, verifier)
+        lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
+        if settings.get("max_new_tokens") == 0:
+            if streamer is not None:
+                streamer.end()
+            return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
+        target, models = self.target, draft_models(lm.drafter)
+        with target.lock:
+            if isinstance(target, Seq2SeqTarget):
+                settings |= {"encoder_outputs": target.encode(input_ids, attention_mask)}
+                for model in models:
+                    model.encode(input_ids, attention_mask)
+            output = target.model.generate(
                 input_ids,
-                attention_mask,
-                generation_config,
-                generator,
-                streamer,
-                tokenizer,
-                max_batch_size,
-                past_key_values=past_key_values,
-                **settings,
+                attention_mask=attention_mask,
+                generation_config=generation_config,
+                streamer=streamer,
+                custom_generate=lm.decoding_method(RandomSampler(generator), streamer, max_batch_size, past_key_values),
+                **with_stop_strings(settings, generation_config, tokenizer),
             )
+            for model in models:
+                model.encoded = None
+        assert isinstance(output, GenerateOutput)
+        return output
+
+    def _check_arguments(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_batch_size: int | None,
+        past: Any,
+        settings: dict[str, Any],
+    ) -> None:
+        """Refuse arguments of `generate` that cannot be decoded."""
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must be [batch, time] with at least one token, not {list(input_ids.shape)}")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
             )
-        max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
-        if past_key_values is not None:
-            self._check_past(past_key_values, len(input_ids))
+        if past is not None and not isinstance(past, Conversation):
+            raise ValueError(
+                f"past_key_values must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps "
+                "what drafts have read, too"
+            )
+        if past is not None and len(input_ids) > 1:
+            raise ValueError(f"past_key_values takes one row, not a batch of {len(input_ids)}")
+        if past is not None and isinstance(self.target, Seq2SeqTarget):
+            raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
         unknown = sorted(set(settings) - SETTINGS)
         if unknown:
             raise ValueError(
                 f"generate option {unknown[0]!r} is not supported; choose from {', '.join(sorted(SETTINGS))}"
             )
-        if settings.get("max_new_tokens") == 0:
-            if streamer is not None:
-                streamer.end()
-            return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
-        with self.target.lock:
-            if isinstance(self.target, Seq2SeqTarget):
-                settings |= {"encoder_outputs": self.target.encode(input_ids, attention_mask)}
-                for model in draft_models(self.drafter):
-                    model.encode(input_ids, attention_mask)
-            output = self.target.model.generate(
-                input_ids,
-                attention_mask=attention_mask,
-                generation_config=generation_config,
-                streamer=streamer,
-                custom_generate=self.decoding_method(
-                    RandomSampler(generator), streamer, max_batch_size, past_key_values
-                ),
-                **with_stop_strings(settings, generation_config, tokenizer),
-            )
-            for model in draft_models(self.drafter):
-                model.encoded = None
-        assert isinstance(output, GenerateOutput)
-        return output
 
     def stream(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Iterator[list[int]]:
-        """Write on after one prompt, round by round; who stops listening ends the generation.
+        """Generate a continuation of one prompt; closing the iterator ends the generation.
 
-        Args:
-            input_ids: see `generate`; one row.
-            attention_mask: see `generate`.
-            options: all others of `generate` but `streamer`.
+        Takes all options of `generate` but `streamer`.
 
         Yields:
-            the tokens of a round, as soon as they are accepted.
-
-        Raises:
-            ValueError: see `generate`.
+            The tokens of a round, as soon as they are accepted.
         """
         rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
-        listener = _Listener(rounds)
+        streamer = _QueueStreamer(rounds)
 
-        def write() -> None:
+        def generate() -> None:
             try:
-                self.generate(input_ids, attention_mask, streamer=listener, **options)
-            except _NobodyListens:
+                self.generate(input_ids, attention_mask, streamer=streamer, **options)
+            except _StreamClosed:
                 pass
-            except BaseException as error:  # for whoever listens
+            except BaseException as error:  # raised again in the caller's thread
                 rounds.put(error)
             finally:
                 rounds.put(None)
 
-        writer = threading.Thread(target=write, name="headstart stream", daemon=True)
-        writer.start()
+        thread = threading.Thread(target=generate, name="headstart stream", daemon=True)
+        thread.start()
         try:
             while (tokens := rounds.get()) is not None:
                 if isinstance(tokens, BaseException):
                     raise tokens
                 yield tokens
         finally:
-            listener.gone = True
-            writer.join()
+            streamer.closed = True
+            thread.join()
 
-    def _with(self, tree: TreeSpec | None, verifier: str | None) -> SpeculativeLM:
-        """The same with another tree or rule; made once for each, so that what is learned of it stays.
-
-        Raises:
-            ValueError: a tree or verifier that does not fit, or a tree for a drafter that was made elsewhere.
-        """
+    def _variant(self, tree: TreeSpec | None, verifier: str | None) -> SpeculativeLM:
+        """This model with another tree or rule; made once for each, so that measured speeds are kept."""
         key = repr((tree, verifier))
-        if key not in self._others:
+        if key not in self._variants:
             drafter = self.drafter
-            if tree is not None and self._drafter_with is None:
-                raise ValueError(f"tree {tree!r} was given for a drafter that is made already; make it with that tree")
-            if tree is not None and self._drafter_with is not None:
+            if tree is not None:
+                if self._drafter_with is None:
+                    raise ValueError(
+                        f"tree {tree!r} was given for a drafter that is made already; make it with that tree"
+                    )
                 drafter = self._drafter_with(tree)
-            same = drafter.kind == self.drafter.kind
-            word = verifier or (self.verifier if same else "auto")
-            other = copy.copy(self)
-            other.drafter, other.verifier = drafter, word
-            other.sampling_rule = Verification(choose_rule(word, drafter.kind, self.lossy))
-            self._others[key] = other.compile() if self.target.compiled else other
-        return self._others[key]
+            name = verifier or (self.verifier if drafter.kind == self.drafter.kind else "auto")
+            variant = copy.copy(self)
+            variant.drafter, variant.verifier = drafter, name
+            variant.sampling_rule = Verification(choose_rule(name, drafter.kind, self.lossy))
+            self._variants[key] = variant.compile() if self.target.compiled else variant
+        return self._variants[key]
 
     def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
-        """Turns by the tokenizer's chat template, each of which reads only what is new; see `Chat`."""
+        """A conversation by the tokenizer's chat template, each turn of which reads only new tokens; see `Chat`."""
         return Chat(self, tokenizer, system, **settings)
-
-    def _check_past(self, past: Any, rows: int) -> None:
-        """Refuse what cannot be gone on with.
-
-        Raises:
-            ValueError: another kind of cache, a batch, or an encoder-decoder.
-        """
-        if not isinstance(past, Conversation):
-            raise ValueError(
-                f"past_key_values must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps "
-                "what drafts have read, too"
-            )
-        if rows > 1:
-            raise ValueError(f"past_key_values takes one row, not a batch of {rows}")
-        if isinstance(self.target, Seq2SeqTarget):
-            raise ValueError("past_key_values of an encoder-decoder cannot be gone on with; leave it out")
 
     def decoding_method(
         self,
-        draw: Sampler,
-        streamer: Streamer | None = None,
+        sampler: Sampler,
+        streamer: BaseStreamer | None = None,
         max_batch_size: int | None = None,
         past: Conversation | None = None,
-    ) -> Callable[..., GenerateOutput]:
-        """A function that `model.generate` of this target's model takes as `custom_generate`."""
+        always_output: bool = True,
+    ) -> Callable[..., Tensor | GenerateOutput]:
+        """A function that `model.generate` of this target's model takes as `custom_generate`.
+
+        It returns a `GenerateOutput`; without `always_output` only if `return_dict_in_generate` asks for it, and else
+        the sequences, as transformers' own decoding methods do.
+        """
 
         def decode(
             model: PreTrainedModel,
@@ -422,114 +400,101 @@ class SpeculativeLM:
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
             **inputs: Any,
-        ) -> GenerateOutput:
+        ) -> Tensor | GenerateOutput:
             # transformers passes parameters named here twice, hence the mask among the rest
-            mask = inputs.get("attention_mask")
-            if isinstance(self.target, Seq2SeqTarget):
-                self.target.set_encoder_outputs(inputs["encoder_outputs"], mask)
-                for drafting in draft_models(self.drafter):
-                    drafting.check_encoder_outputs()
+            target, config, mask = self.target, generation_config, inputs.get("attention_mask")
+            if isinstance(target, Seq2SeqTarget):
+                target.set_encoder_outputs(inputs["encoder_outputs"], mask)
+                for draft_model in draft_models(self.drafter):
+                    draft_model.check_encoder_outputs()
                 mask = None  # it is the encoder's
-            cached = inputs.get("past_key_values")
-            if cached is not None and cached.get_seq_length() > 0:
-                raise ValueError(
-                    f"past_key_values with {cached.get_seq_length()} tokens cannot be continued here; give the whole "
-                    "text, or call SpeculativeLM.generate with a Conversation"
-                )
-            if inputs.get("inputs_embeds") is not None:
-                raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
-            with self.target.lock:
-                return self._decode(
-                    input_ids,
-                    mask,
-                    logits_processor,
-                    stopping_criteria,
-                    generation_config,
-                    draw,
+            _check_prepared(config, inputs, streamer, len(input_ids))
+            mask = torch.ones_like(input_ids) if mask is None else mask
+            prompts = [row[attended.bool()] for row, attended in zip(input_ids, mask, strict=True)]
+            if min(map(len, prompts)) == 0:
+                raise ValueError(f"prompt {[len(row) for row in prompts].index(0)} of the batch is all padding")
+            paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
+            process_logits = TreeLogitsProcessor(
+                logits_processor, paddings, min_length_counts_padding=config.min_new_tokens is not None
+            )
+            eos_token_ids, max_length, other_criteria = _stopping(stopping_criteria, config.max_length)
+            new_tokens, full = max_length - input_ids.shape[1], config.return_dict_in_generate
+            with target.lock:
+                if target.compiled:
+                    target.compile()  # again, if weights or active adapters have changed
+                self._check_size(prompts, new_tokens, max_batch_size)
+                sequences = Sequences(
+                    prompts,
+                    new_tokens,
+                    eos_token_ids,
+                    other_criteria,
                     streamer,
-                    max_batch_size,
-                    past,
+                    keep_scores=bool(full and config.output_scores),
+                    keep_logits=bool(full and config.output_logits),
+                    max_batch_size=max_batch_size,
+                    callbacks=self.round_callbacks,
                 )
+                rule = self.sampling_rule if config.do_sample else self.greedy_rule
+                decoding = Decoding(target, rule, process_logits, sampler, bool(config.do_sample))
+                if past is not None and past.owner != (self, target.version):
+                    past.forget()
+                    past.owner = (self, target.version)
+                try:
+                    stats = speculate(decoding, self.drafter, sequences, past)
+                except BaseException:
+                    if past is not None:  # its state may be half updated
+                        past.forget()
+                    raise
+                for callback in self.callbacks:
+                    callback(stats)
+            if streamer is not None:
+                streamer.end()
+            padding = min(eos_token_ids, default=0) if config.pad_token_id is None else config.pad_token_id
+            rows = [torch.tensor(row, dtype=torch.int64) for row in sequences.rows]
+            new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(input_ids.device, input_ids.dtype)
+            scores, logits = (  # per row and round [tokens, V], to one [batch, V] per token
+                None if kept is None else pad_sequence([torch.cat(row) for row in kept]).unbind(0)
+                for kept in (sequences.scores, sequences.logits)
+            )
+            output = GenerateOutput(
+                sequences=torch.cat([input_ids, new_BT], dim=1),
+                scores=scores,
+                logits=logits,
+                stats=stats,
+                past_key_values=past,
+            )
+            return output if always_output or full else output.sequences
 
         return decode
 
-    def _decode(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        draw: Sampler,
-        streamer: Streamer | None,
-        max_batch_size: int | None,
-        past: Conversation | None,
-    ) -> GenerateOutput:
-        """Check what `model.generate` prepared, run the loop, and put the rows together again."""
-        if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            mode = config.get_generation_mode().value.replace("_", " ")
-            raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
-        asked = [name for name in NOT_RETURNED if getattr(config, name, None)]
-        if asked and config.return_dict_in_generate:
-            raise ValueError(f"{asked[0]} is not supported; the output holds sequences, scores, logits and stats")
-        if streamer is not None and len(input_ids) > 1:
-            raise ValueError(f"a streamer takes one row, not a batch of {len(input_ids)}")
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        prompts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
-        if min(map(len, prompts)) == 0:
-            raise ValueError(f"prompt {[len(row) for row in prompts].index(0)} of the batch is all padding")
-        paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-        score = TreeLogitsProcessor(processors, paddings, min_length_counts_padding=config.min_new_tokens is not None)
-        ends, limit, others = _stops(criteria, config.max_length)
-        new_tokens, longest = limit - input_ids.shape[1], max(map(len, prompts))
-        if longest + new_tokens > self.target.max_positions:
+    def _check_size(self, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None) -> None:
+        """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
+        target, longest = self.target, max(map(len, prompts))
+        if longest + new_tokens > target.max_positions:
             raise ValueError(
-                f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {self.target.max_positions} "
-                f"positions of {self.target.name!r}"
+                f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {target.max_positions} "
+                f"positions of {target.name!r}"
             )
-        self.target.refresh()
-        together = min(len(prompts), max_batch_size or len(prompts))
-        room = longest + new_tokens + self.drafter.max_nodes
-        check_room(self._needed(together, room), together, room, self.target.device, self.target.pool)
-        full = config.return_dict_in_generate
-        keep_scores, keep_logits = bool(full and config.output_scores), bool(full and config.output_logits)
-        callbacks = self.round_callbacks
-        out = Sequences(
-            prompts, new_tokens, ends, others, streamer, keep_scores, keep_logits, max_batch_size, callbacks
-        )
-        rule = self.sampling_rule if config.do_sample else self.greedy_rule
-        rules = Decoding(self.target, rule, score, draw, bool(config.do_sample))
-        if past is not None:
-            past.belong((self, self.target.version))
-        try:
-            stats = speculate(rules, self.drafter, out, past)
-        except BaseException:
-            if past is not None:  # half of something may have been read
-                past.forget()
-            raise
-        for callback in self.callbacks:
-            callback(stats)
-        if streamer is not None:
-            streamer.end()
-        padding = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
-        written = out.padded(padding).to(input_ids.device, input_ids.dtype)
-        return GenerateOutput(
-            sequences=torch.cat([input_ids, written], dim=1),
-            scores=_by_token(out.scores),
-            logits=_by_token(out.logits),
-            stats=stats,
-            past_key_values=past,
-        )
-
-    def _needed(self, rows: int, tokens: int) -> dict[str, int]:
-        """Bytes that a batch takes, by what they are for."""
-        scores = rows * self.drafter.max_nodes * self.target.info.vocab_size
-        each = self.target.dtype.itemsize + 3 * max(self.target.dtype.itemsize, 4)  # raw, scores, probabilities, draws
-        return {
-            "the target's cache": self.target.cache_bytes(rows, tokens),
+        rows = min(len(prompts), max_batch_size or len(prompts))
+        tokens = longest + new_tokens + self.drafter.max_nodes
+        scores = rows * self.drafter.max_nodes * target.info.vocab_size
+        each = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)  # raw, scores, probabilities, random numbers
+        needed = {
+            "the target's cache": target.cache_bytes(rows, tokens),
             "the drafts'": self.drafter.cache_bytes(rows, tokens),
             "logits": scores * each,
         }
+        free, total = free_memory(target.device), sum(needed.values())
+        if total > free and target.pool.blocks:
+            target.pool.blocks.clear()
+            free = free_memory(target.device)
+        if total > free:
+            parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+            raise ValueError(
+                f"to decode {rows} rows of {tokens} tokens takes {total / 2**30:.1f} GiB ({parts}), and "
+                f"{target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at "
+                "once (max_batch_size)"
+            )
 
 
 class Chat:
@@ -542,13 +507,7 @@ class Chat:
     def __init__(
         self, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any
     ) -> None:
-        """Begin a conversation.
-
-        Args:
-            lm: the model that answers.
-            tokenizer: with a chat template.
-            system: the system message.
-            settings: for every answer, as for `SpeculativeLM.generate`.
+        """Begin a conversation; `settings` are options of `SpeculativeLM.generate` for every answer.
 
         Raises:
             ValueError: a tokenizer without a chat template.
@@ -560,68 +519,72 @@ class Chat:
         self.past = Conversation()
 
     def say(self, text: str, **settings: Any) -> str:
-        """The answer to a message; `settings` are for this one. A call that fails leaves the messages as they were."""
+        """The answer to a message, with `settings` for this call. A call that fails leaves `messages` unchanged."""
         return "".join(self.stream(text, **settings))
 
     def stream(self, text: str, **settings: Any) -> Iterator[str]:
-        """The answer in pieces, as soon as each is there; an answer that is not read to its end is not recorded."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        """The answer, piece by piece; an answer that is not read to its end is not recorded."""
+        messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        written: list[int] = []
-        told = ""
+        new_tokens: list[int] = []
+        answer = yielded = ""
         rounds = self.lm.stream(
             prompt["input_ids"].to(self.lm.target.device), past_key_values=self.past, **{**self.settings, **settings}
         )
         for tokens in rounds:
-            written += tokens
-            answer = self._decoded(written)
-            if len(answer) > len(told) and not answer.endswith("\ufffd"):  # the bytes of a character may come apart
-                yield answer[len(told) :]
-                told = answer
-        answer = self._decoded(written)
-        if len(answer) > len(told):
-            yield answer[len(told) :]
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            new_tokens += tokens
+            answer = str(self.tokenizer.decode(new_tokens, skip_special_tokens=True))
+            if len(answer) > len(yielded) and not answer.endswith("\ufffd"):  # a round may end within a character
+                yield answer[len(yielded) :]
+                yielded = answer
+        if len(answer) > len(yielded):
+            yield answer[len(yielded) :]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-class _NobodyListens(Exception):
-    """A stream was left before its end."""
+class _StreamClosed(Exception):
+    """The caller closed a stream before its end."""
 
 
-class _Listener:
-    """A streamer that hands tokens to another thread."""
+@dataclass
+class _QueueStreamer(BaseStreamer):
+    """A streamer that passes tokens to another thread."""
 
-    def __init__(self, rounds: queue.Queue[Any]) -> None:
-        self.rounds, self.gone, self._prompt = rounds, False, True
+    rounds: queue.Queue[Any]
+    closed: bool = False
+    has_prompt: bool = False
 
     def put(self, value: Tensor) -> None:
-        """Take new tokens; the first ones are the prompt's, as with transformers' streamers."""
-        if self.gone:
-            raise _NobodyListens
-        if not self._prompt:
+        if self.closed:
+            raise _StreamClosed
+        if self.has_prompt:  # transformers streams the prompt first
             self.rounds.put(value.tolist())
-        self._prompt = False
+        self.has_prompt = True
 
     def end(self) -> None:
-        """Do nothing: `stream` notices the end."""
+        """Do nothing: the thread that generates marks the end."""
 
 
-def wanted(compile: bool | str, device: torch.device) -> bool:
-    """Whether to compile; "auto" does where compiling takes no time.
-
-    Raises:
-        ValueError: another word.
-    """
-    if compile == "auto":
-        return cpu_kernels.serve(device)
-    if not isinstance(compile, bool):
-        raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
-    return compile
+def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: BaseStreamer | None, rows: int) -> None:
+    """Refuse inputs and settings that `model.generate` accepts and this loop does not support."""
+    cached = inputs.get("past_key_values")
+    if cached is not None and cached.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values with {cached.get_seq_length()} tokens cannot be continued here; give the whole "
+            "text, or call SpeculativeLM.generate with a Conversation"
+        )
+    if inputs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        mode = config.get_generation_mode().value.replace("_", " ")
+        raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
+    unsupported = [name for name in NOT_RETURNED if getattr(config, name, None)]
+    if unsupported and config.return_dict_in_generate:
+        raise ValueError(f"{unsupported[0]} is not supported; the output holds sequences, scores, logits and stats")
+    if streamer is not None and rows > 1:
+        raise ValueError(f"a streamer takes one row, not a batch of {rows}")
 
 
 def with_stop_strings(
@@ -637,8 +600,8 @@ def with_stop_strings(
     return {**settings, "stopping_criteria": criteria, "stop_strings": None}
 
 
-def _stops(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:
-    """The end tokens, the length of the padded prompt with all new tokens, and what must be asked token by token."""
+def _stopping(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:
+    """The EOS tokens, the largest length of padded prompt and new tokens, and the other stopping criteria."""
     tokens: set[int] = set()
     others = []
     for criterion in criteria:
@@ -649,10 +612,3 @@ def _stops(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[i
         else:
             others.append(criterion)
     return frozenset(tokens), max_length, others
-
-
-def _by_token(rows: list[list[Tensor]] | None) -> tuple[Tensor, ...] | None:
-    """Per row and round [tokens, V], to one [batch, V] per token."""
-    if rows is None:
-        return None
-    return pad_sequence([torch.cat(row) for row in rows]).unbind(0)

@@ -1,6 +1,6 @@
 """The target: an unmodified, frozen Hugging Face causal LM, with forwards over trees of tokens.
 
-A 4-D attention mask, explicit position ids and a KV cache of ours are all that a decoder needs for a tree.
+A tree needs no more than a 4-D attention mask, explicit position ids and our KV cache.
 
 Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width of the chosen layers side by side.
 """
@@ -49,18 +49,20 @@ class TargetOutput:
 
 
 class Target:
-    """A causal LM that is never trained and never changed; one that is loaded here is frozen, in eval mode."""
+    """A causal LM that is neither trained nor changed; `from_pretrained` loads it frozen, in eval mode."""
 
     loader: Any = AutoModelForCausalLM
-    """transformers' class that loads it."""
+    """transformers' class that loads the model."""
     shares_prompts = True
     """Whether rows with the same prompt may be read once."""
+    kinds = staticmethod(attention_kinds)
+    """Kinds of attention masks that the model's layers need."""
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
         """Wrap a loaded model.
 
         Raises:
-            ValueError: an architecture that cannot be asked for trees, with the reason.
+            ValueError: an architecture that cannot run draft trees, with the reason.
         """
         self.model: Any = model  # `generate` is mixed into its class, which no annotation says
         self.config = model.config.get_text_config()
@@ -68,7 +70,7 @@ class Target:
         self.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.adapter: str | None = None
-        """The peft adapter that was merged in."""
+        """Folder of the peft adapter that was merged into the weights."""
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
@@ -76,27 +78,22 @@ class Target:
         self.graph: CompiledFunction | None = None
         """The compiled forward over a tree, on an accelerator; see `compile`."""
         self.packed: PackedDecoder | None = None
-        """The forward in our kernels, on a CPU, of models that they know."""
+        """On a CPU: the forward in our kernels, for models that they support."""
         self.packed_model: Any = None
-        """The model with linear layers in our kernels, on a CPU, of other models."""
-        self._compiled_of: Hashable = None
+        """On a CPU, for other models: a copy with linear layers in our kernels."""
+        self._compiled_version: Hashable = None
         self.pool = Pool()
-        """Of the caches of generations that ended."""
+        """KV cache blocks of finished generations."""
         self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        """Whether its layers lie on several devices."""
+        """Whether the layers lie on several devices."""
         self.lock = threading.RLock()
-        """Held by the generation that runs: kernels, drafters and what they learn are there once."""
+        """Held by the running generation: kernels, drafters and their measurements are shared."""
         self.modules = target_modules(model)
         self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0])
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
         return f"{type(self).__name__}({self.name!r}, {dtype_name(self.dtype)}, {self.device}{compiled})"
-
-    @staticmethod
-    def kinds(model: PreTrainedModel) -> tuple[str, ...]:
-        """Which masks the model's layers need; see `attention_kinds`."""
-        return attention_kinds(model)
 
     @classmethod
     def from_pretrained(
@@ -111,48 +108,47 @@ class Target:
 
         Args:
             source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
-                model that is loaded already, a `PeftModel` too: it is asked with whichever adapter is active.
-            dtype: of the weights; "auto" for the fastest here that is right for the model, see `dtypes`.
-            device: where to, or accelerate's map of modules to devices, or one of its words ("auto"); None for the
-                first GPU, or the CPU.
-            revision: of a Hub id.
+                loaded model, a `PeftModel` too, which runs with its active adapter.
+            dtype: dtype of the weights; "auto" for the fastest here that keeps the model's accuracy, see `dtypes`.
+            device: a device, accelerate's map of modules to devices, or the name of one of its strategies ("auto");
+                None for the first GPU, or the CPU.
+            revision: revision of a Hub id.
             model_kwargs: quantization_config, attn_implementation, trust_remote_code, token, cache_dir and others of
                 `loading.MODEL_OPTIONS`, for transformers' `from_pretrained`.
 
         Raises:
-            ValueError: nothing to load at `source`, an unknown option, or an architecture that cannot be asked for
-                trees.
+            ValueError: nothing to load at `source`, an unknown option, or an architecture that cannot run draft trees.
         """
         check_model_options(model_kwargs)
         source = without_peft(source)
         if isinstance(source, PreTrainedModel):
             refuse_loading_options(source.dtype, dtype, device, revision, model_kwargs)
             return cls(source)
-        where = device or default_device()
-        single = None if isinstance(where, dict) or where in MAPS else torch.device(where)
+        device = device or default_device()
+        single = None if isinstance(device, dict) or device in MAPS else torch.device(device)
         chosen = chosen_dtype(dtype, source, single, revision, model_kwargs)
-        return cls.load(source, chosen, where, revision, model_kwargs)
+        return cls.load(source, chosen, device, revision, model_kwargs)
 
     @classmethod
     def load(
         cls,
         source: str | Path,
         dtype: torch.dtype,
-        where: str | torch.device | dict[str, Any],
+        device: str | torch.device | dict[str, Any],
         revision: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Target:
-        """`from_pretrained` with a dtype that is chosen already."""
-        return cls(load_model(cls.loader, source, dtype, where, revision, options), str(source))
+        """`from_pretrained` with a given dtype and device."""
+        return cls(load_model(cls.loader, source, dtype, device, revision, options), str(source))
 
     def compile(self) -> None:
-        """Run forwards over trees, and prompts on a CPU, as fast as this device can.
+        """Compile the forwards; again, if weights or active adapters have changed since.
 
-        On a CPU in our kernels, which hold a copy of the weights in their shortest exact format; elsewhere in a graph
-        that is compiled when one is first asked for, and that the weights must not change under.
+        On a CPU, trees and prompts run in our kernels, which hold a copy of the weights in their shortest exact format.
+        Elsewhere, trees run in a CUDA graph, compiled at first use; the weights must not change afterwards.
         """
         version = self.version
-        if self._compiled_of == version:
+        if self._compiled_version == version:
             return
         if not cpu_kernels.serve(self.device):
             from .compiled.graphs import CompiledFunction  # imports torch's compiler
@@ -164,12 +160,7 @@ class Target:
             self.packed_model = cpu_kernels.packed_copy(self.model) if self.packed is None else None
         else:
             return
-        self._compiled_of = version
-
-    def refresh(self) -> None:
-        """Compile again what has changed since: weights, or which adapters are active."""
-        if self._compiled_of is not None:
-            self.compile()
+        self._compiled_version = version
 
     @property
     def compiled(self) -> bool:
@@ -184,7 +175,7 @@ class Target:
         return id(self.model), active_adapters(self.model), changes
 
     def merge_adapter(self, folder: str | Path) -> None:
-        """Become the model with a peft adapter merged into its weights: what a jointly trained head drafts for."""
+        """Merge a peft adapter into the weights, as a jointly trained head needs."""
         # Only heads with an adapter need peft, whose import takes a second.
         from peft import PeftModel
 
@@ -192,11 +183,12 @@ class Target:
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.adapter = str(Path(folder).resolve())
-        self.refresh()
+        if self.compiled:
+            self.compile()
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """Identifies the model in the checkpoint of a head that is trained against it."""
+        """Identity of the model, for the checkpoint of a head that is trained against it."""
         packing = getattr(self.model.config, "quantization_config", None)
         method = getattr(packing, "quant_method", None) or (packing or {}).get("quant_method") if packing else None
         return {
@@ -215,7 +207,7 @@ class Target:
         return frozenset(token for token in listed if token is not None)
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Refuse feature layers that the model does not show.
+        """Refuse feature layers that the model does not have.
 
         Raises:
             ValueError: naming the layer and the valid range.
@@ -234,33 +226,32 @@ class Target:
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        """An empty cache for this model; see `TreeCache` for what it is told."""
+        """An empty cache for this model; the arguments are those of `TreeCache`."""
         return TreeCache(self.state_shapes, batch_size, self.device, tokens, rows, self.pool)
 
     @cached_property
     def state_shapes(self) -> list[StateShape]:
-        """The keys of each layer, then the values, as they come out of a forward over one token."""
+        """Shapes of each layer's keys, then of the values, found by a forward over one token."""
         if self.packed is not None:
             return self.packed.state_shapes
-        layers = self._one_token(use_cache=True, logits_to_keep=1).past_key_values.layers
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            layers = self.model(input_ids=token_11, use_cache=True, logits_to_keep=1).past_key_values.layers
         states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]
 
     @cached_property
     def computes_logits(self) -> bool:
-        """Whether `logits` is what the model computes, tried on one token."""
+        """Whether `logits` agrees with the model's own logits, tried on one token."""
         if self.packed is not None:
             return True
-        output = self._one_token(use_cache=False, output_hidden_states=True)
+        with torch.inference_mode():
+            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            output = self.model(input_ids=token_11, use_cache=False, output_hidden_states=True)
         expected_11V = output.logits.float()
         found_11V = self.logits(output.hidden_states[self.info.num_layers]).float().to(expected_11V.device)
         close = torch.finfo(self.dtype).eps ** 0.5 * expected_11V.abs().max()
         return bool((found_11V - expected_11V).abs().max() <= close)
-
-    def _one_token(self, **options: Any) -> Any:
-        """The model's own answer to a token."""
-        with torch.inference_mode():
-            return self.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), **options)
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits [..., V] of states [..., D] after the final norm; see `computes_logits`."""
@@ -274,15 +265,8 @@ class Target:
     ) -> TargetOutput:
         """Prefill: read the next tokens of right-padded prompts and commit all of them, padding too.
 
-        Args:
-            tokens_BT: the chunk, of every row.
-            longest: length of the longest prompt, for which the cache makes room at once.
-            cache: every row as long as the others.
-            layers: whose features are wanted.
-            kept: positions in the chunk whose logits are wanted.
-
-        Returns:
-            logits of the positions `kept` (none at all for an empty list), and features of all tokens.
+        Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
+        room for the `longest` prompt at once.
         """
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
@@ -290,7 +274,7 @@ class Target:
             logits, features = [], []
             for start, piece_BN in zip(range(0, size, PIECE), tokens_BT.split(PIECE, dim=1), strict=True):
                 nodes = piece_BN.shape[1]
-                here = torch.tensor([place - start for place in kept if start <= place < start + nodes]).long()
+                here = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
                 output = self.forward_chain(piece_BN, cache.prefilled, cache, layers, here)
                 cache.advance(torch.full_like(cache.lengths_B, nodes))
                 cache.prefilled += nodes
@@ -302,26 +286,26 @@ class Target:
         else:
             slots_S = torch.arange(cache.capacity, device=self.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
-            seen = dict.fromkeys(self.attention_kinds, visible_BTS)
-            if "sliding_attention" in seen:
+            visible = dict.fromkeys(self.attention_kinds, visible_BTS)
+            if "sliding_attention" in visible:
                 slots_BS = slots_S.expand(len(tokens_BT), -1)
-                seen["sliding_attention"] = self._in_window(cache.slots_BN, slots_BS, visible_BTS)
-            masks = self._masks(seen)
+                visible["sliding_attention"] = self._in_window(cache.slots_BN, slots_BS, visible_BTS)
+            masks = self._masks(visible)
         # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
         last = size - kept[0] if kept else 1
         wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=self.device)
         with attending(self.config) if self.own_attention else nullcontext():
             logits_BKV, features_BNF = self._run(tokens_BT, cache.slots_BN, masks, cache, layers, wanted)
-        if self.spread:  # the last ones, from the first that is wanted on
-            logits_BKV = logits_BKV[:, [place - kept[0] for place in kept]]
+        if self.spread:  # logits from the first wanted position to the last token
+            logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
         cache.advance(torch.full_like(cache.lengths_B, size))
         cache.prefilled += size
         return TargetOutput(logits_BKV, features_BNF)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """One forward over all nodes; each attends to the cache's committed tokens and its own path.
+        """One forward over all nodes; each attends to the committed tokens and its own path.
 
-        The nodes' entries are in the cache afterwards, but not committed: `cache.accept` does that.
+        The nodes' entries are written to the cache; `cache.accept` commits them.
         """
         known = tree.structure
         return self.forward_nodes(tree.tokens_BN, known.framed_BNX, known.depths_BN, longest, cache, layers)
@@ -334,7 +318,7 @@ class Target:
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        """`forward_nodes` over tokens that follow one another."""
+        """`forward_nodes` over a chain of tokens."""
         batch, nodes = tokens_BN.shape
         seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
         depths_BN = torch.arange(nodes, device=self.device).expand_as(tokens_BN)
@@ -350,23 +334,23 @@ class Target:
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        """One forward over the last N of M nodes; the others were written by earlier forwards, none is committed.
+        """One forward over the last N of M uncommitted nodes, the others being in the cache already.
 
         Args:
-            tokens_BN: of the new nodes.
-            framed_BNX: the nodes that each of them attends to, itself too, `framed`.
-            depths_BM: positions in the text behind the committed tokens, from 0.
+            tokens_BN: tokens of the new nodes.
+            framed_BNX: `framed` tree attention of the new nodes.
+            depths_BM: positions relative to the first one behind the committed tokens.
             longest: length of the longest row.
-            cache: KV cache that entries are written to.
-            layers: whose features are wanted.
-            kept_K: the new nodes whose logits are wanted; None for all.
+            cache: receives the new nodes' entries.
+            layers: feature layers to return.
+            kept_K: the new nodes whose logits to return; None for all.
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.reserve(new, longest, nodes - new)
-        positions_BN, seen = self.visible_slots(framed_BNX, depths_BM, cache, longest)
+        positions_BN, visible = self.visible_slots(framed_BNX, depths_BM, cache, longest)
         if self.packed is not None:
-            return TargetOutput(*self.packed(tokens_BN, positions_BN, seen, cache, layers, kept_K))
-        masks = self._masks(seen)
+            return TargetOutput(*self.packed(tokens_BN, positions_BN, visible, cache, layers, kept_K))
+        masks = self._masks(visible)
         if kept_K is None:
             kept_K = counting(new, self.device)
         given = (tokens_BN, positions_BN, masks, cache, layers)
@@ -378,10 +362,10 @@ class Target:
                 return TargetOutput(*self._run(*given, kept_K))
 
             def sizes() -> list[tuple[Tensor, int]]:
-                nodes_of = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
-                every = masks.values() if isinstance(masks, dict) else [masks]
-                of_masks = [(mask, i) for mask in every for i in (0, 2, 3) if new > 1 or i != 2]
-                return [*nodes_of, *of_masks, (kept_K, 0)]
+                by_node = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+                all_masks = masks.values() if isinstance(masks, dict) else [masks]
+                by_mask = [(mask, i) for mask in all_masks for i in (0, 2, 3) if new > 1 or i != 2]
+                return [*by_node, *by_mask, (kept_K, 0)]
 
             variant = (len(cache.lengths_B) == 1, new == 1, layers)
             return TargetOutput(*self.graph(variant, sizes, lambda: [cache], *given, kept_K))
@@ -389,10 +373,10 @@ class Target:
     def visible_slots(
         self, framed_BNX: Tensor, depths_BM: Tensor, cache: TreeCache, longest: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Position ids [B, N] of the last N of M nodes; by kind of attention the slots they attend to, [B, N, S]."""
+        """Position ids [B, N] of the last N of M nodes, and by kind of attention the slots they attend to [B, N, S]."""
         new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
         lengths_B1 = cache.lengths_B[:, None]
-        # A CUDA graph is for one shape; elsewhere our attention reads no further than the mask reaches.
+        # A CUDA graph serves one shape; elsewhere our attention reads only the slots that the mask covers.
         short = (self.own_attention or self.packed is not None) and self.device.type == "cpu"
         slots = cache.bucketed_length if short else cache.capacity
         if nodes == 1:
@@ -403,35 +387,22 @@ class Target:
         positions_BN = lengths_B1 + (depths_BM if new == nodes else depths_BM[:, nodes - new :])
         if longest + nodes > self.max_positions:  # such a node is never returned, but must not break an embedding table
             positions_BN = positions_BN.clamp(max=self.max_positions - 1)
-        seen = dict.fromkeys(self.attention_kinds, visible_BNS)
-        if "sliding_attention" in seen:
+        visible = dict.fromkeys(self.attention_kinds, visible_BNS)
+        if "sliding_attention" in visible:
             slots_S = counting(slots, self.device)
             behind_BS = slots_S - lengths_B1
             node_positions_BS = lengths_B1 + depths_BM.gather(1, behind_BS.clamp(0, nodes - 1))
             slot_positions_BS = torch.where((behind_BS >= 0) & (behind_BS < nodes), node_positions_BS, slots_S)
-            seen["sliding_attention"] = self._in_window(positions_BN, slot_positions_BS, visible_BNS)
-        return positions_BN, seen
-
-    @torch.no_grad()
-    def read(
-        self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`states` without gradients, for training on a frozen model."""
-        return self.states(tokens_BT, layers, positions_BT)
+            visible["sliding_attention"] = self._in_window(positions_BN, slot_positions_BS, visible_BNS)
+        return positions_BN, visible
 
     def states(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Features of whole right-padded sequences, without a cache.
 
-        Args:
-            tokens_BT: the rows.
-            layers: whose features are wanted.
-            positions_BT: of packed rows, starting again at 0 with every sequence, which sees no other; None for rows
-                of one sequence.
-
-        Returns:
-            features_BTF of `layers`, and last_BTD, the states after the final norm.
+        Returns features_BTF of `layers`, and last_BTD, the states after the final norm. In packed rows `positions_BT`
+        is 0 at the start of every sequence, which attends to no other.
         """
         indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
         output = self.model(
@@ -445,6 +416,9 @@ class Target:
         states = [output.hidden_states[index].to(self.device) for index in indices]
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
 
+    read = torch.no_grad()(states)
+    """`states` without gradients, for training on a frozen model."""
+
     def _run(
         self,
         tokens_BN: Tensor,
@@ -454,7 +428,7 @@ class Target:
         layers: tuple[int, ...],
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logits and features; this is what is compiled."""
+        """Logits and features of a forward; this function is compiled."""
         # Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1.
         indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
         output = (self.packed_model or self.model)(
@@ -474,31 +448,29 @@ class Target:
         """Visible slots [B, N, S] that lie within the sliding window of each node."""
         return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - self.config.sliding_window)
 
-    def _masks(self, seen: dict[str, Tensor]) -> Any:
+    def _masks(self, visible: dict[str, Tensor]) -> Any:
         """The 4-D mask, or one for each kind of attention where a model alternates between them."""
         masks: dict[str, Tensor | BlockMask] = {}
-        for kind, seen_BNS in seen.items():
+        for kind, visible_BNS in visible.items():
             if self.flex:
-                masks[kind] = self._block_mask(seen_BNS)
+                masks[kind] = _block_mask(visible_BNS)
                 continue
-            mask_B1NS = torch.where(seen_BNS[:, None], *_seen_or_not(self.dtype, seen_BNS.device))
+            mask_B1NS = torch.where(visible_BNS[:, None], *_mask_values(self.dtype, visible_BNS.device))
             heads = self.info.num_attention_heads // self.info.num_key_value_heads
-            once = self.own_attention and heads * seen_BNS.shape[1] <= FEW  # for all layers: see `masked_attention`
+            once = self.own_attention and heads * visible_BNS.shape[1] <= FEW  # for all layers: see `masked_attention`
             masks[kind] = mask_B1NS.repeat(1, 1, heads, 1) if once else mask_B1NS
         return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
 
-    def _block_mask(self, seen_BNS: Tensor) -> BlockMask:
-        """The mask as flex attention takes it."""
 
-        def seen(row: Tensor, _: Tensor, node: Tensor, slot: Tensor) -> Tensor:
-            return seen_BNS[row, node, slot]
-
-        batch, nodes, slots = seen_BNS.shape
-        return create_block_mask(seen, batch, None, nodes, slots, device=self.device)
+def _block_mask(visible_BNS: Tensor) -> BlockMask:
+    """The mask for flex attention."""
+    batch, nodes, slots = visible_BNS.shape
+    device = visible_BNS.device
+    return create_block_mask(lambda b, h, n, s: visible_BNS[b, n, s], batch, None, nodes, slots, device=device)
 
 
 @lru_cache(maxsize=8)
-def _seen_or_not(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number."""
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
     return torch.zeros_like(lowest), lowest

@@ -34,7 +34,7 @@ class TreeStructure:
     paths_NA: Tensor | None = None
     """Path to each node from the root, padded with the last node; only where the host knows the shape."""
     lengths_N: Tensor | None = None
-    """Nodes of each of these paths."""
+    """Nodes of each path."""
 
 
 @dataclass(frozen=True)

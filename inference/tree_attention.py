@@ -1,7 +1,7 @@
 """The attention function that the target's own layers call in place of transformers' sdpa.
 
-transformers copies keys and values once for every query head of their group when a mask is given, at every layer of
-every round. Ours does not; and a passage of a prompt comes to it without a mask, for it is causal.
+Given a mask, transformers copies keys and values for every query head of their group, at every layer of every round.
+This function does not copy, and reads a prompt chunk without a mask, causally.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from transformers.masking_utils import sdpa_mask
 from ..heads.layers.draft_cache import masked_attention
 
 NAME = "headstart"
-"""What the function is registered as."""
+"""Name under which the function is registered."""
 BLOCK = 256
 """Queries of a prompt that share a view of the cache."""
-BEYOND = ("softcap", "s_aux", "position_bias")
-"""What some layers ask of attention: a bound on scores, a sink, a bias by distance."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Attention options of some layers: a bound on scores, a sink, a bias by distance."""
 
 
 def usable(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
-    """Whether the decoder's layers would call our function: they look by this config, and run sdpa now."""
+    """Whether the decoder's layers take their attention function from this config, which is sdpa now."""
     looked_up = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
     return looked_up and all(getattr(each, "config", config) is config for each in model.get_decoder().modules())
 
 
 _here = threading.local()
-"""`inside`: whether this thread is in a forward of ours."""
+"""`inside`: whether this thread is in one of our forwards."""
 _forwards: Counter[int] = Counter()
-"""Forwards of ours that run now, by their model's config."""
+"""Number of our running forwards, by the id of the model's config."""
 _counting = threading.Lock()
 
 
 @contextmanager
 def attending(config: PreTrainedConfig) -> Iterator[None]:
-    """In this thread the model of this config calls our function; in others it computes what it did before."""
+    """In this thread the model of this config calls our function; in others it still runs sdpa."""
     with _counting:
         _forwards[id(config)] += 1
         config._attn_implementation = NAME
@@ -58,11 +58,11 @@ def attending(config: PreTrainedConfig) -> Iterator[None]:
             _forwards[id(config)] -= 1
             if not _forwards[id(config)]:
                 del _forwards[id(config)]
-                config._attn_implementation = "sdpa"  # which it is where `usable` says so
+                config._attn_implementation = "sdpa"  # as `usable` found it
 
 
 def masks(*given: Any, **named: Any) -> Any:
-    """Mask function for transformers: none in a forward of ours, which brings its own mask; else sdpa's."""
+    """Mask function for transformers: None in our forwards, which bring their own mask; else sdpa's."""
     return None if getattr(_here, "inside", False) else sdpa_mask(*given, **named)
 
 
@@ -77,29 +77,29 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: returns [B, N, H, E], and no weights.
 
-    Without a mask the queries are the last N of S tokens, each seeing itself and all before. Slots behind the end of a
-    mask are not looked at.
+    Without a mask, the queries are the last N of S tokens, with causal attention. Slots beyond the mask are not read.
 
     Raises:
-        ValueError: the model asks for what sdpa does not do either.
+        ValueError: the model needs an option that sdpa does not support either.
     """
-    if not getattr(_here, "inside", False):  # somebody else's forward, while one of ours runs in another thread
+    if not getattr(_here, "inside", False):  # the user's own forward, while one of ours runs in another thread
         return sdpa_attention_forward(
             module, query_BHNE, key_BGSE, value_BGSE, attention_mask, scaling=scaling, **options
         )
-    beyond = [name for name in BEYOND if options.get(name) is not None]
-    if beyond:
-        raise ValueError(f"{type(module).__name__} asks for {beyond[0]}: load it with attn_implementation='eager'")
+    unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"{type(module).__name__} asks for {unsupported[0]}: load it with attn_implementation='eager'")
     if attention_mask is None:
-        found = causal_attention(query_BHNE, key_BGSE, value_BGSE, scaling)
+        output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scaling)
     else:
-        seen = attention_mask.shape[-1]
-        found = masked_attention(query_BHNE, key_BGSE[:, :, :seen], value_BGSE[:, :, :seen], attention_mask, scaling)
-    return found.transpose(1, 2).contiguous(), None
+        slots = attention_mask.shape[-1]
+        key_BGSE, value_BGSE = key_BGSE[:, :, :slots], value_BGSE[:, :, :slots]
+        output_BHNE = masked_attention(query_BHNE, key_BGSE, value_BGSE, attention_mask, scaling)
+    return output_BHNE.transpose(1, 2).contiguous(), None
 
 
 def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of the last N of S tokens; a block of queries reads no more keys than it needs."""
+    """Causal attention of the last N of S tokens; each block of queries reads only the keys that it needs."""
     queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
     shared = query_BHNE.shape[1] != key_BGSE.shape[1]
     if queries == slots:
@@ -107,21 +107,21 @@ def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, s
             query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=shared
         )
     mask = _lower_right(-(-(slots + BLOCK) // 1024) * 1024, query_BHNE.dtype, query_BHNE.device)
-    found = []
+    outputs = []
     for first in range(0, queries, BLOCK):
         block = query_BHNE[:, :, first : first + BLOCK]
         rows, stop = block.shape[2], slots - queries + first + block.shape[2]
-        # Row i of the mask sees its columns up to i + columns - BLOCK; here that must be i + stop - rows.
+        # Row i of the mask attends to columns up to i + columns - BLOCK; here that must be i + stop - rows.
         left = mask.shape[1] - BLOCK - stop + rows
-        seen = mask[:rows, left : left + stop]
+        part = mask[:rows, left : left + stop]
         key, value = key_BGSE[:, :, :stop], value_BGSE[:, :, :stop]
-        found.append(F.scaled_dot_product_attention(block, key, value, seen, scale=scale, enable_gqa=shared))
-    return torch.cat(found, dim=2)
+        outputs.append(F.scaled_dot_product_attention(block, key, value, part, scale=scale, enable_gqa=shared))
+    return torch.cat(outputs, dim=2)
 
 
 @lru_cache(maxsize=4)
 def _lower_right(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An additive mask [BLOCK, columns] under which row i sees columns up to i + columns - BLOCK."""
+    """An additive mask [BLOCK, columns]: row i attends to columns up to i + columns - BLOCK."""
     hidden = torch.full((BLOCK, columns), float("-inf"), dtype=dtype, device=device)
     return hidden.triu_(columns - BLOCK + 1)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class VerifyResult:
     path_BA: Tensor
     """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is padding."""
     lengths_B: Tensor
-    """Valid nodes of each path, the root counted; as many tokens are emitted: the path without its root, then
+    """Valid nodes of each path, the root counted; also the number of emitted tokens: the path without its root, then
     `next_tokens_B`."""
     next_tokens_B: Tensor
     """The bonus token: the target's own choice after the path, and the next round's root."""
@@ -79,12 +79,7 @@ def point_mass(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyR
 
 
 def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
-    """Walk from the root to the child that was chosen at each node, until there is none.
-
-    Args:
-        tree: the drafts.
-        choices_BN: the token that follows each node.
-    """
+    """Walk from the root along the children that equal the chosen token after their parent, `choices_BN`."""
     batch, nodes = tree.tokens_BN.shape
     index_N = counting(nodes, choices_BN.device)
     if nodes == 1:
@@ -107,18 +102,11 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
     return VerifyResult(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
 
 
-def with_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
-    """Child by child against the residual of the target's distribution; lossless for independently sampled children."""
-    return _child_by_child(tree, scores_BNV, sampler, replace=True)
+def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool = False) -> VerifyResult:
+    """Child by child against the target's residual; lossless for children that were sampled without replacement.
 
-
-def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
-    """Child by child, like `with_replacement`, for children that were sampled without replacement."""
-    return _child_by_child(tree, scores_BNV, sampler, replace=False)
-
-
-def _child_by_child(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool) -> VerifyResult:
-    """Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one."""
+    Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one.
+    """
     children, draft_BNV = _sampled_children(tree)
     target_BNV = scores_BNV.softmax(-1)
     rows_B = torch.arange(len(target_BNV), device=target_BNV.device)
@@ -136,11 +124,15 @@ def _child_by_child(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, repla
             rejected_B1 = (tried_B & ~accepted_B)[:, None]
             p_BV = torch.where(rejected_B1, _normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
             if not replace:
-                q_BV = torch.where(rejected_B1, _without(q_BV, tokens_B1), q_BV)
+                q_BV = torch.where(rejected_B1, _normalized(q_BV.scatter(1, tokens_B1, 0.0)), q_BV)
         walking_B = next_B > 0
         node_B = torch.where(walking_B, next_B, node_B)
         p_BV = torch.where(walking_B[:, None], target_BNV[rows_B, node_B], p_BV)
-    return _result(tree, node_B, sampler.categorical(p_BV))
+    return VerifyResult(*tree.path_to(node_B), sampler.categorical(p_BV))
+
+
+with_replacement: Verifier = partial(without_replacement, replace=True)
+"""The same, lossless for children that were sampled independently."""
 
 
 def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
@@ -169,10 +161,12 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
         mass_B = residual_BV.sum(-1)
         left_B = mass_B + 1 - weight_B[parent]  # 0 where p and q agree: then the child was accepted for certain
         # Unused where a path was accepted; nothing changes for a child that was not sampled.
-        p[parent], q[parent] = _normalized(residual_BV, p[parent]), _without(q[parent], tokens_B1)
+        p[parent] = _normalized(residual_BV, p[parent])
+        q[parent] = _normalized(q[parent].scatter(1, tokens_B1, 0.0))  # all 0 after the last possible token
         weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
     rows_B = torch.arange(len(last_B), device=last_B.device)
-    return _result(tree, last_B, sampler.categorical(torch.stack(p, dim=1)[rows_B, last_B]))
+    next_tokens_B = sampler.categorical(torch.stack(p, dim=1)[rows_B, last_B])
+    return VerifyResult(*tree.path_to(last_B), next_tokens_B)
 
 
 def typical(
@@ -195,7 +189,8 @@ def typical(
     paths_BN = (tree.structure.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
     longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
     last_B = torch.where(longest_BN, paths_BN, -torch.inf).argmax(-1)
-    return _result(tree, last_B, scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0])
+    next_tokens_B = scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0]
+    return VerifyResult(*tree.path_to(last_B), next_tokens_B)
 
 
 @dataclass(frozen=True)
@@ -229,12 +224,7 @@ BEST: dict[TreeKind, str] = {
 
 
 def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
-    """The rule for sampling.
-
-    Args:
-        name: one of `RULES`, or "auto" for the exact rule that accepts most.
-        kind: of the trees.
-        lossy: whether the user agreed to another distribution.
+    """The rule for sampling of this name; "auto" for the exact rule that accepts most.
 
     Raises:
         ValueError: an unknown name, a rule that would be biased for such trees, or a lossy rule without agreement.
@@ -302,18 +292,7 @@ def _walk(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bo
     return tour
 
 
-def _normalized(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """Mass scaled to sum 1; `otherwise_BV` where there is none."""
+def _normalized(mass_BV: Tensor, otherwise_BV: Tensor | None = None) -> Tensor:
+    """Mass scaled to sum 1; `otherwise_BV`, or all 0, where there is none."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
-    return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)
-
-
-def _without(q_BV: Tensor, tokens_B1: Tensor) -> Tensor:
-    """Draft probabilities without a token that was sampled; all 0 when it was the last."""
-    rest_BV = q_BV.scatter(1, tokens_B1, 0.0)
-    return _normalized(rest_BV, rest_BV)
-
-
-def _result(tree: DraftTree, last_B: Tensor, next_tokens_B: Tensor) -> VerifyResult:
-    """The path from the root to a node, and the token after it."""
-    return VerifyResult(*tree.path_to(last_B), next_tokens_B)
+    return torch.where(total_B1 > 0, mass_BV / total_B1, mass_BV if otherwise_BV is None else otherwise_BV)

@@ -158,7 +158,7 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
     return plain
 
 
-def run(main: Callable[[list[str]], None], arguments: list[str]) -> None:
+def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Run a command; an error ends it with one line on standard error.
 
     The exit status is 2 after a user's mistake, 1 after a failing disk, and 0 after a request to stop.

@@ -229,16 +229,17 @@ def write(
     rule: Any,
     prompts: list[Tensor],
     processors: Any,
-    draw: Any,
+    sampler: Any,
     new_tokens: int,
     slots: int | None = None,
 ) -> tuple[list[list[int]], Stats]:
     """The loop by itself, with a draw of the test's own: the new tokens of each row."""
-    out = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
-    decide = rule if isinstance(rule, Verification) else Verification(rule)
-    rules = Decoding(target, decide, TreeLogitsProcessor(processors, [0] * len(prompts)), draw, sampling=True)
-    stats = speculate(rules, drafter, out)
-    return out.rows, stats
+    sequences = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
+    verification = rule if isinstance(rule, Verification) else Verification(rule)
+    process_logits = TreeLogitsProcessor(processors, [0] * len(prompts))
+    decoding = Decoding(target, verification, process_logits, sampler, sampling=True)
+    stats = speculate(decoding, drafter, sequences)
+    return sequences.rows, stats
 
 
 def exactly(target: Target, prompt: Tensor, new_tokens: int, temperature: float) -> dict[tuple[int, ...], float]:

@@ -89,8 +89,8 @@ class PackedLayers:
         self.structs = (Layer * len(layers))()
         for struct, layer in zip(self.structs, layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-            linears += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+            linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
             for name, module in zip(LINEARS, linears, strict=True):
                 packed = pack(module.weight, module.bias)
                 self.kept.append(packed)

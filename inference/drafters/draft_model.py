@@ -42,7 +42,7 @@ class AssistantState:
     def resume(self, tokens: int | None, capacity: int) -> AssistantState:
         if tokens is None:
             return self
-        self.cache.truncate(self.cache.lengths_B.clamp(max=tokens))
+        self.cache.lengths_B = self.cache.lengths_B.clamp(max=tokens)
         return dataclasses.replace(self, longest=min(self.longest, tokens))
 
     def replace(self, rows_R: Tensor, other: AssistantState) -> AssistantState:

@@ -234,7 +234,7 @@ def rounds_of(
     cache = target.new_cache(batch)
     longest = context
     target.forward_tree(NoDraft().propose(roots_B), context + room, cache, drafter.feature_layers)  # allocates
-    cache.truncate(torch.full_like(roots_B, context))
+    cache.lengths_B = torch.full_like(roots_B, context)
     if isinstance(drafter, HeadDrafter):
         width = len(drafter.feature_layers) * target.info.hidden_size
         features_B1F = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)

@@ -28,8 +28,8 @@ def test_a_draw_of_exactly_zero_falls_on_the_first_possible_class(monkeypatch):
 
 
 def test_a_certain_thing_is_always_accepted_and_an_impossible_one_never():
-    draw = RandomSampler(torch.Generator().manual_seed(0))
-    accepted = draw.accept(torch.tensor([0.0, 1.0, 0.25]).expand(20_000, -1)).double().mean(0)
+    sampler = RandomSampler(torch.Generator().manual_seed(0))
+    accepted = sampler.accept(torch.tensor([0.0, 1.0, 0.25]).expand(20_000, -1)).double().mean(0)
     assert accepted[:2].tolist() == [0, 1]
     assert abs(accepted[2] - 0.25) < 0.015
 
@@ -117,7 +117,7 @@ def path(tree, place, node):
 def test_every_node_is_scored_as_generate_scores_its_text(name):
     processors, texts, tree = LogitsProcessorList(PROCESSORS[name]), Texts(), tree_of_two_rows()
     logits = torch.randn(2, 6, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    scores = TreeLogitsProcessor(processors, texts.paddings)(logits.clone(), tree, texts, texts.active)
+    scores = TreeLogitsProcessor(processors, texts.paddings)(logits.clone(), tree, texts.text, texts.active)
     judged = 0
     for place, row in enumerate(texts.active):
         for node in range(int(tree.sizes_B[place])):
@@ -145,7 +145,9 @@ def test_lengths_are_counted_as_generate_counted_them_over_the_padded_prompt(pro
     """Both rows have written one token after a padded prompt of five: they must be treated alike."""
     texts, tree = Texts(), tree_of_two_rows()
     logits = torch.randn(1, 1, V, generator=torch.Generator().manual_seed(0)).expand(2, 6, -1).clone()
-    scores = TreeLogitsProcessor(LogitsProcessorList([processor()]), texts.paddings)(logits, tree, texts, texts.active)
+    scores = TreeLogitsProcessor(LogitsProcessorList([processor()]), texts.paddings)(
+        logits, tree, texts.text, texts.active
+    )
     for place, size in enumerate(tree.sizes_B.tolist()):
         for node in range(size):
             depth = int(tree.structure.depths_BN[place, node])
@@ -164,7 +166,7 @@ def test_a_constraint_is_asked_for_its_row_and_only_about_texts_that_it_allowed(
 
     texts, tree = Texts(), tree_of_two_rows()
     processors = LogitsProcessorList([known.PrefixConstrainedLogitsProcessor(allowed, 1)])
-    scores = TreeLogitsProcessor(processors, texts.paddings)(torch.zeros(2, 6, V), tree, texts, texts.active)
+    scores = TreeLogitsProcessor(processors, texts.paddings)(torch.zeros(2, 6, V), tree, texts.text, texts.active)
     one, two = texts.rows
     assert asked == [
         (1, two.tolist()),
@@ -184,8 +186,8 @@ def test_repetition_penalty_does_not_see_what_generate_says_is_padding():
     told = LogitsProcessorList([known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor(texts.paddings))])
     alone = LogitsProcessorList([known.RepetitionPenaltyLogitsProcessor(1.5)])
     assert torch.equal(
-        TreeLogitsProcessor(told, texts.paddings)(logits.clone(), tree, texts, texts.active),
-        TreeLogitsProcessor(alone, texts.paddings)(logits.clone(), tree, texts, texts.active),
+        TreeLogitsProcessor(told, texts.paddings)(logits.clone(), tree, texts.text, texts.active),
+        TreeLogitsProcessor(alone, texts.paddings)(logits.clone(), tree, texts.text, texts.active),
     )
 
 
@@ -193,7 +195,9 @@ def test_repetition_penalty_does_not_see_what_generate_says_is_padding():
 @pytest.mark.parametrize("processors", [[], [known.RepetitionPenaltyLogitsProcessor(1.5)]])
 def test_scores_are_at_least_float32(given, expected, processors):
     logits = torch.zeros(2, 6, V, dtype=given)
-    scores = TreeLogitsProcessor(LogitsProcessorList(processors), [2, 0])(logits, tree_of_two_rows(), Texts(), [1, 0])
+    scores = TreeLogitsProcessor(LogitsProcessorList(processors), [2, 0])(
+        logits, tree_of_two_rows(), Texts().text, [1, 0]
+    )
     assert scores.dtype == expected
 
 
@@ -219,7 +223,7 @@ class Own(LogitsProcessor):
 def test_a_processor_of_the_users_own_sees_each_nodes_text():
     texts, tree = Texts(), tree_of_two_rows()
     scores = TreeLogitsProcessor(LogitsProcessorList([Own()]), texts.paddings)(
-        torch.zeros(2, 6, V), tree, texts, texts.active
+        torch.zeros(2, 6, V), tree, texts.text, texts.active
     )
     assert (scores[0, 0] == -torch.inf).nonzero().flatten().tolist() == [3]
     assert (scores[0, 1] == -torch.inf).nonzero().flatten().tolist() == []  # 3 was forbidden at the root

@@ -1,7 +1,8 @@
-"""What a serving team reads is what happened."""
+"""Acceptance statistics by their definition, and the counters that a serving team reads."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -23,10 +24,6 @@ def stats():
 
 def test_a_tokens_time_is_its_share_of_the_round():
     assert sorted(stats().token_seconds) == pytest.approx(sorted([0.1] * 4 + [0.2] * 2 + [0.1] * 2 + [0.1] * 2))
-
-
-def test_merged_statistics_keep_every_tokens_time():
-    assert sorted(Stats.merged([stats(), stats()]).token_seconds) == sorted(stats().token_seconds * 2)
 
 
 def test_a_meter_listens_to_every_generation_and_writes_what_prometheus_reads(tiny_target):
@@ -53,3 +50,45 @@ def test_a_meter_listens_to_every_generation_and_writes_what_prometheus_reads(ti
     assert samples['headstart_seconds_total{part="target"}'] == pytest.approx(whole.seconds["target"])
     assert samples['headstart_inter_token_seconds{quantile="0.99"}'] > 0
     assert Meter().text() == "# TYPE headstart_inter_token_seconds summary\n"
+
+
+def rounds(*pairs):
+    return [RoundRecord(accepted, returned) for accepted, returned in pairs]
+
+
+def test_acceptance_length_counts_the_bonus_token_and_what_the_last_round_returns():
+    stats = Stats([rounds((2, 3), (0, 1), (3, 2))], max_depth=3)
+    assert stats.tokens == 6
+    assert stats.acceptance_length == 2
+
+
+def test_acceptance_rate_by_depth_is_conditional_and_a_cut_round_says_nothing_of_what_was_cut():
+    # accepted 2, 0 and 1 of 3; the last round accepted 3 but only 1 token was returned
+    stats = Stats([rounds((2, 3), (0, 1), (1, 2), (3, 1))], max_depth=3)
+    assert stats.acceptance_rate_by_depth == [3 / 4, 1 / 2, 0 / 1]
+
+
+def test_no_round_gives_nan_and_not_a_crash():
+    stats = Stats([[]], max_depth=2)
+    assert math.isnan(stats.acceptance_length)
+    assert all(map(math.isnan, stats.acceptance_rate_by_depth))
+    assert all(map(math.isnan, stats.acceptance_length_interval))
+
+
+def test_the_interval_is_that_of_a_ratio_over_prompts():
+    assert Stats([rounds((1, 2)), rounds((1, 2), (1, 2))]).acceptance_length_interval == pytest.approx((2, 2))
+    rows = [rounds((1, 2)), rounds((1, 2), (1, 2), (1, 2)), rounds((3, 4))]
+    stats = Stats(rows, max_depth=3)
+    mean = 12 / 5
+    squares = (2 - mean) ** 2 + (6 - 3 * mean) ** 2 + (4 - mean) ** 2
+    half = 1.96 * math.sqrt(squares * 3 / 2) / 5
+    assert stats.acceptance_length_interval == pytest.approx((mean - half, mean + half))
+
+
+def test_merging_adds_rows_and_times_and_keeps_every_tokens_time():
+    left, right = Stats([rounds((0, 1))], 1, {"draft": 1.0}), Stats([rounds((2, 3))], 2, {"draft": 2.0, "target": 1.0})
+    merged = Stats.merged([left, right])
+    assert merged.acceptance_length == 2
+    assert merged.max_depth == 2
+    assert merged.seconds == {"draft": 3.0, "target": 1.0}
+    assert sorted(Stats.merged([stats(), stats()]).token_seconds) == sorted(stats().token_seconds * 2)

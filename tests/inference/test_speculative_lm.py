@@ -235,8 +235,8 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
     input_ids = prompt(2, vocab=vocab)
     processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
 
-    def run(draw):
-        rows, _ = tools.write(target, lm.drafter, lm.sampling_rule, list(input_ids), processors, draw, 3)
+    def run(sampler):
+        rows, _ = tools.write(target, lm.drafter, lm.sampling_rule, list(input_ids), processors, sampler, 3)
         return tuple(rows[0])
 
     found = tools.every_branch(run)

@@ -49,7 +49,7 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
             read.append(target.read_chunk(chunk, max(lengths), cache, layers, kept[: chunk.shape[1]]))
         logits_BTV = torch.cat([chunk.logits_BNV for chunk in read], dim=1)
         features_BTF = torch.cat([chunk.features_BNF for chunk in read], dim=1)
-        cache.truncate(torch.tensor(lengths))
+        cache.lengths_B = torch.tensor(lengths)
         output = target.forward_tree(tree, max(lengths), cache, layers)
         for row, own in enumerate(prompts):
             alone = target.model(own[None], output_hidden_states=True)

@@ -68,10 +68,10 @@ class World:
         """The distribution of the same tokens: what a round emits, continued by the target itself."""
         rows = self.vocab**self.shape.size
         tree, scores = self.tree(rows), self.scores(rows)
-        verdict = verify(tree, scores, draws)
-        emitted = emitted_tokens(tree, verdict).tolist()
+        result = verify(tree, scores, draws)
+        emitted = emitted_tokens(tree, result).tolist()
         mass = {}
-        for tokens, length, weight in zip(emitted, verdict.lengths_B.tolist(), draws.weights.tolist()):
+        for tokens, length, weight in zip(emitted, result.lengths_B.tolist(), draws.weights.tolist()):
             mass[tuple(tokens[:length])] = mass.get(tuple(tokens[:length]), 0.0) + weight
         joint = {}
         for text in itertools.product(range(self.vocab), repeat=self.shape.depth + 1):
@@ -138,7 +138,7 @@ def test_the_enumeration_catches_wrong_rules(tools, wrong):
 def test_greedy_follows_the_best_token_as_far_as_the_tree_holds_it(tools, seed):
     shape = tools.random_shape(seed)
     world = World(shape, 4, seed, "none")
-    verdict = greedy(world.tree(1), world.scores(1), None)
+    result = greedy(world.tree(1), world.scores(1), None)
     path, prefix = (), ()
     expected = [0]
     while True:
@@ -148,24 +148,24 @@ def test_greedy_follows_the_best_token_as_far_as_the_tree_holds_it(tools, seed):
             break
         path, prefix = child, (*prefix, best)
         expected.append(1 + shape.paths.index(child))
-    assert verdict.lengths_B.tolist() == [len(expected)]
-    assert verdict.path_BA[0, : len(expected)].tolist() == expected
-    assert verdict.path_BA.shape[1] == shape.depth + 1
-    assert verdict.next_tokens_B.tolist() == [best]
+    assert result.lengths_B.tolist() == [len(expected)]
+    assert result.path_BA[0, : len(expected)].tolist() == expected
+    assert result.path_BA.shape[1] == shape.depth + 1
+    assert result.next_tokens_B.tolist() == [best]
 
 
 def test_padding_beyond_a_rows_size_never_matches():
     tree = DraftTree(torch.tensor([[0, 1], [0, 1]]), torch.tensor([[-1, 0], [-1, 0]]), torch.tensor([2, 1]), 1)
-    verdict = follow(tree, torch.tensor([[1, 2], [1, 2]]))
-    assert verdict.lengths_B.tolist() == [2, 1]
-    assert verdict.next_tokens_B.tolist() == [2, 1]
+    result = follow(tree, torch.tensor([[1, 2], [1, 2]]))
+    assert result.lengths_B.tolist() == [2, 1]
+    assert result.next_tokens_B.tolist() == [2, 1]
 
 
 def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token():
     tree = DraftTree(torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2)
-    verdict = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
+    result = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
-    *_, emitted_BA, features_BAF, _ = Verification(lambda *_: verdict)._verify(
+    *_, emitted_BA, features_BAF, _ = Verification(lambda *_: result)._verify(
         tree, output, output.logits_BNV, None, None
     )
     assert emitted_BA.tolist() == [[6, 4, 9]]

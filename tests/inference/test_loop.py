@@ -1,4 +1,4 @@
-"""The end of a round: its random numbers, and what is left alone."""
+"""The verification step: its random numbers, its graphs, and what greedy decoding leaves alone."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class Case:
         self.cache.reserve(nodes, 0)
         self.cache.layers[0].update(*torch.randn(2, rows, 1, nodes, 4, generator=random))
 
-    def decide(self, decider):
-        draw = RandomSampler(torch.Generator().manual_seed(3))
-        found = decider.verify_and_commit(self.tree, self.output, self.output.logits_BNV, draw, self.cache, Stats())
+    def verify(self, verification):
+        sampler = RandomSampler(torch.Generator().manual_seed(3))
+        found = verification.verify_and_commit(
+            self.tree, self.output, self.output.logits_BNV, sampler, self.cache, Stats()
+        )
         given = [found.path_BA, found.lengths_B, found.next_tokens_B, found.emitted_BA, found.features_BAF]
         return [*given, found.finite_BA, self.cache.lengths_B, *self.cache.keys, *self.cache.values]
 
@@ -80,27 +82,27 @@ def test_a_graph_decides_as_the_rule_does(rule, rows):
     compiled.compile(CPU)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")
-        pairs = zip(Case(rule, rows).decide(compiled), Case(rule, rows).decide(plain), strict=True)
+        pairs = zip(Case(rule, rows).verify(compiled), Case(rule, rows).verify(plain), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     assert compiled.graph.variants
 
 
 @pytest.mark.usefixtures("graphs")
 def test_trees_whose_shapes_keep_changing_get_no_graph_each():
-    decider = Verification(RULES["block"].verify)
-    decider.compile(CPU)
+    verification = Verification(RULES["block"].verify)
+    verification.compile(CPU)
     for length in range(1, SAMPLED_SHAPES + 3):
-        Case("block", 1, TreeShape.chain(length)).decide(decider)
-    assert len(decider.graph.variants) == SAMPLED_SHAPES
+        Case("block", 1, TreeShape.chain(length)).verify(verification)
+    assert len(verification.graph.variants) == SAMPLED_SHAPES
 
 
 def test_every_number_that_was_drawn_is_used_once():
     numbers_BU = torch.arange(14.0).reshape(2, 7)
-    draw = PrecomputedSampler(numbers_BU)
-    used = [draw.uniform(shape, numbers_BU.device) for shape in ((2, 3, 1), (2,), (2, 1), (2, 2))]
+    sampler = PrecomputedSampler(uniform_BU=numbers_BU)
+    used = [sampler.uniform(shape, numbers_BU.device) for shape in ((2, 3, 1), (2,), (2, 1), (2, 2))]
     assert torch.equal(torch.cat([part.reshape(2, -1) for part in used], dim=1), numbers_BU)
     with pytest.raises(RuntimeError):
-        draw.uniform((2,), numbers_BU.device)
+        sampler.uniform((2,), numbers_BU.device)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -89,8 +89,8 @@ def test_every_token_is_drawn_by_the_numbers_of_its_row_and_place(target, tools,
 def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
     """Kolmogorov and Smirnov, correlations between neighbours, and how often a race is won."""
     monkeypatch.setattr(cpu_kernels, "in_use", lambda: kernels and cpu_kernels.library() is not None)
-    noise = PositionNoise(RandomSampler(torch.Generator().manual_seed(0)), 50, 40, 200, torch.device("cpu"))
-    noise.move_to([(row, 7) for row in range(50)])
+    noise = PositionNoise(RandomSampler(torch.Generator().manual_seed(0)), [[0] * 7] * 50, 40, 200, torch.device("cpu"))
+    noise.move_to(range(50))
     found_BKV = noise.next(40)
     count, sorted_N = found_BKV.numel(), found_BKV.flatten().double().sort().values
     reached = (torch.arange(count) + 0.5) / count
@@ -103,7 +103,10 @@ def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
         assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 3.5 / one.numel() ** 0.5
     probs_V = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0]).expand(50, 40 * 33, -1)
     wins_V = (
-        PositionSampler(found_BKV[..., :198].reshape(50, -1, 6)).categorical(probs_V).flatten().bincount(minlength=6)
+        PositionSampler(exponential_BNV=found_BKV[..., :198].reshape(50, -1, 6))
+        .categorical(probs_V)
+        .flatten()
+        .bincount(minlength=6)
     )
     expected_V = probs_V[0, 0] * wins_V.sum()
     assert wins_V[5] == 0 and ((wins_V - expected_V)[:5] ** 2 / expected_V[:5]).sum() < 18.5  # chi squared, 4 degrees

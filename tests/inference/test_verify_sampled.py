@@ -73,14 +73,14 @@ class Script:
 
 
 def outcomes(run):
-    """`run(draw)` for every script of outcomes, with the weights of its rows."""
+    """`run(sampler)` for every script of outcomes, with the weights of its rows."""
     choices = []
     while True:
-        draw = Script(choices)
-        result = run(draw)
-        yield result, draw.weights
-        choices = choices[: draw.place]
-        while choices and choices[-1] + 1 == draw.options[len(choices) - 1]:
+        sampler = Script(choices)
+        result = run(sampler)
+        yield result, sampler.weights
+        choices = choices[: sampler.place]
+        while choices and choices[-1] + 1 == sampler.options[len(choices) - 1]:
             choices.pop()
         if not choices:
             return
@@ -172,10 +172,10 @@ class World:
         """The distribution of what a round emits, and the mean number of tokens."""
         tree = self.tree()
         mass = {}
-        for verdict, weights in outcomes(lambda draw: verify(tree, self.scores, draw)):
-            emitted = emitted_tokens(tree, verdict).tolist()
+        for result, weights in outcomes(lambda sampler: verify(tree, self.scores, sampler)):
+            emitted = emitted_tokens(tree, result).tolist()
             for tokens, length, weight in zip(
-                emitted, verdict.lengths_B.tolist(), (self.weights * weights).tolist(), strict=True
+                emitted, result.lengths_B.tolist(), (self.weights * weights).tolist(), strict=True
             ):
                 if weight > 0:
                     text = tuple(tokens[:length])
@@ -211,24 +211,24 @@ def test_every_exact_rule_keeps_the_targets_distribution(word, seed):
     assert here.error(choose_rule(word, here.kind, lossy=False)) <= 1e-9
 
 
-def picked_and_taken_for_drawn(tree, scores, draw):
+def picked_and_taken_for_drawn(tree, scores, sampler):
     """Wrong: the best tokens of the draft, verified as if they had been drawn from its softmax."""
     best = tree.draft_probs_BNV[:, 0].topk(2, dim=-1).indices
     tokens = torch.cat([tree.tokens_BN[:, :1], best], dim=1)
-    return without_replacement(dataclasses.replace(tree, tokens_BN=tokens), scores, draw)
+    return without_replacement(dataclasses.replace(tree, tokens_BN=tokens), scores, sampler)
 
 
-def stale_draft_probabilities(tree, scores, draw):
+def stale_draft_probabilities(tree, scores, sampler):
     """Wrong: children drawn without replacement, verified as if every one had been drawn from the same."""
-    return with_replacement(tree, scores, draw)
+    return with_replacement(tree, scores, sampler)
 
 
-def unchanged_target(tree, scores, draw):
+def unchanged_target(tree, scores, sampler):
     """Wrong: after rejections the next token is drawn from the target as it was."""
-    verdict = without_replacement(tree, scores, draw)
-    last = verdict.path_BA.gather(1, verdict.lengths_B[:, None] - 1)
+    result = without_replacement(tree, scores, sampler)
+    last = result.path_BA.gather(1, result.lengths_B[:, None] - 1)
     probs = scores.softmax(-1).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))
-    return dataclasses.replace(verdict, next_tokens_B=draw.categorical(probs[:, 0]))
+    return dataclasses.replace(result, next_tokens_B=sampler.categorical(probs[:, 0]))
 
 
 @pytest.mark.parametrize("wrong", [picked_and_taken_for_drawn, stale_draft_probabilities, unchanged_target])
@@ -297,8 +297,8 @@ def test_typical_acceptance_takes_what_passes_the_threshold():
         tree = DraftTree(
             torch.tensor([[0, *tokens]]), torch.tensor([shape.parents]), torch.tensor([4]), 2, "top_k", draft, shape
         )
-        verdict = RULES["typical"].verify(tree, logits[None], None)
-        return verdict.path_BA[0, : int(verdict.lengths_B)].tolist(), int(verdict.next_tokens_B)
+        result = RULES["typical"].verify(tree, logits[None], None)
+        return result.path_BA[0, : int(result.lengths_B)].tolist(), int(result.next_tokens_B)
 
     # at the root the entropy is 1.17, so the threshold is min(0.09, 0.3 * 0.311) = 0.09: token 3 just passes
     assert accepted(3, 0, 0) == ([0, 1, 3], 0)
