@@ -234,8 +234,8 @@ class Target:
         """Shapes of each layer's keys, then of the values, found by a forward over one token."""
         if self.packed is not None:
             return self.packed.state_shapes
-        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
+            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             layers = self.model(input_ids=token_11, use_cache=True, logits_to_keep=1).past_key_values.layers
         states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]
