@@ -225,7 +225,7 @@ class TreeLogitsProcessor:
                     f"{type(processor).__name__} is not supported; choose from {', '.join(names)}, or a processor of "
                     "your own that maps one row's text and logits to scores"
                 )
-        self._processors, self._paddings = processors, paddings
+        self.processors, self._paddings = processors, paddings
         self._counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
         self._reads_text = not all(isinstance(processor, PREFIX_FREE) for processor in processors)
         warpers = [each for each in processors if isinstance(each, known.TemperatureLogitsWarper)]
@@ -238,8 +238,6 @@ class TreeLogitsProcessor:
         self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int]
     ) -> Tensor:
         """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root."""
-        if not self._processors:
-            return logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         if not self._reads_text:
             return self._flat(logits_BNV)
         # sync: processors that read text run depth by depth, and may read it on the host
@@ -255,7 +253,7 @@ class TreeLogitsProcessor:
         return self._flat(logits).softmax(-1)
 
     def _flat(self, logits: Tensor) -> Tensor:
-        if not self._processors:
+        if not self.processors:
             return at_least_fp32(logits)
         flat = at_least_fp32(logits).reshape(-1, logits.shape[-1])
         no_text: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
@@ -264,7 +262,7 @@ class TreeLogitsProcessor:
     def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
         """`_on[device]`: copies with their tensors on that device; `generate` made them on the inputs' device."""
         if device not in self._on:
-            here = [_moved(processor, device) for processor in self._processors]
+            here = [_moved(processor, device) for processor in self.processors]
             by_row = [
                 [(_for_row(p, row), padding if isinstance(p, self._counting) else 0) for p in here]
                 for row, padding in enumerate(self._paddings)

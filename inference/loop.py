@@ -110,7 +110,9 @@ def speculation_step(
         longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
         output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
     with timed(stats, "processors"):
-        scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences.text, sequences.active)
+        scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
+        if decoding.process_logits.processors:
+            scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.active)
     sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
