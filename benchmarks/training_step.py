@@ -38,8 +38,8 @@ from headstart.train.config import TrainConfig, head_options
 from headstart.train.console import console
 from headstart.train.data.batches import Batch, Order, collate
 from headstart.train.engines import autocast, resolved
-from headstart.train.features.cached import FORMATS, FeatureCache, bytes_per_token
-from headstart.train.features.online import CachedFeatures, kept_layers, online_features
+from headstart.train.features.cached import FORMATS, FeatureCache
+from headstart.train.features.online import CachedFeatures, cache_bytes, online_features
 from headstart.train.features.placement import load_target
 from headstart.train.loop import load_inputs
 from headstart.train.memory_plan import plan_run
@@ -239,7 +239,6 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
     order = Order([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)
     steps = list(itertools.islice((rows for _, rows in order.from_step(0)), number))
     batches = [collate([training[i] for row in rows for i in row]) for rows in steps]
-    layers = kept_layers(inputs.head.feature_layers)
     with tempfile.TemporaryDirectory() as folder:
         sources: dict[str, Callable[[Batch], TargetFeatures]] = {
             "online": partial(online_features, target, inputs.head)
@@ -264,7 +263,7 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
     ]
     tokens = [int(batch.loss_mask_BT.sum()) for batch in batches]
     for name in sources:
-        size = f"{bytes_per_token(len(layers), target.info.hidden_size, name):,}" if name in FORMATS else "-"
+        size = f"{cache_bytes(inputs.head, name):,}" if name in FORMATS else "-"
         pairs = list(zip(tokens, seconds[name], seconds["left out"], strict=True))[WARM_UP:]
         rate = quartiles([count / own for count, own, _ in pairs])
         share = quartiles([out / own for _, own, out in pairs])

@@ -14,10 +14,31 @@ from headstart.train.config import TrainConfig
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse and write."""
-    config = options(TrainConfig, "features", __doc__, arguments)
-    from headstart.train.features.precompute import precompute  # not before the options are known to be good
+    precompute(options(TrainConfig, "features", __doc__, arguments))
 
-    precompute(config)
+
+def precompute(config: TrainConfig) -> None:
+    """Write the states of all training sequences that the cache lacks."""
+    # Not before the options are known to be good.
+    from headstart.train.console import log
+    from headstart.train.data.token_cache import lengths_of
+    from headstart.train.engines import end_together, resolved, start
+    from headstart.train.features.online import CachedFeatures, cache_bytes, kept_layers, open_cache
+    from headstart.train.loop import load_inputs
+    from headstart.train.run_folder import as_begun
+
+    config = as_begun(config)
+    accelerator, _ = start(config)
+    config = resolved(config, accelerator)
+    inputs = load_inputs(config, accelerator)
+    bytes_per_token = cache_bytes(inputs.head, config.features.format)
+    total = bytes_per_token * sum(lengths_of(inputs.training))
+    layers = ", ".join(map(str, kept_layers(inputs.head.feature_layers)))
+    log.info(f"{bytes_per_token:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
+    cache = open_cache(accelerator, inputs.target, inputs.head, inputs.provenance, config)
+    CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, inputs.training)
+    log.info(f"{cache.folder} holds the states of {len(inputs.training):,} sequences")
+    end_together(accelerator)
 
 
 if __name__ == "__main__":

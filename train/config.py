@@ -6,11 +6,10 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, get_args
 
-TYPE_CHECKING = False
-"""The constant that type checkers know by name. Where it is the one of `typing`, jsonargparse runs the imports below
-it in search of types of options, and a command needs seconds to import torch before it refuses an option."""
+TYPE_CHECKING = False  # not typing's: jsonargparse would run the imports below it, and torch takes seconds to import
 
 if TYPE_CHECKING:
     import torch
@@ -34,24 +33,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """Options of a command; those that cannot work are refused when they are given."""
+    """Options of a command; invalid ones raise a ValueError that names the option, its value and what is valid."""
 
     required: ClassVar[tuple[str, ...]] = ()
-    """Options without which nothing can run."""
+    """Options without which nothing can run, those of groups by dotted names."""
     minimum: ClassVar[dict[str, float]] = {}
     """Smallest valid value of numeric options."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            ValueError: naming the option, the value given, and what is valid.
-        """
         for name in self.required:
-            if not getattr(self, name):
+            if not attrgetter(name)(self):
                 raise ValueError(f"option {name!r} is required and was not given")
         for name, least in self.minimum.items():
-            value = getattr(self, name)
+            value = attrgetter(name)(self)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
 
@@ -81,7 +75,7 @@ class SelfMadeConfig(CommandOptions):
     head: str | None = None
     """A draft head's checkpoint folder or Hub id, which makes the model in this process generate faster."""
     conversations: int = 1000
-    """How many to make; at most one for each given prompt."""
+    """Number of conversations; at most one for each given prompt."""
     batch_size: int = 16
     """Conversations generated at the same time; a finished one makes room for the next."""
     target_dtype: Dtype = "auto"
@@ -134,13 +128,13 @@ class DataConfig:
     held_out_limit: int | None = 1000
     """Conversations that are held out at most; null for no limit."""
     max_conversations: int | None = None
-    """Use only so many, the first ones; null for all."""
+    """Use only this many, the first ones; null for all."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
     weights: list[float] | None = None
     """How often an epoch passes over each source: 2 twice, 0.5 over another half every time; null for once each."""
     pack: int | None = None
-    """Tokens of a row in which several conversations stand, none of which sees another; null for one a row."""
+    """Tokens of a row that packs several conversations, none of which attends to another; null for one a row."""
     cache: str | None = None
     """Folder of the tokenized conversations; null for `data` in ~/.cache/headstart, or in $HEADSTART_CACHE."""
     num_proc: int | None = None
@@ -157,7 +151,7 @@ class FeaturesConfig:
     """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
     epoch computes them, if that saves anything and takes at most `limit`."""
     folder: str | None = None
-    """Of the cache; null for `features` in the run's folder."""
+    """Folder of the cache; null for `features` in the run's folder."""
     format: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = 20.0
@@ -187,7 +181,7 @@ class OptimConfig:
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
     schedule: Literal["cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"] = "cosine"
-    """How it falls after that; transformers' own words."""
+    """How the learning rate falls after that, by transformers' name."""
     clip: float = 1.0
     """Gradient norm above which gradients are scaled down."""
     ema: float = 0.0
@@ -196,12 +190,12 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long, how much at once, and what is written down when."""
+    """Duration, batches, arithmetic, and how often to log, evaluate and save."""
 
     epochs: float = 2.0
     """Passes over the training conversations."""
     max_steps: int | None = None
-    """Stop after so many optimizer steps; null for all of `epochs`."""
+    """Stop after this many optimizer steps; null for all of `epochs`."""
     batch_size: int = 8
     """Rows per optimizer step, over all processes and forwards; a row is a conversation, unless data.pack."""
     micro_batch: int | None = None
@@ -214,12 +208,12 @@ class LoopConfig:
     recompute: bool = False
     """Compute activations of the training-time test again in the backward pass instead of keeping them."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the head's arithmetic; its weights and the optimizer stay float32. auto takes bfloat16 where that is faster
-    than float32."""
+    """Dtype of the head's arithmetic; its weights and the optimizer stay float32. auto takes bfloat16 where that is
+    faster than float32."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the heads in best/ and last/; checkpoints to resume from are always whole."""
+    """Dtype of the heads in best/ and last/; checkpoints to resume from keep float32."""
     seed: int = 0
-    """Of the data order and of anything drawn at random."""
+    """Seed of the data order and of all random draws."""
     log_every: int = 10
     """Steps between two lines of losses."""
     eval_every: int = 200
@@ -227,10 +221,10 @@ class LoopConfig:
     save_every: int = 200
     """Steps between two checkpoints to resume from; 0 for only the last."""
     keep: int = 2
-    """How many of these checkpoints are kept."""
+    """Checkpoints to resume from that are kept, the newest ones."""
     patience: int = 0
-    """Stop after so many evaluations in a row in which real acceptance was below the best although the held-out loss
-    sank; 0 never stops early."""
+    """Stop after this many evaluations in a row in which real acceptance was below the best although the held-out loss
+    fell; 0 never stops early."""
     timeout: float = 30.0
     """Minutes that a process waits for the others: at least as long as the slowest checkpoint or evaluation takes."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
@@ -288,11 +282,6 @@ class AdapterConfig:
     """Weight of the KL term that holds the adapted model to the original, relative to the heads' loss."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            ValueError: naming the option, what was given and what is valid.
-        """
         if self.rank < 0 or self.alpha <= 0 or self.head_lr_ratio <= 0 or self.keep_base < 0 or not self.modules:
             raise ValueError(
                 "adapter needs a rank of at least 0, alpha and head_lr_ratio above 0, keep_base of at least 0 and some "
@@ -317,22 +306,46 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(CommandOptions):
     """One training run."""
+
+    required = ("target", "output", "data.sources")
+    minimum: ClassVar[dict[str, float]] = {
+        "data.max_length": 3,
+        "data.held_out_limit": 1,
+        "data.max_conversations": 1,
+        "data.num_proc": 1,
+        "data.workers": 0,
+        "features.limit": 0,
+        "loop.max_steps": 1,
+        "loop.batch_size": 1,
+        "loop.micro_batch": 1,
+        "loop.micro_tokens": 1,
+        "loop.log_every": 1,
+        "loop.eval_every": 0,
+        "loop.save_every": 0,
+        "loop.keep": 1,
+        "loop.patience": 0,
+        "eval.prompts": 1,
+        "eval.new_tokens": 2,  # the first is the prefill's
+        "eval.conversations": 1,
+        "eval.nodes": 2,
+        "tracking.samples": 0,
+    }
 
     target: str = ""
     """The frozen model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
     output: str = ""
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
-    """`type`, a word of the HEADS table, and that head's own options."""
+    """`type`, a name in the HEADS table, and that head's own options."""
     target_dtype: Dtype = "auto"
-    """Of the frozen model's weights; auto takes the checkpoint's own, or float32 where that is faster."""
+    """Dtype of the frozen model's weights; auto takes the checkpoint's own, or float32 where that is faster."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
     """whole on every process; shard: each of its blocks cut over the processes; spread: for one process, its blocks on
     one device after the other."""
     target_attention: str | None = None
-    """The target's attention by transformers' word (attn_implementation): sdpa, flash_attention_2, flex_attention ...;
+    """The target's attention by transformers' name (attn_implementation): sdpa, flash_attention_2, flex_attention ...;
     null leaves it to transformers."""
     target_quantization: dict[str, Any] | None = None
     """The target's weights packed as they are loaded: transformers' quantization_config as a mapping, such as
@@ -360,20 +373,9 @@ class TrainConfig:
     """Names for the tracker."""
 
     def __post_init__(self) -> None:
-        """Refuse, before any long work, what cannot run.
-
-        Raises:
-            ValueError: naming the option, what was given and what is valid.
-        """
-        for name, value in (
-            ("target", self.target),
-            ("output", self.output),
-            ("data.sources", self.data.sources),
-        ):
-            if not value:
-                raise ValueError(f"option {name!r} is required and was not given")
+        super().__post_init__()
         if "type" not in self.head:
-            raise ValueError("option 'head.type' is required: a word of the HEADS table, such as medusa")
+            raise ValueError("option 'head.type' is required: a name in the HEADS table, such as medusa")
         weights = self.data.weights
         if weights is not None and (len(weights) != len(self.data.sources) or min(weights) <= 0):
             raise ValueError(
@@ -394,40 +396,12 @@ class TrainConfig:
             raise ValueError("loop.micro_tokens divides loop.batch_tokens, which is not given; choose loop.micro_batch")
         if not 0 < self.data.held_out < 1:
             raise ValueError(f"data.held_out is a share between 0 and 1, not {self.data.held_out}")
-        minima = {
-            "data.max_length": (self.data.max_length, 3),
-            "loop.batch_size": (self.loop.batch_size, 1),
-            "loop.micro_batch": (1 if self.loop.micro_batch is None else self.loop.micro_batch, 1),
-            "features.limit": (self.features.limit, 0),
-            "loop.keep": (self.loop.keep, 1),
-            "loop.patience": (self.loop.patience, 0),
-            "loop.log_every": (self.loop.log_every, 1),
-            "loop.eval_every": (self.loop.eval_every, 0),
-            "loop.save_every": (self.loop.save_every, 0),
-            "eval.prompts": (self.eval.prompts, 1),
-            "eval.new_tokens": (self.eval.new_tokens, 2),  # the first is the prefill's
-            "loop.max_steps": (1 if self.loop.max_steps is None else self.loop.max_steps, 1),
-            "data.held_out_limit": (1 if self.data.held_out_limit is None else self.data.held_out_limit, 1),
-            "data.num_proc": (1 if self.data.num_proc is None else self.data.num_proc, 1),
-            "data.workers": (0 if self.data.workers is None else self.data.workers, 0),
-            "loop.batch_tokens": (
-                self.data.max_length if self.loop.batch_tokens is None else self.loop.batch_tokens,
-                self.data.max_length,
-            ),
-            "loop.micro_tokens": (1 if self.loop.micro_tokens is None else self.loop.micro_tokens, 1),
-            "data.max_conversations": (1 if self.data.max_conversations is None else self.data.max_conversations, 1),
-            "eval.conversations": (self.eval.conversations, 1),
-            "eval.nodes": (self.eval.nodes, 2),
-            "tracking.samples": (self.tracking.samples, 0),
-        }
-        for name, (number, least) in minima.items():
-            if number < least:
-                raise ValueError(f"{name} must be at least {least}, not {number}")
-        above_0 = {"loop.epochs": self.loop.epochs, "optim.lr": self.optim.lr, "optim.clip": self.optim.clip}
-        above_0["loop.timeout"] = self.loop.timeout
-        for name, rate in above_0.items():
-            if rate <= 0:
-                raise ValueError(f"{name} must be above 0, not {rate}")
+        if self.loop.batch_tokens is not None and self.loop.batch_tokens < self.data.max_length:
+            raise ValueError(f"loop.batch_tokens must be at least {self.data.max_length}, not {self.loop.batch_tokens}")
+        for name in ("loop.epochs", "loop.timeout", "optim.lr", "optim.clip"):
+            value = attrgetter(name)(self)
+            if value <= 0:
+                raise ValueError(f"{name} must be above 0, not {value}")
         if not 0 <= self.optim.ema < 1:
             raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {self.optim.ema}")
         if not 0 <= self.optim.warmup <= 1:

@@ -1,4 +1,4 @@
-"""Progress of long work on screen and in logs, and how it is stopped."""
+"""Progress of long work on screen and in logs, and its interruption by Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import ClassVar, TypeVar
 
@@ -20,32 +21,28 @@ from rich.progress import Progress as Bars
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 log = logging.getLogger("headstart.train")
-"""What the package reports. Commands show it on the console; any other program handles it as it does all its logging,
-and sees warnings only if it configures none."""
-
-
-def _first_process(record: logging.LogRecord) -> bool:
-    """Filter: the first process of a launch reports; warnings come from all of them."""
-    return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
-
-
-log.addFilter(_first_process)
+"""The package's logger. Commands show its messages on the console; any other program handles them as all its logging,
+and sees only warnings if it configures none."""
+# The first process of a launch reports; warnings come from all processes.
+log.addFilter(lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0")
+LINE_SECONDS = 10.0
+"""Seconds between two lines about work in progress, where the output is no terminal."""
+Item = TypeVar("Item")
 
 
 class ConsoleHandler(logging.Handler):
     """Prints messages on the console, above progress bars; warnings are marked."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
         try:
             before = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
             console.print(before + self.format(record), markup=False, emoji=False)
-        except Exception:  # logging never ends the work that it is about
+        except Exception:  # a failure to print does not end the work
             self.handleError(record)
 
 
 def show_on_console() -> None:
-    """Show messages and progress on the console; what commands do, and a notebook may."""
+    """Show messages and progress on the console, as commands do; a notebook may call it."""
     package = logging.getLogger("headstart")
     if not shown_on_console():
         package.addHandler(ConsoleHandler())
@@ -58,23 +55,15 @@ def shown_on_console() -> bool:
     return any(isinstance(handler, ConsoleHandler) for handler in logging.getLogger("headstart").handlers)
 
 
-LINE_SECONDS = 10.0
-"""Seconds between two lines about work in progress, where the output is no terminal."""
-
-
-Item = TypeVar("Item")
-
-
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure of a table, where what was not measured is None."""
+    """Format a figure of a table; None was not measured and becomes a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 class ProgressBar:
     """Work of known size: a bar in a terminal; elsewhere a line in the log every `LINE_SECONDS`, from a thread.
 
-    A bar is drawn only by commands and after `show_on_console`. Work inside other work adds a bar below it, and the
-    lines are about the innermost.
+    A bar is drawn only after `show_on_console`. Nested work adds a bar below its parent's; lines report the innermost.
     """
 
     _open: ClassVar[list[ProgressBar]] = []
@@ -84,26 +73,20 @@ class ProgressBar:
     _lines: ClassVar[threading.Thread]
 
     def __init__(self, what: str, total: float, done: float = 0) -> None:
-        """Nothing is shown before the `with` block is entered.
-
-        Args:
-            what: is counted.
-            total: how much there is.
-            done: how much of it was done before.
-        """
+        """Describe the work: the unit that is counted, its total, and the number done by an earlier start."""
         self.what, self.total, self.done, self.note = what, total, done, ""
-        self.shown = os.environ.get("RANK", "0") == "0"  # of the processes of a launch, the first one speaks
+        self.shown = os.environ.get("RANK", "0") == "0"  # only the first process of a launch shows progress
         self._first, self._began = done, time.monotonic()
 
     def update(self, done: float | None = None, note: str | None = None) -> None:
-        """Take what is done by now, of `total`, and what else is to be said."""
+        """Set the number done so far and the note that follows the rate; None keeps either."""
         self.done = self.done if done is None else done
         self.note = self.note if note is None else note
         if self.shown and self._drawn:
             self._bars.update(self._task, completed=self.done, total=self.total, note=self.line())
 
     def line(self) -> str:
-        """Count, rate, remaining time, note."""
+        """Format count, rate, remaining time and note."""
         seconds, made = time.monotonic() - self._began, self.done - self._first
         parts = [f"{int(self.done):,}/{int(self.total):,}"]
         if made > 0:
@@ -123,7 +106,7 @@ class ProgressBar:
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), console=console
             )
             ProgressBar._ended = threading.Event()
-            ProgressBar._lines = threading.Thread(target=_tell, args=(self._ended,), daemon=True)
+            ProgressBar._lines = threading.Thread(target=self._log_lines, args=(self._ended,), daemon=True)
             ProgressBar._drawn = console.is_terminal and shown_on_console()
             self._bars.start() if self._drawn else self._lines.start()
         self._task = self._bars.add_task(self.what, total=self.total, completed=int(self.done), note="")
@@ -142,23 +125,23 @@ class ProgressBar:
         self._ended.set()
         self._bars.stop() if self._drawn else self._lines.join()
 
+    @classmethod
+    def _log_lines(cls, ended: threading.Event) -> None:
+        while not ended.wait(LINE_SECONDS):
+            for work in cls._open[-1:]:
+                log.info(f"{work.what}: {work.line()}")
+
 
 def counted(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """The items one after the other, with a `ProgressBar` of what was done with them."""
+    """Yield items one after the other, with a `ProgressBar` of those that were processed."""
     with ProgressBar(what, len(items)) as bar:
         for number, item in enumerate(items, start=1):
             yield item
             bar.update(number)
 
 
-def _tell(ended: threading.Event) -> None:
-    while not ended.wait(LINE_SECONDS):
-        for work in ProgressBar._open[-1:]:
-            log.info(f"{work.what}: {work.line()}")
-
-
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
@@ -167,24 +150,24 @@ def duration(seconds: float) -> str:
 class Stopped(BaseException):
     """Raised after everything was saved: the same command resumes from there.
 
-    As KeyboardInterrupt, it is no `Exception`, which libraries catch as a failure of their own.
+    Like KeyboardInterrupt it is no `Exception`, which libraries would catch as a failure of their own.
     """
 
 
+@dataclass
 class StopRequest:
-    """Ctrl-C and SIGTERM as a wish: work asks `wanted` where it can end, or is ended `at_once`. A second one kills.
+    """Ctrl-C and SIGTERM as a request: work polls `wanted`, or is interrupted inside `at_once`. A second signal kills.
 
-    Inside another one's `with` block, it keeps a wish until its own block has ended: what must not be cut off is safe.
+    Nested in another request's `with` block, it defers the signal to the end of its own block.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
     _current: ClassVar[StopRequest | None] = None
 
-    def __init__(self) -> None:
-        self.wanted = False
-        self._cuts = False
-        self._outer: StopRequest | None = None
-        self._earlier: list[object] = []
+    wanted: bool = False
+    _cuts: bool = False
+    _outer: StopRequest | None = None
+    _earlier: list[object] = field(default_factory=list)
 
     def __enter__(self) -> StopRequest:
         self._outer, StopRequest._current = StopRequest._current, self
@@ -208,7 +191,7 @@ class StopRequest:
 
     @contextmanager
     def at_once(self, cuts: bool = True) -> Iterator[None]:
-        """Work that may be thrown away: a wish raises `Stopped` in the middle of it, unless `cuts` is False."""
+        """Run work that may be discarded: a signal raises `Stopped` in the middle of it, unless `cuts` is False."""
         before, self._cuts = self._cuts, cuts
         try:
             self.check()
@@ -217,11 +200,7 @@ class StopRequest:
             self._cuts = before
 
     def check(self) -> None:
-        """End what is done `at_once`, if that is wanted.
-
-        Raises:
-            Stopped: it is.
-        """
+        """Raise `Stopped` inside `at_once`, if a stop is wanted."""
         if self.wanted and self._cuts:
             raise Stopped("stopped; the same command resumes from there")
 
@@ -234,5 +213,5 @@ def _ask(number: int, frame: FrameType | None) -> None:
         signal.raise_signal(number)
     request.wanted = True
     request.check()
-    # Not by the console, which may be in the middle of a line.
+    # Not through the console, which may be in the middle of a line.
     os.write(2, f"{signal.Signals(number).name}: stopping after this step; once more to stop at once\n".encode())

@@ -1,8 +1,8 @@
-"""Engines: how one process or many train a head, in which arithmetic, and all that differs between engines.
+"""Training engines: one process, DDP, DeepSpeed or FSDP2, the arithmetic of the head, and all that differs by engine.
 
     accelerate launch --config_file configs/accelerate/zero2.yaml scripts/train.py --config configs/x.yaml
 
-The launch file chooses the engine, the config chooses what is trained, and they are independent:
+The launch file chooses the engine, independently of the config:
 
     DDP         every process holds the head; gradients are averaged
     ZeRO-1, 2   DeepSpeed shards the optimizer, and with 2 the gradients (arXiv:1910.02054)
@@ -14,8 +14,7 @@ The head is sharded here and not by accelerate, which disables FSDP2 without a G
 Decisions that processes must share are made by the main process (`from_main`), or by any of them (`any_process`).
 
 Arithmetic is bfloat16 (torch's autocast) where that is faster than float32, which is measured once on each machine. The
-target then keeps its checkpoint's own dtype; otherwise it is in float32. A run that resumes keeps the dtypes that it
-began with.
+target then keeps its checkpoint's own dtype; otherwise it is in float32. A run that resumes keeps its dtypes.
 """
 
 from __future__ import annotations
@@ -49,22 +48,19 @@ from .console import Stopped, StopRequest
 from .data.batches import Share
 
 GROUPS: list[Any] = []
-"""Process groups that were joined. DDP drops its own reference while it holds Python's lock: were that the last one, it
-would wait for gloo's thread, which may wait for the lock."""
+"""Process groups that were joined. DDP drops its own reference while it holds Python's lock: if that were the last one,
+it would wait for gloo's thread, which may wait for the lock."""
 ROWS, WIDTH, INNER = 512, 512, 2048
 """Tokens of the training step that is timed for "auto", and the widths of its two linear layers."""
 REPEATS, LIMIT = 7, 1.0
-"""Most calls of each, and seconds after which no more are made."""
+"""Most timed steps in each dtype, and seconds after which no more are started."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 
 def start(config: TrainConfig) -> tuple[Accelerator, Share]:
-    """Join the other processes, if there are any.
-
-    Returns:
-        the accelerator, and this process's share of every step.
+    """Join the other processes, if there are any; return the accelerator and this process's share of every step.
 
     Raises:
         ValueError: a launch file that contradicts the config, or cannot train what it asks for.
@@ -102,11 +98,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
 
 
 def check_fsdp() -> None:
-    """Refuse settings of an FSDP launch file that have no effect on the head.
-
-    Raises:
-        ValueError: FSDP1, offloading, or a single process.
-    """
+    """Raise a ValueError for settings of an FSDP launch file that have no effect on the head."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -134,11 +126,7 @@ def _without_fsdp() -> Iterator[None]:
 
 
 def check_engine(engine: str, config: TrainConfig) -> None:
-    """Refuse options that an engine cannot train with.
-
-    Raises:
-        ValueError: naming the engines that can.
-    """
+    """Raise a ValueError for options that an engine cannot train with."""
     whole = "choose one process, DDP, ZeRO-1 or ZeRO-2"
     if engine == "ZeRO-3":
         raise ValueError(
@@ -153,7 +141,7 @@ def check_engine(engine: str, config: TrainConfig) -> None:
 
 
 def requested_engine(accelerator: Accelerator) -> str:
-    """Return the name of the engine that the launch file chose, as in this module's docstring, or "one process"."""
+    """Name the engine that the launch file chose, as in this module's docstring, or "one process"."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -162,12 +150,12 @@ def requested_engine(accelerator: Accelerator) -> str:
 
 
 def alone(accelerator: Accelerator) -> bool:
-    """Return whether no other process waits for this one, nor an engine for the end of its step."""
+    """Whether no other process waits for this one, nor an engine for the end of its step."""
     return bool(accelerator.distributed_type == DistributedType.NO) and requested_engine(accelerator) == "one process"
 
 
 def actual_engine(module: nn.Module) -> str:
-    """Return the name of the engine that really drives a module."""
+    """Name the engine that really drives a module."""
     stage: Any = getattr(module, "zero_optimization_stage", None)  # DeepSpeed's engine has it
     if stage is not None:
         return f"ZeRO-{stage()}"
@@ -187,13 +175,7 @@ def shard(accelerator: Accelerator, module: nn.Module) -> None:
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, precision: str
 ) -> tuple[nn.Module, Optimizer]:
-    """Hand module and optimizer to the engine.
-
-    Args:
-        accelerator: of the launch.
-        module: its forward returns the loss.
-        optimizer: of its parameters.
-        precision: float32 or bfloat16.
+    """Hand module and optimizer to the engine; `precision` is float32 or bfloat16.
 
     Raises:
         ValueError: the engine is not the one that the launch file asks for.
@@ -201,30 +183,32 @@ def prepare(
     if isinstance(module, FSDPModule):
         accelerator.register_for_checkpointing(_Sharded(module, optimizer))
     else:
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            options = accelerator.state.deepspeed_plugin.deepspeed_config
-            options["torch_autocast"] = deepspeed_autocast(precision)
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:  # does what `autocast` does for other engines
+            accelerator.state.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
+                "enabled": precision == "bfloat16",
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],  # which exchange gradients in bfloat16; DDP does in float32
+            }
         module, optimizer = accelerator.prepare(module, optimizer)
     if actual_engine(module) != requested_engine(accelerator):
         raise ValueError(f"the launch file asks for {requested_engine(accelerator)} and got {actual_engine(module)}")
     return module, optimizer
 
 
+@dataclasses.dataclass
 class _Sharded:
     """Weights and optimizer of an FSDP2 module for a checkpoint, which holds them unsharded."""
 
     OPTIONS = StateDictOptions(full_state_dict=True)
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        self.module, self.optimizer = module, optimizer
+    module: nn.Module
+    optimizer: Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather both on every process."""
         weights, optimizer = get_state_dict(self.module, self.optimizer, options=self.OPTIONS)
         return {"weights": weights, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Shard both again."""
         set_state_dict(
             self.module,
             self.optimizer,
@@ -234,28 +218,14 @@ class _Sharded:
         )
 
 
-@contextlib.contextmanager
-def exchanged(accelerator: Accelerator, module: nn.Module, last: bool) -> Iterator[None]:
-    """Around a forward and its backward: exchange gradients only if they are the step's last."""
-    accelerator.sync_gradients = last
-    with contextlib.nullcontext() if last else accelerator.no_sync(module):
-        yield
-
-
 def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Around a module's forward, and only there: run its arithmetic in bfloat16, its weights staying float32.
+    """Run a module's forward, and only that, in bfloat16 arithmetic; its weights stay float32.
 
-    DeepSpeed disables an autocast around it on a GPU; it has its own, from `deepspeed_autocast`.
+    On a GPU DeepSpeed disables an autocast around it; `prepare` configures its own.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return contextlib.nullcontext()
     return torch.autocast(accelerator.device.type, dtype_of(precision), enabled=precision == "bfloat16")
-
-
-def gradient_scale(accelerator: Accelerator, share: Share) -> int:
-    """Return the factor on a loss that turns the engine's mean over processes and forwards into a sum."""
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return share.processes * (share.forwards if deepspeed else 1)
 
 
 def whole_state(head: nn.Module) -> dict[str, Tensor]:
@@ -267,14 +237,14 @@ def whole_state(head: nn.Module) -> dict[str, Tensor]:
 
 
 def from_main(accelerator: Accelerator, value: Value) -> Value:
-    """Return the main process's value on every process; values that each computes may differ in the last digit."""
+    """Send the main process's value to every process; values that each computes may differ in the last digit."""
     values: list[Any] = [value if accelerator.is_main_process else None]
     decided: Value = broadcast_object_list(values)[0]
     return decided
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Return whether a flag is set on any process; every process must call this."""
+    """Whether a flag is set on any process; every process must call this."""
     if accelerator.num_processes == 1:
         return flag
     up = accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum")
@@ -300,16 +270,16 @@ def distributed(
     """Distribute work on items over the processes; return all results on every process, in the items' order.
 
     Args:
-        accelerator: of the processes.
+        accelerator: joins the processes.
         items: the same on every process.
-        work: a function of consecutive items, perhaps none, and of a function to call between its parts.
-        stop: Ctrl-C or SIGTERM, which end the work: at once, or with `together` between two parts.
+        work: called with consecutive items, perhaps none, and a function to call between its parts.
+        stop: interrupts the work: at once, or with `together` between two parts.
         together: whether every process does all of the work, since its parts need all processes.
 
     Raises:
         Stopped: on every process, if any of them was stopped.
     """
-    stopped = Stopped("stopped; the same command continues from there")
+    stopped = Stopped("stopped; the same command resumes from there")
 
     def agree() -> None:
         if any_process(accelerator, stop.wanted):
@@ -325,17 +295,13 @@ def distributed(
     parts: list[list[Result] | None] = gather_object([own])
     whole = [part for part in parts if part is not None]
     if len(whole) < len(parts):
-        accelerator.wait_for_everyone()  # as at the end of `train`: the process may end now
+        end_together(accelerator)
         raise stopped
     return [result for part in whole for result in part]
 
 
 def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Share) -> None:
-    """Fill in the DeepSpeed options that the config decides.
-
-    Raises:
-        ValueError: the DeepSpeed file contradicts the config.
-    """
+    """Fill in the DeepSpeed options that the config decides; a file that contradicts it raises a ValueError."""
     for section in ("optimizer", "scheduler", "bf16", "fp16", "amp", "torch_autocast"):
         if options.get(section, {}).get("enabled", section in options):
             raise ValueError(f"the DeepSpeed file has a section {section!r}, which the config decides; remove it")
@@ -359,36 +325,23 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
     options["zero_allow_untested_optimizer"] = True
 
 
-def deepspeed_autocast(precision: str) -> dict[str, Any]:
-    """Return the section of DeepSpeed's config that does what `autocast` does elsewhere."""
-    return {
-        "enabled": precision == "bfloat16",
-        "dtype": "bfloat16",
-        "lower_precision_safe_modules": [],  # modules whose gradients are exchanged in bfloat16; DDP's are in float32
-    }
-
-
 def resolved(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
-    """Return the config with dtypes in place of "auto", the same on every process.
+    """Replace "auto" by dtypes, the same on every process.
 
     Raises:
-        ValueError: no target.
+        ValueError: no such target.
     """
     dtypes = formats(config, accelerator.device) if accelerator.is_main_process else ("", "")
     return with_formats(config, *from_main(accelerator, dtypes))
 
 
 def with_formats(config: TrainConfig, target: Any, head: Any) -> TrainConfig:
-    """Return the config with these names of dtypes for the target's weights and the head's arithmetic."""
+    """Set the names of the dtypes of the target's weights and of the head's arithmetic."""
     return dataclasses.replace(config, target_dtype=target, loop=dataclasses.replace(config.loop, precision=head))
 
 
 def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
-    """Name the dtypes of the target's weights and of the head's arithmetic on a device.
-
-    Raises:
-        ValueError: no target.
-    """
+    """Name the dtypes of the target's weights and of the head's arithmetic on a device."""
     target, head = str(config.target_dtype), str(config.loop.precision)
     if head != "auto":
         _warn_if_slow(head, device)
@@ -405,11 +358,11 @@ def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
 
 
 def _over_float32(device: torch.device) -> float:
-    """Return the time of a training step in bfloat16 over that in float32; on an accelerator only below 1 or above."""
+    """Time of a training step in bfloat16 over that in float32; not measured on accelerators, there 0.5 or 2."""
     if device.type != "cpu":
-        # A plan may be for an accelerator that is not here.
-        lacking = device.type == "cuda" and torch.cuda.is_available()
-        return 2.0 if lacking and not torch.cuda.is_bf16_supported(including_emulation=False) else 0.5
+        # A plan may be for a GPU that this machine lacks.
+        present = device.type == "cuda" and torch.cuda.is_available()
+        return 2.0 if present and not torch.cuda.is_bf16_supported(including_emulation=False) else 0.5
     return measured_once(device, f"training step of {ROWS} rows in bfloat16 over float32", _timed, positive)
 
 

@@ -22,7 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,7 @@ from .engines import (
     alone,
     autocast,
     end_together,
-    exchanged,
     from_main,
-    gradient_scale,
     prepare,
     resolved,
     shard,
@@ -63,7 +61,7 @@ from .engines import (
     whole_state,
 )
 from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
-from .features.online import FeatureSource, OnlineFeatures, feature_source
+from .features.online import OnlineFeatures, feature_source
 from .features.placement import SharedTarget, load_target
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
@@ -79,61 +77,40 @@ SAMPLE = 4
 class Callback:
     """Methods that a run calls, on its main process only; a subclass overrides those that it needs.
 
-    An exception ends the run as Ctrl-C does, with a checkpoint from which the same options continue it, and `train`
-    raises it again once that is written. A callback raises `Stopped` to end the run. Losses and weights do not depend
-    on callbacks, unless they draw from torch's global generator.
+    Each gets the state of the run, a copy. An exception ends the run as Ctrl-C does: `train` writes a checkpoint from
+    which the same options resume, and raises it again. A callback raises `Stopped` to end the run. Losses and weights
+    do not depend on callbacks, unless they draw from torch's global generator.
     """
 
     def on_step(self, progress: Progress, row: dict[str, Any] | None) -> None:
-        """Called after each optimizer step.
-
-        Args:
-            progress: state of the run; a copy.
-            row: the line of log.jsonl if this step wrote one (`loop.log_every`), else None.
-        """
+        """Called after each optimizer step, with its line of log.jsonl if it wrote one (`loop.log_every`)."""
 
     def on_evaluation(self, progress: Progress, row: dict[str, Any]) -> None:
         """Called after each evaluation, once the best head has been saved.
 
         Args:
-            progress: state of the run; a copy.
+            progress: state of the run.
             row: the line of log.jsonl: `eval`, `held_out_loss`, `tree`.
         """
 
     def on_save(self, progress: Progress, checkpoint: Path) -> None:
-        """Called after a checkpoint to resume from has been written.
-
-        Args:
-            progress: state of the run; a copy.
-            checkpoint: its folder.
-        """
+        """Called after a checkpoint to resume from has been written to a folder."""
 
     def on_end(self, progress: Progress, folder: Path) -> None:
-        """Called once all steps are done and best/, last/ and report.md are written; not if the run was stopped.
-
-        Args:
-            progress: state of the run; a copy.
-            folder: the run's folder.
-        """
+        """Called once all steps are done and best/, last/ and report.md are written; not if the run was stopped."""
 
 
+@dataclass
 class Callbacks:
-    """The callbacks of one process, with the first exception that one of them raised."""
+    """The callbacks of a run, with the first exception that one of them raised."""
 
-    def __init__(self, callbacks: Sequence[Callback], main_process: bool) -> None:
-        self._callbacks = list(callbacks) if main_process else []
-        self.error: BaseException | None = None
+    callbacks: Sequence[Callback]
+    main_process: bool
+    error: BaseException | None = None
 
     def call(self, name: str, progress: Progress, given: Any, stop: StopRequest | None = None) -> None:
-        """Call a method of all callbacks; after an exception no callback is called any more.
-
-        Args:
-            name: of the method.
-            progress: state of the run.
-            given: the method's other argument.
-            stop: is set after an exception, so that all processes stop at the same step.
-        """
-        for callback in self._callbacks:
+        """Call a method of all callbacks; the first exception sets `stop`, and no callback is called after it."""
+        for callback in self.callbacks if self.main_process else ():
             if self.error is not None:
                 return
             try:
@@ -144,11 +121,6 @@ class Callbacks:
                 if stop is not None:
                     stop.wanted = True
 
-    def check(self) -> None:
-        """Raise what a callback raised, if one did."""
-        if self.error is not None:
-            raise self.error
-
 
 def train(
     config: TrainConfig,
@@ -156,14 +128,13 @@ def train(
     shared: SharedTarget | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Path:
-    """Run or continue a training run; return its folder.
+    """Run or resume a training run; return its folder.
 
     Args:
         config: options of the run.
-        deadline: on the main process's `time.monotonic`; a run begins no step after it, but evaluates the head that it
-            then has.
+        deadline: on the main process's `time.monotonic`; a run begins no step after it, and then evaluates its head.
         shared: the target, if other work in this process uses it too.
-        callbacks: are called between steps, on the main process.
+        callbacks: called between steps, on the main process.
 
     Raises:
         ValueError: invalid options or data, a tracker that cannot run, or a run that cannot be resumed.
@@ -178,8 +149,8 @@ def train(
     run.claim(config)
     if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
-        if not (run.folder / "report.md").exists():
-            report_on(run)
+        if accelerator.is_main_process and not (run.folder / "report.md").exists():
+            log.info(f"the report: {write_report(run.folder)}")
         end_together(accelerator)
         return run.folder
     check_tracker(config)
@@ -189,13 +160,14 @@ def train(
         failed = False
     except Stopped:
         failed = False
-        called.check()
-        raise
+        if called.error is None:
+            raise
     finally:
         tracker.close(run.best, failed)
         if not failed:
             accelerator.end_training()
-    called.check()
+    if called.error is not None:
+        raise called.error
     return run.folder
 
 
@@ -208,13 +180,13 @@ def run_steps(
     tracker: Tracker,
     callbacks: Callbacks,
 ) -> None:
-    """Make a run's remaining steps, with evaluations and checkpoints between them; `train` documents the arguments."""
+    """Make a run's remaining steps, with evaluations and checkpoints between them."""
     accelerator = run.accelerator
     inputs = load_inputs(config, accelerator, shared)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
-    order = order_of(inputs, config)
+    order = inputs.order
     steps = config.loop.max_steps or order.count(config.loop.epochs)
     flops = count_flops(
         target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
@@ -283,26 +255,17 @@ def run_steps(
                 bar.update(progress.step, metrics.note)
         save()
         if progress.step < steps:
-            raise Stopped(f"stopped at step {progress.step} of {steps}; the same command continues from there")
+            raise Stopped(f"stopped at step {progress.step} of {steps}; the same command resumes from there")
         evaluate_and_save(state, inputs, config, metrics, stop, callbacks, last=True)
         with stop.at_once(alone(accelerator)):
-            report_on(run)
+            if accelerator.is_main_process:
+                log.info(f"the report: {write_report(run.folder)}")
         callbacks.call("on_end", progress, run.folder)
         end_together(accelerator)
 
 
-def report_on(run: RunFolder) -> None:
-    """Write report.md of a finished run, on the main process."""
-    if run.accelerator.is_main_process:
-        log.info(f"the report: {write_report(run.folder)}")
-
-
 def seconds_per_step(config: TrainConfig, shared: SharedTarget | None = None) -> float:
-    """Measure the time of a step: the mean of `TIMED_STEPS` after one warm-up. Nothing is changed or written.
-
-    Raises:
-        ValueError: invalid options or data.
-    """
+    """Measure the time of a step: the mean of `TIMED_STEPS` after one warm-up. Nothing is changed or written."""
     accelerator, share = start(config)
     config = resolved(config, accelerator)
     inputs = load_inputs(config, accelerator, shared)
@@ -311,7 +274,7 @@ def seconds_per_step(config: TrainConfig, shared: SharedTarget | None = None) ->
     clock, features = StepClock(accelerator.device), OnlineFeatures(inputs.target, inputs.head)
     reader = Steps(inputs.training, share, inputs.head.max_depth + 2)
     taken = []
-    for rows in itertools.islice(order_of(inputs, config).from_step(0), 1 + TIMED_STEPS):
+    for rows in itertools.islice(inputs.order.from_step(0), 1 + TIMED_STEPS):
         began = time.monotonic()
         gradients(state, reader[rows], features, clock, step=1, adapt=False)
         taken.append(time.monotonic() - began)
@@ -330,18 +293,14 @@ class Inputs:
     training: Sequence[Example]
     """Read from the cache as they are accessed."""
     held_out: list[Example]
-    sources: list[int]
-    """Index of the source of each sequence to train on."""
+    order: Order
+    """Order of the training sequences, by steps."""
     coverage: float
     """Share of the answers' tokens that are in the draft vocabulary."""
 
 
 def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None = None) -> Inputs:
-    """Load target, head and data, and check all of them before any long work.
-
-    Raises:
-        ValueError: invalid options or data.
-    """
+    """Load target, head and data; invalid options or data raise a ValueError before any long work."""
     kind, options = head_options(config)
     head_config(kind, options)  # mistakes in the options or the data are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
@@ -361,16 +320,14 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     else:
         warm_start(head, config.init_from, provenance)
     covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
-    own = cache.sources_of(training.conversations)
-    return Inputs(target, head, tokenizer, provenance, training, held_out, own, float(covered))
+    data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
+    lengths = lengths_of(training)
+    order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
+    return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered))
 
 
 def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None:
-    """Copy the weights and the draft vocabulary of another head.
-
-    Raises:
-        ValueError: it does not fit, or its vocabulary belongs to another tokenizer.
-    """
+    """Copy the weights and the draft vocabulary of another head; a ValueError if it does not fit."""
     metadata = copy_weights(head, source)
     trained = metadata.provenance.get("tokenizer")
     if trained not in (None, provenance["tokenizer"]):
@@ -378,12 +335,6 @@ def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None
             f"init_from {source!r} was trained with tokenizer {trained}, not {provenance['tokenizer']}: its draft "
             "vocabulary means other tokens; choose a head of the same tokenizer, or null"
         )
-
-
-def order_of(inputs: Inputs, config: TrainConfig) -> Order:
-    """Build the order of the data from the options."""
-    data, loop, lengths = config.data, config.loop, lengths_of(inputs.training)
-    return Order(lengths, loop.batch_size, loop.seed, data.pack, inputs.sources, data.weights, loop.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -427,31 +378,20 @@ def build_state(
     if config.optim.ema > 0:
         averaged = AveragedModel(inputs.head, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))
         accelerator.register_for_checkpointing(averaged)
-    return TrainState(
-        accelerator,
-        share,
-        run,
-        inputs.head,
-        module,
-        adapted,
-        averaged,
-        optimizer,
-        schedule,
-        config.loop.precision,
-        config.optim.clip,
-    )
+    engine = (module, adapted, averaged, optimizer, schedule, config.loop.precision, config.optim.clip)
+    return TrainState(accelerator, share, run, inputs.head, *engine)
 
 
 def gradients(
     state: TrainState,
     data: Step,
-    features: FeatureSource,
+    features: OnlineFeatures,
     clock: StepClock,
     step: int,
     adapt: bool,
     stop: bool = False,
 ) -> tuple[list[HeadOutput], float, bool]:
-    """Forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
+    """Run the forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
 
     Args:
         state: the module and its engine.
@@ -459,30 +399,33 @@ def gradients(
         features: source of the target's states.
         clock: times the parts of the step.
         step: number of the step, for errors.
-        adapt: whether the adapter learns, if there is one.
-        stop: whether this process was asked to stop.
+        adapt: whether the adapter, if there is one, is trained in this step.
+        stop: whether this process received a request to stop.
 
     Returns:
-        the outputs, the gradient norm, and whether any process was asked to stop.
+        the outputs, the gradient norm, and whether any process received a request to stop.
 
     Raises:
         ValueError: a loss or a gradient that is not finite.
     """
     accelerator, module, batches = state.accelerator, state.module, data.batches
-    # The loss is a mean over the step's answer tokens, over all processes.
-    scale = gradient_scale(accelerator, state.share) / max(data.answer_tokens, 1)
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    # The loss is a mean over the step's answer tokens. Engines average gradients over processes, DeepSpeed over
+    # forwards, too; the scale turns that into a sum.
+    scale = state.share.processes * (state.share.forwards if deepspeed else 1) / max(data.answer_tokens, 1)
     outputs: list[HeadOutput] = []
     loss, stopping = 0.0, False
     for number, batch in enumerate(batches, start=1):
-        with exchanged(accelerator, module, last=number == len(batches)):
+        last = number == len(batches)
+        accelerator.sync_gradients = last  # gradients are exchanged once a step
+        with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
             given = (batch, adapt) if state.adapted else (features(batch),)
             clock.part("head")
             with autocast(accelerator, state.precision):
                 output = module(*given)
             outputs.append(output)
-            if deepspeed and number == len(batches):  # its backward makes the optimizer step
+            if deepspeed and last:  # its backward makes the optimizer step
                 loss, _, stopping = agreed(accelerator, outputs, stop)
                 check_finite("loss", loss, batches, step, state.run)
             accelerator.backward(output.loss * scale)
@@ -498,7 +441,7 @@ def gradients(
 
 
 def update(state: TrainState) -> None:
-    """Make the optimizer's step."""
+    """Make the optimizer's step, and those of the average and the schedule."""
     state.optimizer.step()
     if state.averaged:
         state.averaged.update_parameters(state.head)
@@ -508,7 +451,7 @@ def update(state: TrainState) -> None:
 
 @contextmanager
 def random_state_kept_if_stopped() -> Iterator[None]:
-    """Restore the random state if a step is interrupted: the run resumes with this very step."""
+    """Restore the random state if a step is interrupted: the run resumes with this step."""
     host, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         yield
@@ -527,17 +470,13 @@ def evaluate_and_save(
     callbacks: Callbacks,
     last: bool = False,
 ) -> Evaluation:
-    """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last.
-
-    Raises:
-        Stopped: Ctrl-C or SIGTERM, before anything is saved.
-    """
+    """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last."""
     accelerator, run, target, progress = state.accelerator, state.run, inputs.target, metrics.progress
     copy = build_head(*head_options(config), target.info)
     copy.load_state_dict(whole_state(state.averaged.module if state.averaged else state.head))
     copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
     found = evaluate(target, copy, inputs.held_out, config.eval, accelerator, stop)
-    found = from_main(accelerator, found)  # all processes decide by it which head is best, and when to stop
+    found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []
     with stop.at_once(alone(accelerator)):
         if config.loop.tracker != "none" and config.tracking.samples > 0:
@@ -565,7 +504,7 @@ def evaluate_and_save(
 
 
 def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
-    """Return whether acceptance was below the best in `patience` evaluations in a row while the held-out loss fell."""
+    """Whether acceptance was below the best in `patience` evaluations in a row while the held-out loss fell."""
     loss = sum(found.loss_K)
     fell, progress.held_out_loss = loss < progress.held_out_loss, loss
     progress.falling = progress.falling + 1 if fell and progress.best_step < progress.step else 0
@@ -575,9 +514,9 @@ def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
 def agreed(
     accelerator: Accelerator, outputs: list[HeadOutput], stop: bool, norm: Tensor | None = None
 ) -> tuple[float, float, bool]:
-    """Return the loss summed over processes, the gradient norm, and whether any process was asked to stop."""
+    """Return the loss summed over processes, the gradient norm, and whether any process received a request to stop."""
     loss = torch.stack([output.loss.detach() for output in outputs]).sum()
-    # Filled on the device: copying a tensor there would wait for it.
+    # Filled on the device: a copy from the host would wait for it.
     everyone = accelerator.reduce(torch.stack([loss, torch.full_like(loss, float(stop))]), "sum")
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -588,11 +527,7 @@ def agreed(
 
 
 def check_finite(what: str, value: float, batches: list[Batch], step: int, run: RunFolder) -> None:
-    """Stop before a step that would spoil the weights.
-
-    Raises:
-        ValueError: naming the step, this process's conversations, and the checkpoint to resume from.
-    """
+    """Raise a ValueError before a step that would spoil the weights."""
     if math.isfinite(value):
         return
     numbers = sorted(number for batch in batches for number in batch.conversations)
@@ -604,11 +539,7 @@ def check_finite(what: str, value: float, batches: list[Batch], step: int, run: 
 
 
 def check_same_everywhere(accelerator: Accelerator, examples: Sequence[Example]) -> None:
-    """Refuse processes that read different data, whose shares would not make up steps.
-
-    Raises:
-        ValueError: naming a process whose data differs from that of process 0.
-    """
+    """Raise a ValueError if processes read different data: their shares would not make up steps."""
     own = torch.tensor([len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device)
     everyone = accelerator.gather(own).view(-1, 2).tolist()
     for process, (count, found) in enumerate(everyone):

@@ -120,7 +120,7 @@ def plan_run(config: TrainConfig) -> Plan:
         "loss": loss_chunk(head, tokens, dtype.itemsize, here),
     }
     formats_of = (config.target_dtype, config.loop.precision)
-    return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(target, head, config))
+    return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(head, config.features.format))
 
 
 def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:

@@ -21,7 +21,7 @@ from headstart.heads.by_name import head_config
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
-from headstart.scripts import bench, datastore, demo, generate, tree, verify
+from headstart.scripts import bench, datastore, demo, features, generate, tree, verify
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.checkpoints import export, import_head, push
 from headstart.scripts.command_line import options
@@ -29,11 +29,10 @@ from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
 from headstart.train.config import AdapterConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data import self_made as selfmade
-from headstart.train.features import precompute
 
 COMMANDS = {
     "data": (SelfMadeConfig, selfmade, "make_conversations"),
-    "features": (TrainConfig, precompute, "precompute"),
+    "features": (TrainConfig, features, "precompute"),
     "train": (TrainConfig, loop, "train"),
     "tree": (TreeConfig, tree, "calibrate"),
     "datastore": (datastore.DatastoreConfig, datastore, "build_datastore"),

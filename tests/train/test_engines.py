@@ -32,7 +32,7 @@ from headstart.train.data.batches import Share
 from headstart.train.data.chat_template import Example
 from headstart.train.engines import check_engine, configure_deepspeed
 from headstart.train.features import online as features
-from headstart.train.features.cached import FeatureCache
+from headstart.train.features.cached import FeatureCache, decoded
 from headstart.train.features.placement import load_target
 from headstart.train.loop import check_same_everywhere, train
 
@@ -410,7 +410,7 @@ BATCH_TOKENS = 120
 def states_in(folder):
     """The states of a cache, by their keys."""
     cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
-    return {key: cache.read(key) for key in cache._locations}
+    return {key: decoded(*cache.stored(key)) for key in cache._locations}
 
 
 def without_some(folder, to):

@@ -459,14 +459,14 @@ def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(options, u
             raise Killed
         return original(self, *given)
 
-    def killed(run):
+    def killed(folder):
         raise Killed
 
     with monkeypatch.context() as patch:
         if when == "before":
             patch.setattr(loop.MetricsLogger, "log_evaluation", log_evaluation)
         else:  # the first that happens once the last head is saved
-            patch.setattr(loop, "report_on", killed)
+            patch.setattr(loop, "write_report", killed)
         with pytest.raises(Killed):
             train(options)
     train(options)
@@ -556,13 +556,13 @@ def test_draws_of_a_step_that_is_cut_off_are_drawn_again():
 
 def test_a_run_whose_last_evaluation_or_report_was_cut_off_makes_it_again(options, monkeypatch, changed):
     short = changed(options, loop={"max_steps": 2, "eval_every": 0, "save_every": 0})
-    for owner, name in ((evaluate, "sums_of"), (loop, "report_on")):
+    for owner, name in ((evaluate, "sums_of"), (loop, "write_report")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: signal.raise_signal(signal.SIGTERM))
             with pytest.raises(Stopped):
                 train(short)
         folder = Path(short.output)
-        assert (folder / "last").exists() == (name == "report_on") and not (folder / "report.md").exists()
+        assert (folder / "last").exists() == (name == "write_report") and not (folder / "report.md").exists()
     assert (train(short) / "report.md").exists()
 
 

@@ -19,9 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,8 +36,7 @@ FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.i
 Key = bytes
 
 
-@dataclass(frozen=True)
-class _Location:
+class _Location(NamedTuple):
     shard: Path
     start: int
     stop: int
@@ -49,15 +47,12 @@ class FeatureCache:
     """One folder of states, by the hash of a sequence's tokens."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
-        """Open the folder, or create it.
+        """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError.
 
         Args:
             folder: holds the manifest and the shards.
             manifest: identity of the states, with their `format`.
             shard_bytes: size at which a shard is written.
-
-        Raises:
-            ValueError: the folder has another manifest, or a shard that cannot be read.
         """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
         self._locations: dict[Key, _Location] = {}
@@ -98,14 +93,6 @@ class FeatureCache:
         self._new_bytes += states.nbytes + (0 if scales is None else scales.nbytes)
         if self._new_bytes >= self.shard_bytes:
             self.flush()
-
-    def read(self, key: Key) -> Tensor:
-        """Return a sequence's states_TLD, in bfloat16 or float32.
-
-        Raises:
-            ValueError: the bytes on disk are corrupt.
-        """
-        return decoded(*self.stored(key))
 
     def stored(self, key: Key) -> tuple[Tensor, Tensor | None]:
         """Return a sequence's states_TLD in the cache's format, and the scales_TL of int8.
@@ -155,30 +142,27 @@ class FeatureCache:
 
 
 def corrupt_shards(folder: Path) -> list[Path]:
-    """List the shards in which the bytes of some sequence are not those that were written."""
-    return [path for path in sorted(folder.glob("*.safetensors")) if not _intact(path)]
-
-
-def _intact(path: Path) -> bool:
-    try:
-        file = opened(path)
-    except ValueError:
-        return False
-    states, scales = file.get_tensor("states"), file.get_tensor("scales") if "scales" in file.keys() else None  # noqa: SIM118
-    ends = file.get_tensor("ends").tolist()
-    found = [
-        _checksum(states[start:stop], None if scales is None else scales[start:stop])
-        for start, stop in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-    return bool(found == file.get_tensor("checksums").tolist())
+    """List the shards that cannot be read, or whose bytes are not those that were written."""
+    corrupt = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            file = opened(path)
+        except ValueError:
+            corrupt.append(path)
+            continue
+        states, scales = file.get_tensor("states"), file.get_tensor("scales") if "scales" in file.keys() else None  # noqa: SIM118
+        ends = file.get_tensor("ends").tolist()
+        found = [
+            _checksum(states[start:stop], None if scales is None else scales[start:stop])
+            for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+        if found != file.get_tensor("checksums").tolist():
+            corrupt.append(path)
+    return corrupt
 
 
 def opened(path: Path) -> Any:
-    """Open a shard.
-
-    Raises:
-        ValueError: it is no shard, or is truncated.
-    """
+    """Open a shard; a ValueError if it is none, or truncated."""
     try:
         file = safe_open(path, "pt")
         assert {"keys", "ends", "checksums", "states"} <= set(file.keys())
@@ -188,14 +172,14 @@ def opened(path: Path) -> Any:
 
 
 def key_of(tokens_T: Tensor) -> Key:
-    """Return the key of a sequence's states: a hash of its tokens."""
+    """Hash a sequence's tokens: the key of its states."""
     return hashlib.blake2b(tokens_T.to(torch.int32).cpu().numpy().tobytes(), digest_size=16).digest()
 
 
-def encoded(states_TLD: Tensor, word: str) -> tuple[Tensor, Tensor | None]:
+def encoded(states_TLD: Tensor, storage: str) -> tuple[Tensor, Tensor | None]:
     """Encode states for storage, with the scales of int8: the largest number of each token and layer becomes 127."""
-    if word != "int8":
-        return states_TLD.to(FORMATS[word]), None
+    if storage != "int8":
+        return states_TLD.to(FORMATS[storage]), None
     scales_TL = (states_TLD.float().abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     return (states_TLD.float() / scales_TL[..., None]).round().to(torch.int8), scales_TL
 
@@ -203,11 +187,6 @@ def encoded(states_TLD: Tensor, word: str) -> tuple[Tensor, Tensor | None]:
 def decoded(states_TLD: Tensor, scales_TL: Tensor | None) -> Tensor:
     """Decode stored states, exactly but for the rounding of their format."""
     return states_TLD if scales_TL is None else states_TLD.float() * scales_TL[..., None]
-
-
-def bytes_per_token(layers: int, hidden_size: int, word: str) -> int:
-    """Return the bytes that a token's states take on disk."""
-    return layers * (hidden_size * FORMATS[word].itemsize + (4 if word == "int8" else 0))
 
 
 def _checksum(states_TLD: Tensor, scales_TL: Tensor | None) -> int:

@@ -1,4 +1,7 @@
-"""Sources of features: the frozen target's states, computed in every step or read from a cache."""
+"""Sources of features: the frozen target's states, computed in every step or read from a cache.
+
+`OnlineFeatures` is the interface and its plain implementation; `CachedFeatures` overrides all of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +23,7 @@ from ..data.batches import Batch, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
 from ..engines import alone, any_process
-from .cached import FORMATS, FeatureCache, bytes_per_token, corrupt_shards, decoded, key_of
+from .cached import FORMATS, FeatureCache, corrupt_shards, decoded, key_of
 from .placement import is_sharded
 from .server_states import take_server_states
 
@@ -28,77 +31,53 @@ BATCH_TOKENS = 8192
 """Tokens of a batch, padding included, of states that are computed before training."""
 
 
-class FeatureSource(Protocol):
-    """Gives the features of batches."""
-
-    def __call__(self, batch: Batch) -> TargetFeatures:
-        """The features of a batch."""
-
-    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        """Read the features of a batch that are on disk, in a worker of the loader, before its step."""
-
-    def settle(self, accelerator: Accelerator) -> None:
-        """Write all features computed so far to disk; called on every process before a checkpoint."""
-
-
 def online_features(
     target: Target, head: DraftHead, batch: Batch, dtype: torch.dtype = torch.float32
 ) -> TargetFeatures:
-    """Run the target over a batch.
-
-    Args:
-        target: the frozen model.
-        head: reads the layers `feature_layers`.
-        batch: right-padded conversations.
-        dtype: of the features, as the head's weights.
-    """
+    """Run the target over a batch of right-padded conversations; `dtype` is that of the head's weights."""
     features_BTF, last_BTD = target.read(
         batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, _on(target, batch.positions_BT)
     )
     return together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
 
-@dataclass(frozen=True)
+@dataclass
 class OnlineFeatures:
     """Features that are computed in every step."""
 
     target: Target
     head: DraftHead
 
-    def __call__(self, batch: Batch) -> TargetFeatures:
-        return online_features(self.target, self.head, batch)
+    def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+        """Return the features of a batch."""
+        return online_features(self.target, self.head, batch, dtype)
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+        """Read the features of a batch that are on disk, in a worker of the loader, before its step."""
         return batch
 
     def settle(self, accelerator: Accelerator) -> None:
-        pass
+        """Write all features computed so far to disk; called on every process before a checkpoint."""
 
 
 def kept_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the layers whose states a cache holds for a head that reads `layers`, the last one among them."""
+    """Layers whose states a cache holds for a head that reads `layers`: these, and the state after the final norm."""
     return tuple(dict.fromkeys((*layers, -1)))
 
 
-class CachedFeatures:
+class CachedFeatures(OnlineFeatures):
     """Features from a cache, to which missing states are added as they are computed.
 
-    A batch is computed as a whole, and training reads back what the cache stores, also right after it was computed, so
-    that a run that was interrupted trains on the same numbers.
+    A batch is computed as a whole. Training reads back the stored states even right after they were computed, so that
+    an interrupted run trains on the same numbers.
     """
 
     def __init__(
         self, target: Target, head: DraftHead, cache: FeatureCache, accelerator: Accelerator | None = None
     ) -> None:
-        """Read and fill a cache of this model and the head's layers.
-
-        Args:
-            target: the frozen model.
-            head: reads the layers `feature_layers`.
-            cache: holds the states.
-            accelerator: of the processes over which the target is sharded, all of which take part in every forward.
-        """
-        self.target, self.cache, self.layers = target, cache, kept_layers(head.feature_layers)
+        """Read and fill a cache; `accelerator` joins the processes over which the target may be sharded."""
+        super().__init__(target, head)
+        self.cache, self.layers = cache, kept_layers(head.feature_layers)
         self._together = accelerator if is_sharded(target) else None
         self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
         self._last = self.layers.index(-1)
@@ -151,7 +130,7 @@ class CachedFeatures:
                     bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
             self.settle(accelerator)
             if any_process(accelerator, stop.wanted):
-                raise Stopped("stopped; the same command continues from there")
+                raise Stopped("stopped; the same command resumes from there")
 
     def settle(self, accelerator: Accelerator) -> None:
         self.cache.flush()
@@ -159,10 +138,10 @@ class CachedFeatures:
         self.cache.refresh()
 
     def fill(self, batch: Batch) -> list[bytes]:
-        """Compute the states of a batch, unless the cache has all of them; return the keys of its sequences.
+        """Compute the states of a batch, unless the cache holds all of them; return the keys of its sequences.
 
-        With a target that is sharded over processes, all of them call this at the same time, and run the target if the
-        states of any batch are missing.
+        All processes over which a target is sharded call this at the same time, and run the target if any process
+        lacks states.
         """
         keys = keys_of(batch)
         missing = any(key not in self.cache for key in keys)
@@ -183,10 +162,10 @@ def feature_source(
     examples: Sequence[Example],
     config: TrainConfig,
     epochs: float,
-) -> FeatureSource:
+) -> OnlineFeatures:
     """Build the source that `features.mode` names; `auto` caches states that are read again and fit in its limit."""
     options = config.features
-    gib = cache_bytes(target, head, config) * sum(lengths_of(examples)) / 2**30
+    gib = cache_bytes(head, options.format) * sum(lengths_of(examples)) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config), accelerator)
@@ -205,11 +184,7 @@ def feature_source(
 def open_cache(
     accelerator: Accelerator, target: Target, head: DraftHead, origin: dict[str, Any], config: TrainConfig
 ) -> FeatureCache:
-    """Open the run's cache, created by the main process.
-
-    Raises:
-        ValueError: the folder holds states of another target, head or tokenizer.
-    """
+    """Open the run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
     model = {name: origin[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
     manifest = {
         **model,
@@ -226,9 +201,10 @@ def open_cache(
         return FeatureCache(folder, manifest)
 
 
-def cache_bytes(target: Target, head: DraftHead, config: TrainConfig) -> int:
-    """Return the bytes that a token's states take on disk."""
-    return bytes_per_token(len(kept_layers(head.feature_layers)), target.info.hidden_size, config.features.format)
+def cache_bytes(head: DraftHead, storage: str) -> int:
+    """Bytes that a token's states take on disk in a format; int8 has a float32 scale for each layer."""
+    bytes_per_layer = head.target.hidden_size * FORMATS[storage].itemsize + (4 if storage == "int8" else 0)
+    return len(kept_layers(head.feature_layers)) * bytes_per_layer
 
 
 def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
@@ -256,7 +232,7 @@ def by_length(lengths: list[int], tokens: int) -> list[list[int]]:
 
 
 def keys_of(batch: Batch) -> list[bytes]:
-    """Return the cache's key of each sequence of a batch."""
+    """Hash the tokens of each sequence of a batch, as the cache's keys."""
     return [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
 
 

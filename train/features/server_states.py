@@ -41,11 +41,8 @@ def take_server_states(
         target: the model that the server ran.
         layers: feature layers that the cache holds, -1 for the state after the final norm.
         examples: the sequences to train on.
-        folder: holds the server's files.
+        folder: the server's files; one that is invalid, or lacks an example, raises a ValueError.
         server_layers: layers that the files hold, in their order and by speculators' numbers.
-
-    Raises:
-        ValueError: naming an invalid file, or examples whose states are missing.
     """
     blocks = target.info.num_layers
     wanted = [blocks if layer == -1 else layer + 1 for layer in layers]

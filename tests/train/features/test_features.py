@@ -21,13 +21,12 @@ from headstart.train.features import cached as feature_cache
 from headstart.train.features.cached import (
     FORMATS,
     FeatureCache,
-    bytes_per_token,
     corrupt_shards,
     decoded,
     encoded,
     key_of,
 )
-from headstart.train.features.online import CachedFeatures, online_features
+from headstart.train.features.online import CachedFeatures, cache_bytes, online_features
 from headstart.train.loop import train
 
 MANIFEST = {"target": "tiny", "layers": [0, -1], "format": "float32"}
@@ -121,14 +120,15 @@ def test_what_is_trained_on_is_what_was_kept(cached, examples, word):
 
 
 @pytest.mark.parametrize(("word", "error"), [("float32", 1e-7), ("bfloat16", 2**-8), ("int8", 1 / 250)])
-def test_formats_keep_states_to_their_own_precision(word, error):
-    states_TLD = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0))
+def test_formats_keep_states_to_their_own_precision(head, word, error):
+    head.feature_layers = (0, 1, -1)
+    states_TLD = torch.randn(50, 3, head.target.hidden_size, generator=torch.Generator().manual_seed(0))
     states_TLD *= torch.tensor([1e-3, 1.0, 1e3])[:, None]  # layers differ in size: each has a scale of its own
     stored, scales = encoded(states_TLD, word)
     largest = states_TLD.abs().amax(-1, keepdim=True)
     assert (decoded(stored, scales).float() - states_TLD).abs().div(largest).max() <= error
     kept = stored.nbytes + (0 if scales is None else scales.nbytes)
-    assert kept == 50 * bytes_per_token(3, 64, word)
+    assert kept == 50 * cache_bytes(head, word)
     zero, scale = encoded(torch.zeros(1, 1, 4), word)
     assert torch.equal(decoded(zero, scale).float(), torch.zeros(1, 1, 4))
 
