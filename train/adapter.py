@@ -1,8 +1,8 @@
 """Medusa-2 (arXiv:2401.10774, section 2.2.2): heads and a LoRA adapter of the target, trained together.
 
-The heads learn first, on the target as it is. Then both learn: the heads' loss reaches the adapter through the
-target's states, and a KL term holds the adapted model to the one with its adapter off, which is the same model in
-the same memory. What comes out is a head and a peft adapter; decoding is lossless with respect to the adapted model.
+The heads are trained first, on the target as it is. Then both are: the heads' loss reaches the adapter through the
+target's states, and a KL term ties the adapted model to the same model with its adapter disabled. The result is a head
+and a peft adapter; decoding is lossless with respect to the adapted model.
 """
 
 from __future__ import annotations
@@ -24,28 +24,24 @@ KEEP_BASE = Objective({"kl": 1.0}, "decay", 1.0)
 
 
 class JointModule(nn.Module):
-    """A head and the adapter's weights in one module, so that there is one engine; the target is not registered."""
+    """A head and the adapter's weights in one module, for one engine; the target is not registered."""
 
     def __init__(self, target: Target, head: DraftHead, config: AdapterConfig) -> None:
-        """Inject the adapter into the target's model.
-
-        Raises:
-            ValueError: modules that the target does not have.
-        """
+        """Inject the adapter into the target's model; a ValueError if the target lacks one of its modules."""
         super().__init__()
-        # Not the LM head: the losses read its own weight.
+        # Without the LM head, whose own weight the losses read.
         parts = target.model.base_model.named_modules()
         names = {name.rsplit(".", 1)[-1] for name, part in parts if isinstance(part, nn.Linear)}
         missing = sorted(set(config.modules) - names)
         if missing:
             raise ValueError(
-                f"adapter.modules {missing[0]!r} is no linear layer of {target.name!r}; choose from "
+                f"adapter.modules {missing[0]!r} is not a linear layer of {target.name!r}; choose from "
                 f"{', '.join(sorted(names))}"
             )
         lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.modules))
         self.head = head
         self.keep_base = config.keep_base
-        self._target = [target]  # in a list: not a submodule
+        self._target = [target]  # in lists: not submodules
         self._peft = [get_peft_model(target.model, lora)]
         trained = {name: weight for name, weight in self.peft.named_parameters() if weight.requires_grad}
         # ParameterDict takes no dots in names.
@@ -57,12 +53,7 @@ class JointModule(nn.Module):
         return self._peft[0]
 
     def forward(self, batch: Batch, joint: bool) -> HeadOutput:
-        """The heads' loss, and in the joint stage the base term too.
-
-        Args:
-            batch: right-padded conversations.
-            joint: whether the adapter learns yet.
-        """
+        """Compute the heads' loss on right-padded conversations, with the KL term once the adapter is trained too."""
         target = self._target[0]
         tokens_BT = batch.tokens_BT.to(target.device)
         positions_BT = None if batch.positions_BT is None else batch.positions_BT.to(target.device)
@@ -78,7 +69,7 @@ class JointModule(nn.Module):
         return HeadOutput(loss, output.losses_K, output.counts_K, output.hits_KI)
 
     def _distance(self, features: TargetFeatures) -> Tensor:
-        """KL from the model without its adapter, summed over answer tokens."""
+        """Sum the KL from the model without its adapter over answer tokens."""
         target = self._target[0]
         with self.peft.disable_adapter():  # type: ignore[operator]
             _, base_BTD = target.read(features.tokens_BT, (), features.positions_BT)

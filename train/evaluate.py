@@ -1,8 +1,7 @@
 """Evaluation of a head: teacher-forced accuracy by rank, acceptance through the decoder itself, sample answers.
 
-Processes distribute the conversations and the prompts, and each gets all results, in the order of a single process.
-A target that is sharded over the processes gathers its blocks in every forward, in which all of them take part: there
-each process evaluates everything.
+Processes share the conversations and the prompts, and each gets all results, in the order of a single process. A target
+that is sharded gathers its blocks in every forward, in which all processes take part: there each evaluates everything.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import copy
 import html
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,9 +32,7 @@ from .features.online import online_features
 from .features.placement import is_sharded
 
 RANKS = 10
-"""Ranks of a head's tokens whose accuracy is counted: the most children that a node of a calibrated tree has."""
-COLUMNS = ("prompt", "answer, accepted drafts in ⟦⟧", "acceptance length")
-"""Headings of a table of samples."""
+"""Ranks of a head's tokens whose accuracy is measured: the most children that a node of a calibrated tree has."""
 FINGERPRINT_ENDS = (9, 20, 33, 64)
 """Lengths of the text's prefixes that the drafts of a fingerprint continue."""
 FINGERPRINT_NOISE = 0.06
@@ -46,7 +43,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 """losses_K, counts_K and hits_KI of a batch, on the CPU."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
     """Results of one evaluation."""
 
@@ -58,21 +55,18 @@ class Evaluation:
     """A chain as deep as the head, the best static tree for these accuracies, and a dynamic one of the same size."""
     trees: dict[str, Stats]
     """Statistics of greedy decoding on held-out prompts with each of them."""
+    best: str = field(init=False)
+    """Name of the tree with the longest acceptance length."""
+    acceptance_length: float = field(init=False)
+    """Tokens per round with the best tree, by which the best checkpoint is chosen."""
+    tree: str | list[list[int]] = field(init=False)
+    """Spec of the best tree, as a checkpoint holds it."""
 
-    @property
-    def best(self) -> str:
-        """Name of the tree with the longest acceptance length."""
-        return max(self.trees, key=lambda name: self.trees[name].acceptance_length)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per round with that tree: the best checkpoint is chosen by it."""
-        return self.trees[self.best].acceptance_length
-
-    @property
-    def tree(self) -> str | list[list[int]]:
-        """Spec of that tree, as a checkpoint holds it."""
-        return tree_word(self.policies[self.best])
+    def __post_init__(self) -> None:
+        lengths = {name: stats.acceptance_length for name, stats in self.trees.items()}
+        self.best = max(lengths, key=lambda name: lengths[name])
+        self.acceptance_length = lengths[self.best]
+        self.tree = tree_word(self.policies[self.best])
 
     def measured(self, config: EvalConfig) -> dict[str, Any]:
         """Figures for a checkpoint and its model card."""
@@ -94,20 +88,15 @@ def evaluate(
     accelerator: Accelerator | None = None,
     stop: StopRequest | None = None,
 ) -> Evaluation:
-    """Measure a head on conversations that it was not trained on.
-
-    The head is copied to the target's dtype first, in which it will be used.
+    """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
     Args:
         target: the frozen model.
         head: the same on every process.
         held_out: the same on every process.
         config: how much is measured.
-        accelerator: of the processes that distribute the work; None for this one alone.
-        stop: Ctrl-C and SIGTERM, which end the evaluation.
-
-    Raises:
-        Stopped: on every process, if one of them was stopped.
+        accelerator: joins the processes that share the work; None for this one alone.
+        stop: interrupts the evaluation, on every process, with `Stopped`.
     """
     served = copy.deepcopy(head).to(target.dtype).eval()
 
@@ -115,14 +104,8 @@ def evaluate(
         items: Sequence[Any], work: Callable[[Sequence[Any], Callable[[], None]], list[Any]]
     ) -> list[Any]:
         if accelerator is None or stop is None:
-            return work(items, _nothing)
+            return work(items, lambda: None)
         return distributed(accelerator, items, work, stop, together=is_sharded(target))
-
-    def acceptance(policy: TreePolicy) -> Stats:
-        def work(part: Sequence[Tensor], between: Callable[[], None]) -> list[Stats]:
-            return [real_acceptance(target, served, policy, list(part), config.new_tokens, between)] if part else []
-
-        return Stats.merged(over_processes(prompts, work))
 
     batches, prompts = in_batches(held_out[: config.conversations]), eval_prompts(target, held_out, config)
     sums = over_processes(batches, lambda part, between: sums_of(target, served, part, between))
@@ -132,16 +115,20 @@ def evaluate(
         "static": best_static_tree(accuracy_KI, config.nodes),
         "dynamic": default_dynamic_tree(head.max_depth, config.nodes),
     }
-    trees = {name: acceptance(policy) for name, policy in policies.items()}
+    trees: dict[str, Stats] = {}
+    for name, policy in policies.items():
+
+        def answer(part: Sequence[Tensor], between: Callable[[], None], tree: TreePolicy = policy) -> list[Stats]:
+            if not part:
+                return []
+            return [real_acceptance(target, served, tree, list(part), config.new_tokens, between)]
+
+        trees[name] = Stats.merged(over_processes(prompts, answer))
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 
 def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
-    """Return the first held-out prompts that leave room for an answer.
-
-    Raises:
-        ValueError: none does.
-    """
+    """Return the first held-out prompts that leave room for an answer; a ValueError if none does."""
     prompts = [prompt_of(example) for example in held_out]
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= target.max_positions - config.new_tokens]
     if not fitting:
@@ -150,10 +137,6 @@ def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) ->
             f"{target.max_positions} positions of {target.name!r}; lower eval.new_tokens or hold out more"
         )
     return fitting[: config.prompts]
-
-
-def _nothing() -> None:
-    pass
 
 
 def in_batches(examples: list[Example], batch_size: int = 8) -> list[list[Example]]:
@@ -170,7 +153,7 @@ def teacher_forced(
 
 @torch.no_grad()
 def sums_of(
-    target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = _nothing
+    target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = lambda: None
 ) -> list[Sums]:
     """Sum a head's losses and hits over each batch; `between` is called before each."""
     ranks, sums = min(RANKS, head.draft_vocab_size), []
@@ -202,7 +185,7 @@ def real_acceptance(
     tree: TreePolicy,
     prompts: list[Tensor],
     new_tokens: int,
-    between: Callable[[], None] = _nothing,
+    between: Callable[[], None] = lambda: None,
 ) -> Stats:
     """Measure acceptance while prompts are answered greedily; `between` is called after each round."""
     return greedy_answers(target, head, tree, prompts, new_tokens, between).stats
@@ -214,7 +197,7 @@ def greedy_answers(
     tree: TreePolicy,
     prompts: list[Tensor],
     new_tokens: int,
-    between: Callable[[], None] = _nothing,
+    between: Callable[[], None] = lambda: None,
 ) -> GenerateOutput:
     """Answer prompts greedily with the head, all in one left-padded batch."""
     # Not compiled: the head's weights change before the next evaluation.
@@ -251,11 +234,7 @@ class Sample:
     pieces: list[tuple[str, bool]]
     """The answer in pieces of text, each with whether its tokens were drafts that the target accepted."""
     acceptance_length: float
-    """In tokens per round."""
-
-    def marked(self) -> str:
-        """Return the answer with accepted drafts in brackets: ⟦accepted⟧."""
-        return "".join(f"⟦{text}⟧" if accepted else text for text, accepted in self.pieces)
+    """Tokens per round."""
 
     def html(self, tag: str) -> str:
         """Return prompt and answer with accepted drafts inside an HTML tag, such as mark or strong."""
@@ -273,16 +252,7 @@ def sample_answers(
     new_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Sample]:
-    """Answer prompts greedily with a copy of the head in the target's dtype.
-
-    Args:
-        target: the frozen model.
-        head: the draft head.
-        tree: policy by which it drafts.
-        prompts: token ids, each [time].
-        new_tokens: most tokens of an answer.
-        tokenizer: of the target.
-    """
+    """Answer prompts (token ids, each [time]) greedily with a copy of the head in the target's dtype."""
     served = copy.deepcopy(head).to(target.dtype).eval()
     out = greedy_answers(target, served, tree, prompts, new_tokens)
     width = max(map(len, prompts))  # prompts are padded on the left to the longest
@@ -300,9 +270,9 @@ def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedT
     """Split an answer into pieces, each with whether its tokens were accepted drafts.
 
     Args:
-        tokens: of the answer, and padding after it; the first is the prefill's.
-        records: of its rounds; each returned accepted drafts and then, unless truncated, a bonus token.
-        tokenizer: of the target.
+        tokens: the answer, and padding after it; the first token is the prefill's.
+        records: its rounds; each returned accepted drafts and then, unless truncated, a bonus token.
+        tokenizer: the target's.
     """
     accepted = [False]
     for record in records:

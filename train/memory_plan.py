@@ -29,14 +29,16 @@ from .features.placement import empty_model
 from .optim import matrices_of
 
 SCALE = 16
-"""The head on which activations are counted is so many times narrower."""
+"""Ratio of the head's width to that of the narrow head on which activations are counted."""
 SAMPLE = 32
-"""Tokens of the shorter one of its two rows."""
+"""Tokens of the shorter of the narrow head's two rows."""
 CHUNK_COPIES = 5
 """Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the target's
 probabilities and a product of two of them."""
 FLOAT = 4
 """Bytes of a float32: weights, gradients and optimizer states of a head."""
+ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
+"""Launch files of configs/accelerate, and the engines that they give."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +53,11 @@ class Plan:
     precision: str
     memory: dict[str, int]
     cache_bytes: int
-    """Of a token's states, if they are kept on disk."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of each process."""
-        return sum(self.memory.values())
-
-
-ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
-"""Launch files of configs/accelerate, and the engines that they give."""
+    """Bytes of a token's states, if they are kept on disk."""
 
 
 def plan_run(config: TrainConfig) -> Plan:
-    """Count for the launch that `config.plan` names.
-
-    Raises:
-        ValueError: an unknown launch, or options that cannot be.
-    """
+    """Count for the launch that `config.plan` names; an unknown one, or invalid options, raise a ValueError."""
     word, _, number = str(config.plan).partition(":")
     if (
         word not in ENGINES
@@ -103,19 +92,17 @@ def plan_run(config: TrainConfig) -> Plan:
     stage = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "FSDP2" else 0
     muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
     states = 2 * (size - muon) + muon
-
-    def cut(count: int, least_stage: int) -> int:
-        return FLOAT * count // (processes if stage >= least_stage else 1)
-
+    # Stage 1 shards the optimizer's states, 2 the gradients too, 3 the weights too.
+    sharded = [processes if stage >= least_stage else 1 for least_stage in (1, 2, 3)]
     tokens, info = rows * length, target.info
     width = (len(head.feature_layers) + 1) * info.hidden_size
     in_16_bits = 0 if config.loop.precision == "float32" else 2 * size  # what autocast keeps for the backward
     memory = {
         "target": on_device * dtype.itemsize,
         "features": tokens * width * (dtype.itemsize + FLOAT),
-        "head": cut(size, 3) + (FLOAT * size if stage == 3 else 0),
-        "gradients": cut(size, 2),
-        "optimizer": cut(states, 1) + (FLOAT * size if config.optim.ema else 0),
+        "head": FLOAT * size // sharded[2] + (FLOAT * size if stage == 3 else 0),
+        "gradients": FLOAT * size // sharded[1],
+        "optimizer": FLOAT * states // sharded[0] + (FLOAT * size if config.optim.ema else 0),
         "activations": activations(config, info, rows, length) + in_16_bits,
         "loss": loss_chunk(head, tokens, dtype.itemsize, here),
     }
@@ -124,7 +111,7 @@ def plan_run(config: TrainConfig) -> Plan:
 
 
 def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:
-    """Bytes of the loss's chunk: the target's logits in its dtype, and the draft's with their copies in float32."""
+    """Count bytes of the loss's chunk: the target's logits in its dtype, the draft's with their copies in float32."""
     vocab_size, drafted = head.target.vocab_size, head.draft_vocab_size
     objective: Objective | None = getattr(head.config, "objective", None)  # a head may compute its loss otherwise
     target = vocab_size if objective is None else objective.target_logits(vocab_size, drafted)
@@ -133,7 +120,7 @@ def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device
 
 
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
-    """Bytes that the head keeps for its backward.
+    """Estimate the bytes that the head keeps for its backward.
 
     On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the caller; a grows
     with the width. No attention keeps scores.
@@ -143,7 +130,7 @@ def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -
 
 
 def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
-    """Bytes that a head a `scale`-th as wide keeps of one row of `time` tokens."""
+    """Count the bytes that a head of 1/`scale` of the width keeps for the backward of one row of `time` tokens."""
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
     narrow = dataclasses.replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
@@ -168,7 +155,7 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
 
     def keep(tensor: Tensor) -> _Saved:
-        one = _Saved(tensor)
+        one = _Saved(tensor, tensor.untyped_storage())
         saved.add(one)
         return one
 
@@ -180,24 +167,16 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     return sum(size for place, size in sizes.items() if place not in own)
 
 
+@dataclass(frozen=True, eq=False)
 class _Saved:
     """A tensor that a backward waits for."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.storage = tensor.untyped_storage()
+    tensor: Tensor
+    storage: torch.UntypedStorage
 
 
 def show_plan(config: TrainConfig, arguments: list[str]) -> None:
-    """Print the plan, and how to begin.
-
-    Args:
-        config: the run, with `plan`.
-        arguments: of the command line.
-
-    Raises:
-        ValueError: see `plan_run`.
-    """
+    """Print the plan, and the command that begins the run; `arguments` are those of the command line."""
     plan = plan_run(config)
     log.info(
         f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}: {plan.head_parameters:,}; "
@@ -207,7 +186,7 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     table = Table("on each process", "GiB")
     for name, size in plan.memory.items():
         table.add_row(name, f"{size / 2**30:.2f}")
-    table.add_row("together", f"{plan.total / 2**30:.2f}", style="bold")
+    table.add_row("together", f"{sum(plan.memory.values()) / 2**30:.2f}", style="bold")
     console.print(table)
     if config.features.mode != "online":
         log.info(f"states on disk: {plan.cache_bytes:,} bytes a token")

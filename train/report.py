@@ -1,4 +1,4 @@
-"""Reporting of a run: its metrics while it trains, on screen, in log.jsonl and to a tracker; report.md at its end."""
+"""Metrics of a run while it trains, on screen, in log.jsonl and to a tracker; report.md at its end."""
 
 from __future__ import annotations
 
@@ -69,17 +69,15 @@ class StepClock:
         self._done: list[tuple[str, Any, Any]] = []
 
     def part(self, name: str) -> None:
-        """Begin a part of the step."""
+        """Begin a part of the step; "data" begins a step, and discards one that was interrupted."""
+        if name == PARTS[0]:
+            self._begun = []
         self._begun.append((name, self._moment()))
 
     def end(self) -> None:
         """End the step."""
         names, moments = zip(*self._begun, strict=True)
         self._done += zip(names, moments, [*moments[1:], self._moment()], strict=True)
-        self._begun = []
-
-    def drop(self) -> None:
-        """Discard a step that was interrupted."""
         self._begun = []
 
     def totals(self) -> dict[str, float]:
@@ -116,13 +114,13 @@ class MetricsLogger:
         """Begin where a run stands.
 
         Args:
-            run: its folder gets the lines.
+            run: the folder that holds log.jsonl.
             tracker: gets the same numbers.
             every: steps between two lines.
-            steps: of the whole run.
+            steps: steps of the whole run.
             epochs_per_step: unit of the axis "epoch".
-            progress: state of the run, of which the time in steps is counted here.
-            flops_per_token: arithmetic of a step, for each answer token.
+            progress: state of the run, whose time in steps is counted here.
+            flops_per_token: arithmetic of a step for each answer token, in FLOP.
         """
         self.run, self.tracker, self.every, self.steps, self.progress = run, tracker, every, steps, progress
         self.clock = StepClock(run.accelerator.device)
@@ -135,7 +133,6 @@ class MetricsLogger:
     def start_step(self) -> None:
         """Begin to time a step; evaluations and checkpoints are not part of the reported rate."""
         self._step_started = time.perf_counter()
-        self.clock.drop()
         self.clock.part("data")
 
     def end_step(self, outputs: list[HeadOutput], norm: float, lr: float) -> dict[str, Any] | None:
@@ -151,9 +148,10 @@ class MetricsLogger:
         accuracy_K = hits_K / counts_K
         rate = (progress.answer_tokens - self._since.answer_tokens) / seconds
         parts = self.clock.totals()
+        axes = {"epoch": self._epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
         row: dict[str, Any] = {
             "step": progress.step,
-            **self._axes(),
+            **axes,
             "loss": (losses_K / counts_K).tolist(),
             "accuracy": accuracy_K.tolist(),
             "estimated_acceptance_length": 1 + float(accuracy_K.cumprod(0).sum()),
@@ -165,14 +163,13 @@ class MetricsLogger:
         }
         self._outputs, self._since = [], dataclasses.replace(progress)
         self.note = f"loss {row['loss'][0]:.3f}"
-        axes = self._axes()
         curves = {name: value for name, value in row.items() if name not in ("step", *axes)}
         self.tracker.log({**axes, "train": curves}, progress.step)
         if self.run.accelerator.is_main_process:
             self.run.log(row)
             log.info(
-                f"step {progress.step}/{self.steps}  loss {_figures(row['loss'])}  "
-                f"accuracy {_figures(row['accuracy'])}  "
+                f"step {progress.step}/{self.steps}  loss {' '.join(map(number, row['loss']))}  "
+                f"accuracy {' '.join(map(number, row['accuracy']))}  "
                 f"{row['answer_tokens_per_second']:.0f} answer tokens/s  "
                 f"{duration(seconds / steps * (self.steps - progress.step))} left"
             )
@@ -194,7 +191,8 @@ class MetricsLogger:
         for tree, figures in rows.items():
             low, high = figures.pop("interval")
             curves[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
-        self.tracker.log({**self._axes(), "eval": curves}, step)
+        axes = {"epoch": self._epochs_per_step * step, "answer_tokens": self.progress.answer_tokens}
+        self.tracker.log({**axes, "eval": curves}, step)
         self.tracker.show({tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()}, samples, step)
         self.run.log(row)
         log.info(
@@ -204,12 +202,8 @@ class MetricsLogger:
         )
         return row
 
-    def _axes(self) -> dict[str, float]:
-        progress = self.progress
-        return {"epoch": self._epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
-
     def _costs(self, rate: float, parts: dict[str, float]) -> dict[str, float | list[float] | None]:
-        """Compute costs per device: rate, arithmetic, memory, and the shares of time in which the head waits."""
+        """Compute costs per device: rate, arithmetic, memory, and the shares of time that the head waits."""
         devices = self.run.accelerator.num_processes
         tflops = rate / devices * self._flops_per_token / 1e12
         peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -240,7 +234,7 @@ class MetricsLogger:
 
 
 def peak_memory_gib() -> float:
-    """Return the most GiB that this process ever held: of its GPU, else of the host."""
+    """Return this process's peak memory in GiB: of its GPU, else of the host."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status")
@@ -255,7 +249,7 @@ def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], ca
     """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
-    Not counted while training: the counter changes how operations are dispatched, and so their last digits.
+    Not counted while training: the counter changes the dispatch of operations, and thereby their last digits.
     """
     batch = collate(examples)
     with torch.random.fork_rng(), torch.no_grad():
@@ -273,12 +267,8 @@ def peak_tflops(name: str) -> float | None:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a step is a multiple of `every`, where 0 means never."""
+    """Whether a step is a multiple of `every`, where 0 means never."""
     return every > 0 and step % every == 0
-
-
-def _figures(values: list[float]) -> str:
-    return " ".join(f"{value:.2f}" for value in values)
 
 
 def write_report(folder: Path) -> Path:
@@ -296,11 +286,8 @@ def write_report(folder: Path) -> Path:
     }
     estimated = [(row["step"], row["estimated_acceptance_length"]) for row in steps]
     _plot(plots / "acceptance.png", "acceptance length (tokens a round)", {**lengths, "estimated, chain": estimated})
-    _plot(
-        plots / "rate.png",
-        "answer tokens a second",
-        {"": [(row["step"], row["answer_tokens_per_second"]) for row in steps]},
-    )
+    rates = [(row["step"], row["answer_tokens_per_second"]) for row in steps]
+    _plot(plots / "rate.png", "answer tokens a second", {"": rates})
     path = folder / "report.md"
     path.write_text("\n".join(_page(folder, steps, evaluations)) + "\n", encoding="utf-8")
     return path
@@ -320,7 +307,10 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
     lines += ["| step | held-out loss by depth | " + " | ".join(trees) + " |", "|---|---|" + "---|" * len(trees)]
     for row in evaluations:
         losses = " ".join(map(number, row["held_out_loss"]))
-        lengths = [_length(found) for found in row["eval"].values()]
+        lengths = []
+        for found in row["eval"].values():
+            low, high = map(number, found["interval"])
+            lengths.append(f"{number(found['acceptance_length'], 3)} ({low} to {high})")
         lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
     lines += ["![loss](plots/loss.png)", "", "![accuracy](plots/accuracy.png)", "", "![rate](plots/rate.png)", ""]
@@ -331,11 +321,6 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
     return [*lines, "", "## Options", "", "```yaml", yaml.safe_dump(config, sort_keys=False).rstrip(), "```"]
 
 
-def _length(found: dict[str, Any]) -> str:
-    low, high = found["interval"]
-    return f"{number(found['acceptance_length'], 3)} ({number(low)} to {number(high)})"
-
-
 def _plot(path: Path, title: str, curves: dict[str, list[tuple[int, float]]]) -> None:
     from matplotlib.figure import Figure  # imported once, at the end of a run
 
@@ -343,12 +328,8 @@ def _plot(path: Path, title: str, curves: dict[str, list[tuple[int, float]]]) ->
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for name, points in curves.items():
-        axes.plot(
-            [step for step, _ in points],
-            [value for _, value in points],
-            label=name,
-            marker="." if len(points) < 20 else None,
-        )
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        axes.plot(steps, values, label=name, marker="." if len(points) < 20 else None)
     axes.set_xlabel("step")
     axes.set_ylabel(title)
     axes.grid(alpha=0.3)

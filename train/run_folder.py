@@ -57,7 +57,7 @@ FREE_TO_CHANGE = (
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`: it becomes `path` as the block ends, and is removed if the block raises."""
+    """Yield a temporary path that becomes `path` as the block ends, and is removed if the block raises."""
     partial = path.with_suffix(".partial")
     try:
         yield partial
@@ -76,17 +76,14 @@ def write_whole(path: Path, text: str) -> None:
 def check_options(
     holder: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str, free: Sequence[str] = ()
 ) -> None:
-    """Refuse to continue work with other options than it was begun with.
+    """Raise a ValueError that names the first option, by dotted name, that differs from those that work began with.
 
     Args:
         holder: begins the error's text, such as "runs/x holds a run with".
-        before: the options of the earlier start, by dotted names.
+        before: the options of the earlier start.
         now: the options of this one.
         advice: ends the error's text.
         free: options, or groups of them, that may differ.
-
-    Raises:
-        ValueError: naming the first option that differs, with both values.
     """
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not {name, name.split(".")[0]} & set(free):
@@ -94,7 +91,7 @@ def check_options(
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Cut off the last line of a file if it is half-written; return the others."""
+    """Remove the last line of a file if it is half-written; return the others."""
     text = path.read_bytes()
     length = text.rfind(b"\n") + 1
     os.truncate(path, length)
@@ -137,7 +134,7 @@ class Progress:
     judged: int = 0
     """The step of the last evaluation; one that was interrupted is repeated when the run resumes."""
     processes: int = 1
-    """How many processes wrote the checkpoint."""
+    """Number of processes that wrote the checkpoint."""
     engine: str = "one process"
     """The engine that wrote it."""
 
@@ -149,7 +146,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
-    """Read the options, by dotted names, of the run that a folder holds; none as long as it has no checkpoint."""
+    """Read the options, by dotted names, of the run that a folder holds; none while it has no checkpoint."""
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
@@ -157,9 +154,9 @@ def earlier_options(folder: Path) -> dict[str, Any]:
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the options of a run that resumes as they were at its beginning, where the command leaves them open.
+    """Return the options with "auto" replaced by the dtypes with which the run began, if it resumes.
 
-    "auto" is the format that it began with, and a run that began before held_out_limit existed has no limit.
+    A run that began before held_out_limit existed has no limit.
     """
     before = earlier_options(Path(config.output))
     if not before:
@@ -183,14 +180,10 @@ class RunFolder:
         self.best, self.last, self.checkpoints = folder / "best", folder / "last", folder / "checkpoints"
 
     def claim(self, config: TrainConfig) -> None:
-        """Save the options, or check that they are those of the run that is already there.
-
-        Raises:
-            ValueError: naming the first option that differs, with both values.
-        """
+        """Save the options, or check that they are those of the run that is already there."""
         asked = json_ready(dataclasses.asdict(config))
         if before := earlier_options(self.folder):
-            advice = "continue it with its own options, or choose another output folder"
+            advice = "resume it with its own options, or choose another output folder"
             check_options(f"{self.folder} holds a run with", before, flat(asked), advice, FREE_TO_CHANGE)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,16 +191,12 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def resume(self, engine: str) -> Progress:
-        """Load the newest complete checkpoint, if there is one, and name those that are half-written.
-
-        Raises:
-            ValueError: it was written by an engine, or a number of processes, that this run cannot take over.
-        """
+        """Load the newest complete checkpoint, if there is one; a ValueError if this engine cannot resume from it."""
         processes = self.accelerator.num_processes
         progress = Progress(processes=processes, engine=engine)
         whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]  # the main process's
         for partial in sorted(self.checkpoints.glob("*.partial")):
-            log.info(f"{partial} is half-written and passed over")
+            log.info(f"{partial} is half-written and skipped")
         if whole:
             found = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
             same = (found.engine, found.processes) == (engine, processes)
@@ -236,15 +225,11 @@ class RunFolder:
         return progress
 
     def newest(self) -> Path | None:
-        """Return the checkpoint that a run would resume from."""
+        """Return the checkpoint from which a run would resume."""
         return next(reversed(whole_checkpoints(self.folder)), None)
 
     def save(self, progress: Progress, keep: int) -> Path:
-        """Write a checkpoint completely or not at all, then remove those older than the newest `keep`.
-
-        Returns:
-            its folder.
-        """
+        """Write a checkpoint completely or not at all, remove all but the newest `keep`, and return its folder."""
         final = self.checkpoints / f"step-{progress.step:08d}"
         if broadcast_object_list([final.exists()])[0]:
             return final

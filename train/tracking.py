@@ -1,8 +1,7 @@
 """Experiment trackers: numbers under train/ and eval/, acceptance by depth, sample answers, the best head.
 
 accelerate's trackers send the numbers; figures, tables and artifacts go to wandb or TensorBoard by their own functions.
-Training neither waits for a tracker that cannot be reached nor ends because of it: numbers wait for the next attempt,
-and log.jsonl has all of them.
+An unreachable tracker neither delays nor ends training: numbers are queued, and log.jsonl has all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from ..heads.checkpoints.files import json_ready
 from .config import TrainConfig
 from .console import log
-from .evaluate import COLUMNS, Sample
+from .evaluate import Sample
 from .run_folder import flat
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Tracker:
 
         Args:
             config: the resolved options, all of which the tracker gets.
-            step: of the checkpoint that the run resumes from.
+            step: step of the checkpoint that the run resumes from.
 
         Raises:
             ValueError: on every process, if the tracker refuses a key or an option.
@@ -79,23 +78,21 @@ class Tracker:
             raise ValueError(message)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Send numbers, after those that are still waiting; nested names become `train/loss/0`."""
+        """Send numbers, after those that are still queued; nested names become `train/loss/0`, None is left out."""
         if self._begin is not None:
-            self._missed.append((slashed(values), step))
+            by_name = {name.replace(".", "/"): value for name, value in flat(json_ready(values)).items()}
+            self._missed.append((by_name, step))
             self._attempt()
 
     def show(self, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
-        """Send an evaluation's acceptance rates by depth, for each tree, and its sample answers.
-
-        They are lost if the tracker cannot be reached.
-        """
+        """Send an evaluation's acceptance rates by depth, for each tree, and its sample answers, unless unreachable."""
         show = {"wandb": _show_in_wandb, "tensorboard": _show_in_tensorboard}.get(self._name)
         if show is not None and self._reached:
             tracker = self.accelerator.get_tracker(self._name, unwrap=True)
             self._forgiven(lambda: show(tracker, rates, samples, step))
 
     def close(self, best: Path, failed: bool = False) -> None:
-        """Send the waiting rows and the best head's folder, and end the tracker's run, as failed or finished."""
+        """Send the queued rows and the best head's folder, and end the tracker's run, as failed or finished."""
         if self._begin is None:
             return
         self._next_attempt = 0.0
@@ -111,7 +108,7 @@ class Tracker:
         self.accelerator.trackers, self._begin, self._reached = [], None, False
 
     def _attempt(self, last: bool = False) -> None:
-        """Send all waiting rows, unless an attempt failed recently; a tracker's refusal is a ValueError."""
+        """Send all queued rows, unless an attempt failed recently; a tracker's refusal is a ValueError."""
         began = time.monotonic()
         if began < self._next_attempt:
             return
@@ -121,7 +118,11 @@ class Tracker:
                 self._begin()
                 self._reached = True
             while self._missed:
-                self._send(*self._missed[0])
+                values, step = self._missed[0]
+                if self._name == "wandb":  # its own steps may not repeat, as those of a run that was killed do
+                    self.accelerator.log({"step": step, **values})
+                else:
+                    self.accelerator.log(values, step=step)
                 self._missed.popleft()
         except Exception as error:  # trackers raise errors of their own, by network, disk or account
             if not self._warned and not self._reached and _refuses(self._name, error):
@@ -143,12 +144,6 @@ class Tracker:
         if self._warned:
             log.info(f"the tracker {self._name} is reached again")
         self._warned = False
-
-    def _send(self, values: dict[str, Any], step: int) -> None:
-        if self._name == "wandb":  # its own steps may not repeat, as those of a run that was killed do
-            self.accelerator.log({"step": step, **values})
-        else:
-            self.accelerator.log(values, step=step)
 
     def _init(self, config: TrainConfig, run_id: str, step: int) -> None:
         self.accelerator.trackers = []  # drop one that failed to start
@@ -183,11 +178,7 @@ class Tracker:
 
 
 def check_tracker(config: TrainConfig) -> None:
-    """Refuse, before any long work, a tracker that cannot run here.
-
-    Raises:
-        ValueError: its package is not installed, or wandb has no key.
-    """
+    """Raise a ValueError, before any long work, for a tracker without its package, and for wandb without a key."""
     name = config.loop.tracker
     if name == "none":
         return
@@ -210,7 +201,7 @@ def check_tracker(config: TrainConfig) -> None:
 
 
 def _refuses(name: str, error: Exception) -> bool:
-    """Return whether a failure to start is an error of the user's, and not of the network."""
+    """Whether a failure to start is an error of the user's, and not of the network."""
     if name != "wandb":
         return isinstance(error, (TypeError, ValueError))
     import wandb
@@ -233,8 +224,12 @@ def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], samples:
     )
     shown: dict[str, Any] = {"step": step, "eval/acceptance_rate_by_depth": chart}
     if samples:
-        rows = [[step, sample.prompt, sample.marked(), sample.acceptance_length] for sample in samples]
-        shown["eval/samples"] = wandb.Table(columns=["step", *COLUMNS], data=rows)
+        rows = []
+        for sample in samples:
+            answer = "".join(f"⟦{text}⟧" if accepted else text for text, accepted in sample.pieces)
+            rows.append([step, sample.prompt, answer, sample.acceptance_length])
+        columns = ["step", "prompt", "answer, accepted drafts in ⟦⟧", "acceptance length"]
+        shown["eval/samples"] = wandb.Table(columns=columns, data=rows)
         shown["eval/answers"] = wandb.Html("<hr>".join(sample.html("mark") for sample in samples), inject=False)
     run.log(shown)
 
@@ -262,8 +257,3 @@ def _upload(run: WandbRun, best: Path) -> None:
     artifact = wandb.Artifact(name, "model", description="the head with the longest acceptance on held-out prompts")
     artifact.add_dir(str(best))
     run.log_artifact(artifact, aliases=["best"])
-
-
-def slashed(values: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested numbers to the names by which trackers group them, `train/loss/0`, without those not measured."""
-    return {name.replace(".", "/"): value for name, value in flat(json_ready(values)).items()}

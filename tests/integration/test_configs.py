@@ -136,7 +136,7 @@ def planned(path, folder, **changes):
     arguments = ["--config", str(path), "--target", str(folder), "--data.sources", "[c.jsonl]"]
     arguments += ["--plan", word if word == "one" else f"{word}:{processes}"]
     config = options(TrainConfig, "train", "", arguments)
-    return gigabytes * 1e9, plan_run(dataclasses.replace(config, **changes)).total
+    return gigabytes * 1e9, sum(plan_run(dataclasses.replace(config, **changes)).memory.values())
 
 
 @pytest.fixture(autouse=True)

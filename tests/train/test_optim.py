@@ -13,7 +13,7 @@ from headstart.heads import HEADS, build_head
 from headstart.train.config import OptimConfig
 from headstart.train.console import Stopped
 from headstart.train.loop import train
-from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer, muon_of
+from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer
 
 MUON = OptimConfig(name="muon", lr=0.01, weight_decay=0.1, warmup=0.5)
 OPTIONS = {"eagle3": {"feature_layers": [0, 1, 2], "hidden_size": 16, "num_attention_heads": 4, "head_dim": 4}}
@@ -188,5 +188,6 @@ def test_muon_in_float32_steps_as_torchs_own(monkeypatch):
 @pytest.mark.parametrize(("supported", "wanted"), [(True, torch.optim.Muon), (False, Float32Muon)])
 def test_muon_iterates_in_float32_where_bfloat16_is_emulated(supported, wanted, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-    assert muon_of([torch.nn.Parameter(torch.zeros(2, 2))]) is wanted
-    assert muon_of([torch.nn.Parameter(torch.zeros(2, 2, device="meta"))]) is torch.optim.Muon
+    for device, kind in (("cpu", wanted), ("meta", torch.optim.Muon)):
+        matrices = [torch.nn.Parameter(torch.zeros(2, 2, device=device))]
+        assert type(MuonAdamW(matrices, [], MUON).parts["muon"]) is kind

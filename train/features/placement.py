@@ -51,11 +51,7 @@ class SharedTarget:
 def load_speculative_lm(
     target: str, head: str | None, dtype: str, shared: SharedTarget | None = None, **options: Any
 ) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """Load a tokenizer and a target, unless they are shared, and a drafter for it.
-
-    Raises:
-        ValueError: a target, head or option that `SpeculativeLM.from_pretrained` refuses.
-    """
+    """Load a tokenizer and a target, unless they are shared, and a drafter for it."""
     if shared is not None:
         return SpeculativeLM.from_pretrained(shared.target, head, **options), shared.tokenizer
     tokenizer = load_tokenizer(target)  # first: its errors come before a long download
@@ -64,11 +60,7 @@ def load_speculative_lm(
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the config's target, placed by `target_placement`.
-
-    Raises:
-        ValueError: no such model, or a placement that this launch does not allow.
-    """
+    """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it."""
     dtype, placement = dtype_of(config.target_dtype), config.target_placement
     options = loading_options(config)
     if placement == "whole":
@@ -97,7 +89,7 @@ def loading_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def is_sharded(target: Target) -> bool:
-    """Return whether every forward needs all processes, from which its blocks are gathered."""
+    """Whether every forward needs all processes, from which its blocks are gathered."""
     return any(isinstance(module, FSDPModule) for module in target.model.modules())
 
 
@@ -126,9 +118,9 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
 def shard_blocks(model: PreTrainedModel) -> None:
     """Shard every block over the processes, each to be gathered while the block before it runs.
 
-    The model itself is wrapped, too, although none of it is sharded: blocks without a wrapped module around them would
-    each wait for all work launched before, and no gathering would overlap with computing. Not its decoder: transformers
-    looks up its class to return hidden states.
+    The model itself is wrapped, too, although none of it is sharded: without a wrapped module around them, blocks would
+    each wait for all work launched before, and gathering would not overlap with computing. Not its decoder:
+    transformers looks up its class to return hidden states.
     """
     modules = Target(model).modules
     blocks = cast(list[FSDPModule], list(modules.blocks))
