@@ -19,12 +19,11 @@ target then keeps its checkpoint's own dtype; otherwise it is in float32. A run 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -72,14 +71,23 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
             "leave the launch file's at 'no': the config decides"
         )
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    check_fsdp()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise ValueError("the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2")
+        if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+            raise ValueError("the launch file has fsdp_offload_params, but a head is not offloaded; set it to false")
+        if not several:
+            raise ValueError("the launch file asks for FSDP2, and one process has nothing to shard; launch several")
     on_cpu = not torch.accelerator.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=timedelta(minutes=config.loop.timeout))
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with _without_fsdp():
+    # With this on, transformers would leave the target's weights out on all processes but the first.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate joins the processes as for DDP; `shard` shards
+    try:
         accelerator = Accelerator(
             cpu=on_cpu and not deepspeed,  # else several processes on CPUs would not know of each other
             mixed_precision="no",  # `autocast` does it: accelerate's way keeps the weights in 16 bits
@@ -87,6 +95,9 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
             project_dir=config.output,
             kwargs_handlers=[group] if several else [],
         )
+    finally:
+        if fsdp is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = fsdp
     if torch.distributed.is_initialized():
         GROUPS.append(torch.distributed.group.WORLD)
     share = Share.of_loop(config.loop, accelerator.process_index, accelerator.num_processes)
@@ -95,34 +106,6 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
         unset_hf_deepspeed_config()  # else transformers would shard the target as it loads
         configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config, share)
     return accelerator, share
-
-
-def check_fsdp() -> None:
-    """Raise a ValueError for settings of an FSDP launch file that have no effect on the head."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise ValueError("the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2")
-    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise ValueError("the launch file has fsdp_offload_params, but a head is not offloaded; set it to false")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        raise ValueError("the launch file asks for FSDP2, and one process has nothing to shard; launch several")
-
-
-@contextlib.contextmanager
-def _without_fsdp() -> Iterator[None]:
-    """Make accelerate join the processes as for DDP: only the head is sharded, by `shard`."""
-    # With this on, transformers would leave the target's weights out on all processes but the first.
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    asked = os.environ.get("ACCELERATE_USE_FSDP")
-    os.environ["ACCELERATE_USE_FSDP"] = "false"
-    try:
-        yield
-    finally:
-        if asked is None:
-            del os.environ["ACCELERATE_USE_FSDP"]
-        else:
-            os.environ["ACCELERATE_USE_FSDP"] = asked
 
 
 def check_engine(engine: str, config: TrainConfig) -> None:
@@ -218,13 +201,13 @@ class _Sharded:
         )
 
 
-def autocast(accelerator: Accelerator, precision: str) -> contextlib.AbstractContextManager[Any]:
+def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager[Any]:
     """Run a module's forward, and only that, in bfloat16 arithmetic; its weights stay float32.
 
     On a GPU DeepSpeed disables an autocast around it; `prepare` configures its own.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.autocast(accelerator.device.type, dtype_of(precision), enabled=precision == "bfloat16")
 
 
@@ -274,7 +257,7 @@ def distributed(
         items: the same on every process.
         work: called with consecutive items, perhaps none, and a function to call between its parts.
         stop: interrupts the work: at once, or with `together` between two parts.
-        together: whether every process does all of the work, since its parts need all processes.
+        together: every process does all of the work, since its parts need all processes.
 
     Raises:
         Stopped: on every process, if any of them was stopped.

@@ -31,6 +31,8 @@ from .engines import distributed
 from .features.online import online_features
 from .features.placement import is_sharded
 
+BATCH_SIZE = 8
+"""Conversations of a teacher-forced forward."""
 RANKS = 10
 """Ranks of a head's tokens whose accuracy is measured: the most children that a node of a calibrated tree has."""
 FINGERPRINT_ENDS = (9, 20, 33, 64)
@@ -90,13 +92,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
-    Args:
-        target: the frozen model.
-        head: the same on every process.
-        held_out: the same on every process.
-        config: how much is measured.
-        accelerator: joins the processes that share the work; None for this one alone.
-        stop: interrupts the evaluation, on every process, with `Stopped`.
+    The processes of `accelerator`, all of which have the same head and conversations, share the work. `stop` interrupts
+    it on all of them, with `Stopped`.
     """
     served = copy.deepcopy(head).to(target.dtype).eval()
 
@@ -107,7 +104,8 @@ def evaluate(
             return work(items, lambda: None)
         return distributed(accelerator, items, work, stop, together=is_sharded(target))
 
-    batches, prompts = in_batches(held_out[: config.conversations]), eval_prompts(target, held_out, config)
+    judged, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
+    batches = [judged[i : i + BATCH_SIZE] for i in range(0, len(judged), BATCH_SIZE)]
     sums = over_processes(batches, lambda part, between: sums_of(target, served, part, between))
     loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {
@@ -139,16 +137,12 @@ def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) ->
     return fitting[: config.prompts]
 
 
-def in_batches(examples: list[Example], batch_size: int = 8) -> list[list[Example]]:
-    """Split conversations into the batches of teacher-forced forwards."""
-    return [examples[start : start + batch_size] for start in range(0, len(examples), batch_size)]
-
-
 def teacher_forced(
-    target: Target, head: DraftHead, examples: list[Example], batch_size: int = 8
+    target: Target, head: DraftHead, examples: list[Example], batch_size: int = BATCH_SIZE
 ) -> tuple[list[float], list[list[float]]]:
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
-    return means(sums_of(target, head, in_batches(examples, batch_size)), head.max_depth)
+    batches = [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
+    return means(sums_of(target, head, batches), head.max_depth)
 
 
 @torch.no_grad()

@@ -86,11 +86,9 @@ class Callback:
         """Called after each optimizer step, with its line of log.jsonl if it wrote one (`loop.log_every`)."""
 
     def on_evaluation(self, progress: Progress, row: dict[str, Any]) -> None:
-        """Called after each evaluation, once the best head has been saved.
+        """Called after each evaluation, once the best head has been saved, with its line of log.jsonl.
 
-        Args:
-            progress: state of the run.
-            row: the line of log.jsonl: `eval`, `held_out_loss`, `tree`.
+        The row holds `eval`, `held_out_loss` and `tree`.
         """
 
     def on_save(self, progress: Progress, checkpoint: Path) -> None:
@@ -186,8 +184,7 @@ def run_steps(
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
-    order = inputs.order
-    steps = config.loop.max_steps or order.count(config.loop.epochs)
+    steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
     flops = count_flops(
         target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
     )
@@ -203,13 +200,12 @@ def run_steps(
         f"of the answers; {len(training)} sequences to train on, {len(inputs.held_out)} held out; {progress.engine}; "
         f"step {progress.step} of {steps}"
     )
-    epochs = steps / order.steps_in(0)
+    epochs = steps / inputs.order.steps_in(0)
     features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs)
     metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
     # As long as the deepest draft, so that every depth gives every process a gradient.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
-    on_cuda = accelerator.device.type == "cuda"
     workers = (2 if accelerator.device.type != "cpu" else 0) if config.data.workers is None else config.data.workers
 
     def save() -> None:
@@ -219,7 +215,7 @@ def run_steps(
     with StopRequest() as stop, worker_deaths_explained():
         with (
             ProgressBar("training steps", steps, progress.step) as bar,
-            closing(loaded(reader, order, progress.step, workers, pin=on_cuda)) as batches,
+            closing(loaded(reader, inputs.order, progress.step, workers, accelerator.device.type == "cuda")) as batches,
             suppress(Stopped),
         ):
             last_epoch, stopping = None, False
@@ -396,10 +392,10 @@ def gradients(
     Args:
         state: the module and its engine.
         data: this process's batches of the step.
-        features: source of the target's states.
+        features: source of the target's states, unless there is an adapter.
         clock: times the parts of the step.
         step: number of the step, for errors.
-        adapt: whether the adapter, if there is one, is trained in this step.
+        adapt: whether the adapter is trained in this step.
         stop: whether this process received a request to stop.
 
     Returns:

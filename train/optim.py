@@ -82,13 +82,9 @@ class MuonAdamW(Optimizer):
 def build_optimizer(
     module: nn.Module, config: OptimConfig, steps: int, slower: dict[int, float]
 ) -> tuple[Optimizer, LRScheduler]:
-    """Build the optimizer and its schedule.
+    """Build the optimizer of the parameters that require gradients, and its schedule over all steps of the run.
 
-    Args:
-        module: its parameters that require gradients are trained.
-        config: options.
-        steps: optimizer steps of the whole run.
-        slower: divisor of the learning rate, by a parameter's id (AdamW only).
+    `slower` gives divisors of the learning rate, by a parameter's id (AdamW only).
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer: Optimizer

@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ the head's forward and backward with the exchange of gradients; clipping and the
 forward belongs to the head's."""
 
 
+@dataclass
 class StepClock:
     """Times the parts of steps, by the device's own clock where its work is asynchronous.
 
@@ -63,10 +65,9 @@ class StepClock:
     for the part in which it waits.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun: list[tuple[str, Any]] = []
-        self._done: list[tuple[str, Any, Any]] = []
+    device: torch.device
+    _begun: list[tuple[str, Any]] = field(default_factory=list)
+    _done: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def part(self, name: str) -> None:
         """Begin a part of the step; "data" begins a step, and discards one that was interrupted."""
@@ -82,18 +83,18 @@ class StepClock:
 
     def totals(self) -> dict[str, float]:
         """Return seconds by part over all steps that ended since the last call."""
-        if self._done and self._device.type != "cpu":
+        if self._done and self.device.type != "cpu":
             self._done[-1][2].synchronize()  # sync: for the end of the newest step, once for several steps
         seconds = dict.fromkeys(PARTS, 0.0)
         for name, begin, end in self._done:
-            seconds[name] += end - begin if self._device.type == "cpu" else begin.elapsed_time(end) / 1000
+            seconds[name] += end - begin if self.device.type == "cpu" else begin.elapsed_time(end) / 1000
         self._done = []
         return seconds
 
     def _moment(self) -> Any:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
@@ -111,16 +112,9 @@ class MetricsLogger:
         progress: Progress,
         flops_per_token: float,
     ) -> None:
-        """Begin where a run stands.
+        """Begin where a run stands; `every` counts steps between two lines, `steps` those of the whole run.
 
-        Args:
-            run: the folder that holds log.jsonl.
-            tracker: gets the same numbers.
-            every: steps between two lines.
-            steps: steps of the whole run.
-            epochs_per_step: unit of the axis "epoch".
-            progress: state of the run, whose time in steps is counted here.
-            flops_per_token: arithmetic of a step for each answer token, in FLOP.
+        `progress.seconds` is counted here; `flops_per_token` is the arithmetic of a step for each answer token.
         """
         self.run, self.tracker, self.every, self.steps, self.progress = run, tracker, every, steps, progress
         self.clock = StepClock(run.accelerator.device)

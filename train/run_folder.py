@@ -78,12 +78,8 @@ def check_options(
 ) -> None:
     """Raise a ValueError that names the first option, by dotted name, that differs from those that work began with.
 
-    Args:
-        holder: begins the error's text, such as "runs/x holds a run with".
-        before: the options of the earlier start.
-        now: the options of this one.
-        advice: ends the error's text.
-        free: options, or groups of them, that may differ.
+    `holder` begins its text, such as "runs/x holds a run with", and `advice` ends it. The options in `free`, or the
+    groups of options, may differ.
     """
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not {name, name.split(".")[0]} & set(free):

@@ -53,11 +53,7 @@ class Tracker:
         self._upload = False
 
     def start(self, config: TrainConfig, step: int) -> None:
-        """Begin the tracker's run, or continue it: its id is the output folder's name and a digest of its path.
-
-        Args:
-            config: the resolved options, all of which the tracker gets.
-            step: step of the checkpoint that the run resumes from.
+        """Begin the tracker's run, or resume it at `step`: its id is the output folder's name and a digest of its path.
 
         Raises:
             ValueError: on every process, if the tracker refuses a key or an option.

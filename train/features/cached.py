@@ -47,13 +47,7 @@ class FeatureCache:
     """One folder of states, by the hash of a sequence's tokens."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
-        """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError.
-
-        Args:
-            folder: holds the manifest and the shards.
-            manifest: identity of the states, with their `format`.
-            shard_bytes: size at which a shard is written.
-        """
+        """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError."""
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
         self._locations: dict[Key, _Location] = {}
         self._open: dict[Path, Any] = {}

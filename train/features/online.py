@@ -95,7 +95,7 @@ class CachedFeatures(OnlineFeatures):
         if epoch != self._epoch:  # a worker forked the cache as it was then
             self.cache.refresh()
             self._epoch = epoch
-        keys = keys_of(batch)
+        keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
         return self._stored(batch, keys) if all(key in self.cache for key in keys) else batch
 
     def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
@@ -143,7 +143,7 @@ class CachedFeatures(OnlineFeatures):
         All processes over which a target is sharded call this at the same time, and run the target if any process
         lacks states.
         """
-        keys = keys_of(batch)
+        keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
         missing = any(key not in self.cache for key in keys)
         if missing if self._together is None else any_process(self._together, missing):
             tokens_BT = batch.tokens_BT.to(self.target.device)
@@ -158,7 +158,7 @@ def feature_source(
     accelerator: Accelerator,
     target: Target,
     head: DraftHead,
-    origin: dict[str, Any],
+    provenance: dict[str, Any],
     examples: Sequence[Example],
     config: TrainConfig,
     epochs: float,
@@ -168,13 +168,13 @@ def feature_source(
     gib = cache_bytes(head, options.format) * sum(lengths_of(examples)) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
-    cached = CachedFeatures(target, head, open_cache(accelerator, target, head, origin, config), accelerator)
+    cached = CachedFeatures(target, head, open_cache(accelerator, target, head, provenance, config), accelerator)
     log.info(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
-    if options.from_server is not None and accelerator.is_main_process:
-        folder, layers = Path(options.from_server), options.server_layers
-        added = take_server_states(cached.cache, target, cached.layers, examples, folder, layers)
-        log.info(f"{added} sequences' states from {folder}")
     if options.from_server is not None:
+        if accelerator.is_main_process:
+            folder, layers = Path(options.from_server), options.server_layers
+            added = take_server_states(cached.cache, target, cached.layers, examples, folder, layers)
+            log.info(f"states of {added} sequences from {folder}")
         cached.settle(accelerator)
     if options.mode == "cached":
         cached.write(accelerator, examples)
@@ -182,10 +182,10 @@ def feature_source(
 
 
 def open_cache(
-    accelerator: Accelerator, target: Target, head: DraftHead, origin: dict[str, Any], config: TrainConfig
+    accelerator: Accelerator, target: Target, head: DraftHead, provenance: dict[str, Any], config: TrainConfig
 ) -> FeatureCache:
     """Open the run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
-    model = {name: origin[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
+    model = {name: provenance[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
     manifest = {
         **model,
         "layers": list(kept_layers(head.feature_layers)),
@@ -229,11 +229,6 @@ def by_length(lengths: list[int], tokens: int) -> list[list[int]]:
         batches.append(order[first : first + size])
         first += size
     return batches
-
-
-def keys_of(batch: Batch) -> list[bytes]:
-    """Hash the tokens of each sequence of a batch, as the cache's keys."""
-    return [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
 
 
 def _on(target: Target, tensor: Tensor | None) -> Any:

@@ -36,13 +36,8 @@ def take_server_states(
 ) -> int:
     """Add the states of every example to the cache; return the number of sequences that were added.
 
-    Args:
-        cache: the run's cache.
-        target: the model that the server ran.
-        layers: feature layers that the cache holds, -1 for the state after the final norm.
-        examples: the sequences to train on.
-        folder: the server's files; one that is invalid, or lacks an example, raises a ValueError.
-        server_layers: layers that the files hold, in their order and by speculators' numbers.
+    The cache holds the feature layers `layers`, -1 for the state after the final norm. The files hold `server_layers`,
+    in their order and by speculators' numbers. An invalid file, or an example without states, raises a ValueError.
     """
     blocks = target.info.num_layers
     wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
