@@ -224,8 +224,9 @@ def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], samples:
         for sample in samples:
             answer = "".join(f"⟦{text}⟧" if accepted else text for text, accepted in sample.pieces)
             rows.append([step, sample.prompt, answer, sample.acceptance_length])
-        columns = ["step", "prompt", "answer, accepted drafts in ⟦⟧", "acceptance length"]
-        shown["eval/samples"] = wandb.Table(columns=columns, data=rows)
+        shown["eval/samples"] = wandb.Table(
+            columns=["step", "prompt", "answer, accepted drafts in ⟦⟧", "acceptance length"], data=rows
+        )
         shown["eval/answers"] = wandb.Html("<hr>".join(sample.html("mark") for sample in samples), inject=False)
     run.log(shown)
 
