@@ -116,15 +116,15 @@ def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where conversations come from and how they are cut."""
+    """Sources of conversations, their division and their truncation."""
 
     sources: list[str] = field(default_factory=list)
     """JSONL, JSON or Parquet files, folders, or Hub data sets (NAME[@REVISION][:[CONFIG:]SPLIT]) of conversations:
     `messages`, ShareGPT's `conversations`, or `prompt` and `completion`."""
     max_length: int = 1024
-    """Tokens after which a conversation is cut."""
+    """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
-    """Share of the conversations that is kept from training and measured on."""
+    """Share of the conversations that is held out from training, for evaluation."""
     held_out_limit: int | None = 1000
     """Conversations that are held out at most; null for no limit."""
     max_conversations: int | None = None
@@ -132,7 +132,7 @@ class DataConfig:
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
     weights: list[float] | None = None
-    """How often an epoch passes over each source: 2 twice, 0.5 over another half every time; null for once each."""
+    """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one each."""
     pack: int | None = None
     """Tokens of a row that packs several conversations, none of which attends to another; null for one a row."""
     cache: str | None = None
@@ -145,7 +145,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class FeaturesConfig:
-    """Where the target's states come from."""
+    """Source of the target's states."""
 
     mode: Literal["online", "cached", "auto"] = "online"
     """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
@@ -185,7 +185,7 @@ class OptimConfig:
     clip: float = 1.0
     """Gradient norm above which gradients are scaled down."""
     ema: float = 0.0
-    """Decay per step of a running mean of the weights, which is then what is measured and saved; 0 for none."""
+    """Decay per step of a moving average of the weights, which is then evaluated and saved; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class LoopConfig:
     timeout: float = 30.0
     """Minutes that a process waits for the others: at least as long as the slowest checkpoint or evaluation takes."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """Where the numbers are sent to, by accelerate; `tracking` says under which names."""
+    """Experiment tracker that gets the numbers, through accelerate; `tracking` sets its names."""
 
 
 TRACKERS = {
@@ -242,7 +242,7 @@ TRACKERS = {
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Under which names `loop.tracker` shows a run, and what it is sent besides numbers."""
+    """Names under which `loop.tracker` shows a run, and what it gets besides numbers."""
 
     project: str | None = None
     """Project; null for WANDB_PROJECT with wandb, else headstart."""
@@ -342,8 +342,8 @@ class TrainConfig(CommandOptions):
     target_dtype: Dtype = "auto"
     """Dtype of the frozen model's weights; auto takes the checkpoint's own, or float32 where that is faster."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
-    """whole on every process; shard: each of its blocks cut over the processes; spread: for one process, its blocks on
-    one device after the other."""
+    """whole on every process; shard: each of its blocks sharded over the processes; spread: for one process, its blocks
+    on one device after the other."""
     target_attention: str | None = None
     """The target's attention by transformers' name (attn_implementation): sdpa, flash_attention_2, flex_attention ...;
     null leaves it to transformers."""
@@ -368,7 +368,7 @@ class TrainConfig(CommandOptions):
     loop: LoopConfig = field(default_factory=LoopConfig)
     """Duration, batches, precision, checkpoints."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """Measuring while training."""
+    """Evaluation while training."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Names for the tracker."""
 

@@ -64,10 +64,10 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     Raises:
         ValueError: a launch file that contradicts the config, or cannot train what it asks for.
     """
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", {"bfloat16": "bf16"}.get(config.loop.precision)):
+    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if requested not in ("no", {"bfloat16": "bf16"}.get(config.loop.precision)):
         raise ValueError(
-            f"the launch file has mixed_precision {asked!r}, the config loop.precision {config.loop.precision!r}; "
+            f"the launch file has mixed_precision {requested!r}, the config loop.precision {config.loop.precision!r}; "
             "leave the launch file's at 'no': the config decides"
         )
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -116,7 +116,9 @@ def check_engine(engine: str, config: TrainConfig) -> None:
             "ZeRO-3 saves nothing here: the losses read the whole head in every forward; choose ZeRO-2 or FSDP2"
         )
     if engine not in ("one process", "DDP") and config.optim.name == "muon":
-        raise ValueError(f"Muon turns whole matrices, which {engine} cuts; choose optim.name adamw, one process or DDP")
+        raise ValueError(
+            f"Muon needs whole matrices, which {engine} shards; choose optim.name adamw, one process or DDP"
+        )
     if engine == "FSDP2" and config.adapter.rank > 0:
         raise ValueError(f"{engine} would shard the adapter inside the target; {whole}")
     if engine == "FSDP2" and config.optim.ema > 0:

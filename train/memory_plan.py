@@ -58,18 +58,18 @@ class Plan:
 
 def plan_run(config: TrainConfig) -> Plan:
     """Count for the launch that `config.plan` names; an unknown one, or invalid options, raise a ValueError."""
-    word, _, number = str(config.plan).partition(":")
+    launch, _, number = str(config.plan).partition(":")
     if (
-        word not in ENGINES
+        launch not in ENGINES
         or not (number or "1").isdigit()
         or int(number or 1) < 1
-        or (word == "one") != (number in ("", "1"))
+        or (launch == "one") != (number in ("", "1"))
     ):
         raise ValueError(
             f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their number of "
             "processes, such as zero2:8"
         )
-    engine, processes = ENGINES[word], int(number or 1)
+    engine, processes = ENGINES[launch], int(number or 1)
     check_engine(engine, config)
     share = Share.of_loop(config.loop, 0, processes)
     length = config.data.pack or config.data.max_length
@@ -138,7 +138,7 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
     head = build_head(kind, options, narrow)
     head.recompute = config.loop.recompute
-    ends = TargetModules(
+    modules = TargetModules(
         nn.Embedding(8, narrow.hidden_size).requires_grad_(False),
         nn.Linear(narrow.hidden_size, 8, bias=False).requires_grad_(False),
         nn.Identity(),
@@ -149,9 +149,9 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
         last_BTD=torch.zeros(1, time, narrow.hidden_size),
         tokens_BT=torch.zeros(1, time, dtype=torch.int64),
         loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
-        modules=ends,
+        modules=modules,
     )
-    own = {parameter.untyped_storage().data_ptr() for parameter in (*head.parameters(), *ends.lm_head.parameters())}
+    own = {parameter.untyped_storage().data_ptr() for parameter in (*head.parameters(), *modules.lm_head.parameters())}
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
 
     def keep(tensor: Tensor) -> _Saved:
@@ -162,7 +162,7 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
         output = head(features)
-    assert output.loss.requires_grad  # what it keeps is counted while it is there
+    assert output.loss.requires_grad  # the tensors that it keeps are counted while it is alive
     sizes = {one.storage.data_ptr(): one.storage.nbytes() for one in saved}
     return sum(size for place, size in sizes.items() if place not in own)
 
@@ -190,9 +190,10 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     console.print(table)
     if config.features.mode != "online":
         log.info(f"states on disk: {plan.cache_bytes:,} bytes a token")
-    place = next(i for i, word in enumerate(arguments) if word.partition("=")[0] == "--plan")
-    given = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
-    word = str(config.plan).partition(":")[0]
-    launch = f"accelerate launch --config_file configs/accelerate/{word}.yaml --num_processes {plan.processes}"
-    begin = "headstart train" if plan.processes == 1 else f"{launch} scripts/train.py"
-    log.info(f"to begin: {begin} {given}")
+    place = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--plan")
+    others = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
+    begin = "headstart train"
+    if plan.processes > 1:
+        file = f"configs/accelerate/{str(config.plan).partition(':')[0]}.yaml"
+        begin = f"accelerate launch --config_file {file} --num_processes {plan.processes} scripts/train.py"
+    log.info(f"to begin: {begin} {others}")

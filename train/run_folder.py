@@ -177,13 +177,13 @@ class RunFolder:
 
     def claim(self, config: TrainConfig) -> None:
         """Save the options, or check that they are those of the run that is already there."""
-        asked = json_ready(dataclasses.asdict(config))
+        options = json_ready(dataclasses.asdict(config))
         if before := earlier_options(self.folder):
             advice = "resume it with its own options, or choose another output folder"
-            check_options(f"{self.folder} holds a run with", before, flat(asked), advice, FREE_TO_CHANGE)
+            check_options(f"{self.folder} holds a run with", before, flat(options), advice, FREE_TO_CHANGE)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / "config.yaml", yaml.safe_dump(asked, sort_keys=False))
+            write_whole(self.folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
         self.accelerator.wait_for_everyone()
 
     def resume(self, engine: str) -> Progress:

@@ -296,8 +296,8 @@ def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("engine", "change", "words"),
     [
-        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which ZeRO-2 cuts; choose"),
-        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon turns whole matrices, which FSDP2 cuts; choose"),
+        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon needs whole matrices, which ZeRO-2 shards; choose"),
+        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon needs whole matrices, which FSDP2 shards; choose"),
         ("FSDP2", {"adapter": AdapterConfig(rank=4)}, "FSDP2 would shard the adapter inside the target; choose"),
         ("ZeRO-3", {}, "ZeRO-3 saves nothing here.* choose ZeRO-2 or FSDP2"),
     ],

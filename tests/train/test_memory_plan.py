@@ -125,7 +125,7 @@ def test_an_unknown_launch_is_refused(config, word):
 
 
 def test_what_could_not_be_launched_is_not_planned(config):
-    with pytest.raises(ValueError, match="Muon turns whole matrices, which ZeRO-2 cuts"):
+    with pytest.raises(ValueError, match="Muon needs whole matrices, which ZeRO-2 shards"):
         plan.plan_run(config("8b", plan="zero2:8", optim=OptimConfig(name="muon")))
     with pytest.raises(ValueError, match="batch_size 16 cannot be divided among 3 processes"):
         plan.plan_run(config("8b", plan="ddp:3"))

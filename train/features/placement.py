@@ -77,7 +77,7 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
         )
     if placement == "shard" and config.target_quantization:
         raise ValueError(
-            "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed weights are not cut"
+            "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed weights are not split"
         )
     return _sharded(config, dtype, accelerator) if placement == "shard" else _spread(config, dtype)
 

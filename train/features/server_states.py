@@ -105,10 +105,10 @@ def _selected(states_TLD: Tensor, target: Target, layers: Sequence[int], columns
 def _missing_states(missing: list[Example], count: int, folder: Path) -> str:
     """Tell how many sequences have no states, and how the first one differs from the file of its number."""
     first = missing[0]
-    told = f"{len(missing)} of {count} sequences to train on have no states in {str(folder)!r}"
+    summary = f"{len(missing)} of {count} sequences to train on have no states in {str(folder)!r}"
     path = folder / f"hs_{first.conversation}.safetensors"
     if not path.exists():
-        return f"{told}; the first is of conversation {first.conversation}, for which there is no {path.name}"
+        return f"{summary}; the first is of conversation {first.conversation}, for which there is no {path.name}"
     theirs = load_file(path)["token_ids"].tolist()
     place = next((i for i, pair in enumerate(zip(first.tokens, theirs, strict=False)) if pair[0] != pair[1]), None)
     how = (
@@ -116,4 +116,4 @@ def _missing_states(missing: list[Example], count: int, folder: Path) -> str:
         if place is None
         else f"token {place} is {first.tokens[place]} here and {theirs[place]} there (tokenizer or chat template?)"
     )
-    return f"{told}; the first is of conversation {first.conversation}, where {path.name} differs: {how}"
+    return f"{summary}; the first is of conversation {first.conversation}, where {path.name} differs: {how}"
