@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import ClassVar, TypeVar
 
 from rich.console import Console
@@ -113,9 +113,7 @@ class ProgressBar:
         self._open.append(self)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.shown:
             return
         self._open.remove(self)
@@ -177,9 +175,7 @@ class StopRequest:
             self._earlier = [signal.signal(number, _ask) for number in self.SIGNALS]
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         StopRequest._current = self._outer
         if self._outer is not None:
             self._outer.wanted |= self.wanted
