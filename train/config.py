@@ -18,11 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Look up a dtype by its name in configs and on the command line; auto is none.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Look up a dtype by its name in configs and on the command line, among which "auto" is none."""
     import torch  # not before options are parsed: importing it takes seconds
 
     names = get_args(Dtype)[1:]

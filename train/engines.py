@@ -61,8 +61,7 @@ Value = TypeVar("Value")
 def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     """Join the other processes, if there are any; return the accelerator and this process's share of every step.
 
-    Raises:
-        ValueError: a launch file that contradicts the config, or cannot train what it asks for.
+    A launch file that contradicts the config, or whose engine cannot train it, raises a ValueError.
     """
     requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if requested not in ("no", {"bfloat16": "bf16"}.get(config.loop.precision)):
@@ -160,11 +159,7 @@ def shard(accelerator: Accelerator, module: nn.Module) -> None:
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, precision: str
 ) -> tuple[nn.Module, Optimizer]:
-    """Hand module and optimizer to the engine; `precision` is float32 or bfloat16.
-
-    Raises:
-        ValueError: the engine is not the one that the launch file asks for.
-    """
+    """Hand module and optimizer to the engine that the launch file asks for; `precision` is float32 or bfloat16."""
     if isinstance(module, FSDPModule):
         accelerator.register_for_checkpointing(_Sharded(module, optimizer))
     else:
@@ -311,11 +306,7 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
 
 
 def resolved(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
-    """Replace "auto" by dtypes, the same on every process.
-
-    Raises:
-        ValueError: no such target.
-    """
+    """Replace "auto" by dtypes, the same on every process."""
     dtypes = formats(config, accelerator.device) if accelerator.is_main_process else ("", "")
     return with_formats(config, *from_main(accelerator, dtypes))
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
-from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, tree_word
+from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.metrics import RoundRecord
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
@@ -68,7 +68,7 @@ class Evaluation:
         lengths = {name: stats.acceptance_length for name, stats in self.trees.items()}
         self.best = max(lengths, key=lambda name: lengths[name])
         self.acceptance_length = lengths[self.best]
-        self.tree = tree_word(self.policies[self.best])
+        self.tree = spec_of(self.policies[self.best])
 
     def measured(self, config: EvalConfig) -> dict[str, Any]:
         """Figures for a checkpoint and its model card."""

@@ -390,19 +390,13 @@ def gradients(
     """Run the forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
 
     Args:
-        state: the module and its engine.
         data: this process's batches of the step.
-        features: source of the target's states, unless there is an adapter.
-        clock: times the parts of the step.
         step: number of the step, for errors.
-        adapt: whether the adapter is trained in this step.
+        adapt: whether the adapter, if there is one, is trained in this step.
         stop: whether this process received a request to stop.
 
     Returns:
         the outputs, the gradient norm, and whether any process received a request to stop.
-
-    Raises:
-        ValueError: a loss or a gradient that is not finite.
     """
     accelerator, module, batches = state.accelerator, state.module, data.batches
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED

@@ -55,8 +55,7 @@ class Tracker:
     def start(self, config: TrainConfig, step: int) -> None:
         """Begin the tracker's run, or resume it at `step`: its id is the output folder's name and a digest of its path.
 
-        Raises:
-            ValueError: on every process, if the tracker refuses a key or an option.
+        A tracker that refuses a key or an option raises a ValueError, on every process.
         """
         if config.loop.tracker == "none":
             return

@@ -89,11 +89,7 @@ class FeatureCache:
             self.flush()
 
     def stored(self, key: Key) -> tuple[Tensor, Tensor | None]:
-        """Return a sequence's states_TLD in the cache's format, and the scales_TL of int8.
-
-        Raises:
-            ValueError: naming a shard whose bytes are not those that were written.
-        """
+        """Return a sequence's states_TLD in the cache's format, and the scales_TL of int8; check the bytes once."""
         if key in self._new:
             return self._new[key]
         location = self._locations[key]
@@ -107,11 +103,7 @@ class FeatureCache:
         return states, scales
 
     def flush(self) -> None:
-        """Write the states that are not yet on disk as a shard.
-
-        Raises:
-            OSError: it cannot be written; nothing half-written is left.
-        """
+        """Write the states that are not yet on disk as a shard; a failure leaves nothing half-written."""
         if not self._new:
             return
         keys, pairs = list(self._new), list(self._new.values())

@@ -111,11 +111,7 @@ class CachedFeatures(OnlineFeatures):
         return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
 
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
-        """Compute all missing states, each process its part of the batches; Ctrl-C and SIGTERM lose nothing.
-
-        Raises:
-            Stopped: once the computed states have been written.
-        """
+        """Compute all missing states, each process its part; Ctrl-C and SIGTERM raise `Stopped` and lose nothing."""
         lengths = lengths_of(examples)
         batches = by_length(lengths, BATCH_TOKENS)
         with StopRequest() as stop:
