@@ -11,6 +11,7 @@ import html
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,26 +88,18 @@ def evaluate(
     head: DraftHead,
     held_out: list[Example],
     config: EvalConfig,
-    accelerator: Accelerator | None = None,
-    stop: StopRequest | None = None,
+    accelerator: Accelerator,
+    stop: StopRequest,
 ) -> Evaluation:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
     The processes of `accelerator`, all of which have the same head and conversations, share the work. `stop` interrupts
     it on all of them, with `Stopped`.
     """
-    served = copy.deepcopy(head).to(target.dtype).eval()
-
-    def over_processes(
-        items: Sequence[Any], work: Callable[[Sequence[Any], Callable[[], None]], list[Any]]
-    ) -> list[Any]:
-        if accelerator is None or stop is None:
-            return work(items, lambda: None)
-        return distributed(accelerator, items, work, stop, together=is_sharded(target))
-
+    served, together = copy.deepcopy(head).to(target.dtype).eval(), is_sharded(target)
     judged, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
     batches = [judged[i : i + BATCH_SIZE] for i in range(0, len(judged), BATCH_SIZE)]
-    sums = over_processes(batches, lambda part, between: sums_of(target, served, part, between))
+    sums = distributed(accelerator, batches, partial(sums_of, target, served), stop, together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
@@ -121,7 +114,7 @@ def evaluate(
                 return []
             return [real_acceptance(target, served, tree, list(part), config.new_tokens, between)]
 
-        trees[name] = Stats.merged(over_processes(prompts, answer))
+        trees[name] = Stats.merged(distributed(accelerator, prompts, answer, stop, together))
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 

@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.train.config import EvalConfig
+from headstart.train.console import StopRequest
 from headstart.train.data.chat_template import Example
 from headstart.train.evaluate import RANKS, evaluate, prompt_of, real_acceptance, summary, teacher_forced
 
@@ -89,7 +91,14 @@ def test_teacher_forced_figures_are_those_of_decoding_position_by_position(targe
 def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
     head = build_head(target).float().train()
     before = copy.deepcopy(head.state_dict())
-    found = evaluate(target, head, examples, EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7))
+    found = evaluate(
+        target,
+        head,
+        examples,
+        EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7),
+        Accelerator(),
+        StopRequest(),
+    )
     assert head.training and all(torch.equal(before[name], tensor) for name, tensor in head.state_dict().items())
     assert found.policies == {
         "chain": TreeShape.chain(3),
@@ -113,7 +122,7 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
 
 def test_the_card_gets_every_tree_with_its_size(target, examples):
     config = EvalConfig(prompts=2, new_tokens=4, conversations=4, nodes=5)
-    found = evaluate(target, build_head(target), examples, config)
+    found = evaluate(target, build_head(target), examples, config, Accelerator(), StopRequest())
     measured = found.measured(config)
     assert (measured["prompts"], measured["new_tokens"]) == (2, 4)
     assert {name: row["nodes"] for name, row in measured["trees"].items()} == {"chain": 4, "static": 5, "dynamic": 5}
