@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headstart.inference.drafters.base import Drafter
     from headstart.inference.drafters.head_drafter import DraftModel
     from headstart.scripts.measuring.chains import Explained
+    from headstart.scripts.measuring.comparison import Prompts
     from headstart.scripts.measuring.tree_costs import Costs, Shape
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -81,26 +82,27 @@ def main(arguments: list[str] | None = None) -> None:
 def calibrate(config: TreeConfig) -> TreePolicy:
     """Find a head's fastest tree and save it in the head's checkpoint."""
     from headstart.heads.checkpoints.save_load import load_head
+    from headstart.scripts.measuring.comparison import read_prompt_files
 
+    messages = read_prompt_files(config.prompts, config.limit)
     if not Path(config.head).is_dir():
         raise ValueError(f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will not do")
     load_head(config.head)  # mistakes are reported before a model is loaded
-    lm, prompts = _load(config)
+    lm, prompts = _load(config, messages)
     head = load_head(config.head, lm.target.info, lm.target.dtype)[0].to(lm.target.device).eval()
     return fastest(lm, head, prompts, config.as_loaded(lm))
 
 
-def _load(config: TreeConfig, **options: Any) -> tuple[SpeculativeLM, list[Tensor]]:
+def _load(config: TreeConfig, messages: Prompts, **options: Any) -> tuple[SpeculativeLM, list[Tensor]]:
     """Load the target with the head or drafter, and encode the prompts; warn if the head was trained on others."""
-    from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
+    from headstart.scripts.measuring.comparison import encode_prompts
     from headstart.train.data.chat_template import warn_of_other_data
     from headstart.train.features.placement import load_speculative_lm
 
-    prompts = read_prompt_files(config.prompts, config.limit)
     options["compile"] = config.compile
     lm, tokenizer = load_speculative_lm(config.target, config.head or None, config.dtype, **options)
     warn_of_other_data(lm.provenance, tokenizer, config.thinking)
-    encoded = encode_prompts(prompts, tokenizer, lm.target, config.max_new_tokens, config.thinking)
+    encoded = encode_prompts(messages, tokenizer, lm.target, config.max_new_tokens, config.thinking)
     return lm, [ids for rows in encoded.values() for ids in rows]
 
 
@@ -204,15 +206,14 @@ def _decode_with(
 
     compiled = config.compile is True
     engines = {
-        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.modules, compiled))
+        policy: SpeculativeLM(target, None if policy is None else _kept_drafter(head, policy, target.modules, compiled))
         for policy in policies
     }
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
-@lru_cache(maxsize=16)
 def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
-    """Build the drafter of a tree, once, so that nothing is compiled twice."""
+    """Build the drafter of a tree."""
     from headstart.inference.drafters.by_name import tree_drafter
 
     drafter = tree_drafter(head, policy, modules)
@@ -221,15 +222,20 @@ def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compi
     return drafter
 
 
+_kept_drafter = lru_cache(maxsize=16)(_drafter)
+"""`_drafter`, once for each tree, so that nothing is compiled twice."""
+
+
 def explain_chains(config: TreeConfig) -> list[Explained]:
     """Print the gain of chains of each length, by the formulas and measured."""
     from headstart.inference import TreeShape
     from headstart.inference.drafters.head_drafter import HeadDrafter
     from headstart.scripts.measuring.chains import LONGEST, explain
-    from headstart.scripts.measuring.comparison import answer_settings
+    from headstart.scripts.measuring.comparison import answer_settings, read_prompt_files
 
+    messages = read_prompt_files(config.prompts, config.limit)
     tree = "auto" if config.head else f"chain:{LONGEST}"
-    lm, prompts = _load(config, tree=tree, drafter=config.drafter, fallback=False)
+    lm, prompts = _load(config, messages, tree=tree, drafter=config.drafter, fallback=False)
     if not isinstance(lm.drafter, HeadDrafter):
         raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
     target, draft = lm.target, lm.drafter.head
