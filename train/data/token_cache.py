@@ -1,7 +1,7 @@
 """Token cache: sequences to train on, tokenized once, in Arrow files that every process maps into memory.
 
 A folder of the cache holds the sequences of one source under one tokenizer, chat template and options, and is named by
-a fingerprint of these:
+their fingerprint:
 
     sequences*.arrow  tokens and loss mask of each sequence, and statistics, as `datasets` writes it
     counts.npy        how often each token is an answer token
