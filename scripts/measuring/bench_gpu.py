@@ -111,6 +111,11 @@ class GpuBenchConfig(CommandOptions):
     """After which the rest is left out."""
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Parse and measure."""
+    bench_gpu(options(GpuBenchConfig, "bench-gpu", __doc__, arguments))
+
+
 def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
     """Measure, print, write JSON and a table; what is measured already stays if a later shape fails."""
     unknown = sorted(set(config.shapes) - set(SHAPES))
@@ -385,4 +390,4 @@ def head_options(target: Target) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(lambda arguments: bench_gpu(options(GpuBenchConfig, "bench-gpu", __doc__, arguments)), sys.argv[1:])
+    run(main, sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...inference import Target
 from ..config import TrainConfig
-from .chat_template import Example, encode
+from .chat_template import Example
 from .token_cache import Rendering, TokenCache, TokenizedSequences
 
 T = TypeVar("T")
@@ -49,13 +48,7 @@ def split_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)
-    encoded = []
-    for number, row in enumerate(conversations):
-        try:
-            examples = encode(row, how.tokenizer, how.eos, how.max_length, how.thinking)
-            encoded.append([dataclasses.replace(example, conversation=number) for example in examples])
-        except ValueError as error:
-            raise ValueError(f"conversation {number}: {error}") from error
+    encoded = [how.encode(row, f"conversation {number}", number) for number, row in enumerate(conversations)]
     whole = [examples for examples in encoded if examples]
     training, held_out = split_held_out(whole, config.data.held_out, config.loop.seed, config.data.held_out_limit)
     return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))

@@ -1,7 +1,7 @@
 """Token cache: sequences to train on, tokenized once, in Arrow files that every process maps into memory.
 
 A folder of the cache holds the sequences of one source under one tokenizer, chat template and options, and is named by
-a fingerprint of these:
+their fingerprint:
 
     sequences*.arrow  tokens and loss mask of each sequence, and statistics, as `datasets` writes it
     counts.npy        how often each token is an answer token
@@ -64,6 +64,14 @@ class Rendering:
     eos: frozenset[int]
     max_length: int
     thinking: bool | None
+
+    def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
+        """Tokenize conversation `number`; errors name its place, `where`."""
+        try:
+            examples = encode(conversation, self.tokenizer, self.eos, self.max_length, self.thinking)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return [dataclasses.replace(example, conversation=number) for example in examples]
 
     def fingerprint(self) -> str:
         """Hash the content of the tokenizer, its chat template and the options."""
@@ -274,14 +282,7 @@ def _encoded_rows(
     """Encode some rows of a source."""
     found: list[Example] = []
     for number, (where, row) in zip(numbers, values(name, kind, batch, numbers), strict=True):
-        conversation = check_conversation(row, where, expected)
-        try:
-            examples = encode(
-                conversation, rendering.tokenizer, rendering.eos, rendering.max_length, rendering.thinking
-            )
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        found += [dataclasses.replace(example, conversation=number) for example in examples]
+        found += rendering.encode(check_conversation(row, where, expected), where, number)
     ends = np.cumsum([0, *(len(example.tokens) for example in found)], dtype=np.int32)
     tokens = np.fromiter((token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1])
     masks = np.fromiter((own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1])
