@@ -74,12 +74,9 @@ class PackedLayers:
     """Decoder layers of one shape, and the call that runs them."""
 
     def __init__(self, layers: Sequence[LlamaLayer], eps: float, dtype: torch.dtype) -> None:
-        """Pack the weights.
+        """Pack the weights of layers, of which the first may have a `hidden_norm`, as EAGLE-3's has.
 
-        Args:
-            layers: modules with the parts of a Llama layer; the first may have a `hidden_norm`, as EAGLE-3's has.
-            eps: of all norms.
-            dtype: of the caches, float32 or bfloat16, to which values are rounded.
+        Values in the caches are rounded to `dtype`, float32 or bfloat16.
         """
         first = layers[0].self_attn
         self.eps, self.dtype, self.size = eps, dtype, int(first.head_dim)

@@ -284,9 +284,7 @@ def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None] = lambda module: None) -> nn.Module:
     """A copy of a module whose linear layers run in the kernels; it shares all else.
 
-    Args:
-        module: on a CPU; not changed.
-        block: replacement for a whole module; None to replace its parts.
+    `block` returns a replacement for a whole module, or None to replace its parts.
     """
     own = block(module)
     if own is not None:

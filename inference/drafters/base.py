@@ -1,7 +1,7 @@
 """The drafter interface: drafters, what they read of the prompts, and what they learn from each step.
 
 A subclass of `Drafter` needs `max_nodes` and `propose`; one that remembers the text also `begin`, `prefill` and
-`observe`. A user's own runs inside a `ValidatedDrafter`, so that nothing it does can change the output.
+`observe`. A drafter of the user's own runs inside a `ValidatedDrafter`, so that nothing it does can change the output.
 
 Letters in tensor names: B batch, T time, A accepted, N nodes, R selected rows, V vocabulary, F width of the chosen
 layers side by side.

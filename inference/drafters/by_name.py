@@ -111,8 +111,7 @@ def load_fitting_head(
         target: the model that it is to draft for.
         revision: of the Hub id.
         loaded_here: whether the target was given by name, and may get the head's adapter.
-        auto_dtype: whether the target's dtype was chosen for the user, who is then not warned that the head was trained
-            in another.
+        auto_dtype: whether the target's dtype was chosen for the user, so that another than the head's is no warning.
 
     Raises:
         ValueError: a head that cannot be loaded or does not fit.

@@ -84,14 +84,10 @@ class HeadDrafter(Drafter):
         modules: TargetModules,
         budget: int | None = None,
     ) -> None:
-        """Hold a head.
+        """Hold a head and the shape of its trees.
 
-        Args:
-            head: the draft model.
-            tree: which trees it drafts.
-            modules: of the target.
-            budget: tokens that one forward of the target should hold: in a batch the trees shrink to it, down to the
-                roots alone. None for trees that are always as large as `tree` says.
+        `budget` is the number of tokens that one forward of the target should hold: in a batch the trees shrink to it,
+        down to the roots alone. With None they are always as large as `tree`.
 
         Raises:
             ValueError: a tree deeper than the head drafts.
@@ -463,7 +459,7 @@ def sample_children(
         frontier: nodes W.
         count: children R of each node.
         draft_probs: see `DraftContext`.
-        sampler: source of random numbers.
+        sampler: see `DraftContext`.
         independent: whether siblings are sampled independently, else without replacement.
 
     Returns:

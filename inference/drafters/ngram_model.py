@@ -55,7 +55,7 @@ class NgramModel:
             target: the model whose tokens are drafted.
             order: tokens of the longest n-gram that is counted; 0 for the uniform distribution.
             max_depth: tokens of the longest draft.
-            corpus: texts that are counted beside the row's own.
+            corpus: counted beside the row's own text.
 
         Raises:
             ValueError: an order that is negative or too long.

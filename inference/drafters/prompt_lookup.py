@@ -86,7 +86,7 @@ def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie
 
 
 class NgramDrafter(Drafter):
-    """Drafts from an index of each row's text, which are its `row_states`."""
+    """Drafts from an index of each row's text; these indexes are its `row_states`."""
 
     candidates: Callable[[Any], Trie]
     """Continuations of a text, below its last token."""

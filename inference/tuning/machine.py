@@ -99,11 +99,8 @@ def tell_once(message: str, why: str = "") -> None:
 def measured_once(device: torch.device, name: str, measure: Callable[[], Any], read: Callable[[Any], Value]) -> Value:
     """A measurement of this machine, made by this process, an earlier one, or now.
 
-    Args:
-        device: the device that is measured.
-        name: key of the measurement.
-        measure: makes it; returns a JSON value.
-        read: converts the JSON value; raises ValueError, TypeError, KeyError or AttributeError for another one.
+    `measure` returns a JSON value, which `read` converts; it raises ValueError, TypeError, KeyError or AttributeError
+    for another one.
     """
     machine = f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
     for kept in (_measured, _on_disk()):

@@ -22,11 +22,9 @@ GPU_TOKENS = 128
 
 
 def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> TreeShape:
-    """The static tree of a given size with the largest expected acceptance length.
+    """The static tree of `nodes`, the root counted, with the largest expected acceptance length.
 
-    Args:
-        accuracy_KI: at depth k (from 0), how often the true token is the head's i-th best.
-        nodes: size, the root counted.
+    `accuracy_KI` tells how often the true token at depth k, from 0, is the head's i-th best.
 
     Raises:
         ValueError: fewer than one node.
