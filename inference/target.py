@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..heads.base import dtype_name
 from ..heads.layers.draft_cache import FEW, counting
-from . import tree_attention
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
 from .kv_cache import Pool, StateShape, TreeCache
@@ -74,7 +73,11 @@ class Target:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
-        self.own_attention = tree_attention.usable(model, self.config)
+        # Our attention serves layers that take their attention function from this config, which is sdpa now.
+        sdpa = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+        self.own_attention = sdpa and all(
+            getattr(each, "config", self.config) is self.config for each in model.get_decoder().modules()
+        )
         self.graph: CompiledFunction | None = None
         """The compiled forward over a tree, on an accelerator; see `compile`."""
         self.packed: PackedDecoder | None = None

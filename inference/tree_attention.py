@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -28,12 +28,6 @@ BLOCK = 256
 """Queries of a prompt that share a view of the cache."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Attention options of some layers: a bound on scores, a sink, a bias by distance."""
-
-
-def usable(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
-    """Whether the decoder's layers take their attention function from this config, which is sdpa now."""
-    looked_up = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
-    return looked_up and all(getattr(each, "config", config) is config for each in model.get_decoder().modules())
 
 
 _here = threading.local()
@@ -58,7 +52,7 @@ def attending(config: PreTrainedConfig) -> Iterator[None]:
             _forwards[id(config)] -= 1
             if not _forwards[id(config)]:
                 del _forwards[id(config)]
-                config._attn_implementation = "sdpa"  # as `usable` found it
+                config._attn_implementation = "sdpa"  # as `Target` found it
 
 
 def masks(*given: Any, **named: Any) -> Any:
