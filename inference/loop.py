@@ -13,7 +13,7 @@ V vocabulary, D hidden size, F width of the chosen layers' features.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -68,13 +68,6 @@ class Decoding:
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
-
-    def sampler_for(self, tree: DraftTree, sequences: Sequences, rows: Sequence[int]) -> Sampler:
-        """The rule's sampler: a node at depth d of a row with n new tokens decides the token at position n + d."""
-        if self.noise is None:
-            return self.sampler
-        self.noise.move_to([(row, len(sequences.rows[row])) for row in rows])
-        return PositionSampler(self.noise.of(tree))
 
     def gumbel(self, count: int) -> Tensor:
         """`DraftContext.gumbel`: noise of the next `count` positions, [B, count, V]."""
@@ -131,6 +124,7 @@ def speculation_step(
         output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
     with timed(stats, "processors"):
         scores_BNV = decoding.process_logits(output.logits_BNV, tree, sequences, sequences.active)
+    # With noise, a node at depth d of a row with n new tokens decides the token at position n + d.
     sampler = decoding.sampler if decoding.noise is None else PositionSampler(decoding.noise.of(tree))
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
@@ -313,7 +307,10 @@ def prefill(
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
     scores_B1V = decoding.process_logits(logits_B1V, tree, sequences, rows)
-    sampler = decoding.sampler_for(tree, sequences, rows)
+    sampler = decoding.sampler
+    if decoding.noise is not None:
+        decoding.noise.move_to([(row, len(sequences.rows[row])) for row in rows])
+        sampler = PositionSampler(decoding.noise.of(tree))
     roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
     sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
