@@ -55,7 +55,7 @@ def stock(target: Target, **more: Any) -> Side:
 
 
 def ours(lm: SpeculativeLM) -> Side:
-    """headstart's engine."""
+    """A side that answers by `SpeculativeLM.generate`."""
 
     def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
         output = lm.generate(ids, attention_mask=torch.ones_like(ids), **settings)

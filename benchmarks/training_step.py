@@ -182,7 +182,7 @@ def random_step(vocabulary: int, tokens: int) -> tuple[Eagle3Head, TargetFeature
 
 
 def our_loss(head: Eagle3Head, features: TargetFeatures) -> Tensor:
-    """What training runs."""
+    """Loss of the training loop."""
     return head(features).loss
 
 

@@ -536,7 +536,8 @@ def test_a_thousand_calls_keep_no_memory(tiny_target):
     for _ in range(800):
         call()
     later, grown = tensors()
-    assert later <= count + 20 and grown <= 1.2 * size
+    assert later <= count + 100  # one kept by every call would be 800
+    assert grown <= 1.2 * size
 
 
 def test_what_processors_would_forbid_behind_the_end_is_nobodys_matter(tiny_target, tools):
