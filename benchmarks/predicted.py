@@ -24,7 +24,7 @@ from headstart.heads.layers.decoder_layer import at_least_fp32
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.drafters.head_drafter import HeadDrafter, over_target
+from headstart.inference.drafters.tree_policies import HeadDrafter, over_target
 from headstart.inference.logits import RandomSampler
 from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings

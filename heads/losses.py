@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .base import HeadOutput, TargetFeatures
-from .layers.chunks import VOCABULARY_ON_CPU, chunk_elements
+from .layers.chunk_size import VOCABULARY_ON_CPU, chunk_elements
 from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
 

@@ -38,7 +38,7 @@ from .compiled.cpu_decoder import packed_head
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
 from .drafters.by_name import draft_models, load_fitting_head, make_drafter
-from .drafters.head_drafter import HeadDrafter
+from .drafters.tree_policies import HeadDrafter
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from headstart.heads import DraftHead, TargetModules
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
     from headstart.inference.drafters.base import Drafter
-    from headstart.inference.drafters.head_drafter import DraftModel
-    from headstart.scripts.measuring.chains import Explained
+    from headstart.inference.drafters.tree_policies import DraftModel
     from headstart.scripts.measuring.comparison import Prompts
+    from headstart.scripts.measuring.draft_length import Explained
     from headstart.scripts.measuring.tree_costs import Costs, Shape
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -229,9 +229,9 @@ _kept_drafter = lru_cache(maxsize=16)(_drafter)
 def explain_chains(config: TreeConfig) -> list[Explained]:
     """Print the gain of chains of each length, by the formulas and measured."""
     from headstart.inference import TreeShape
-    from headstart.inference.drafters.head_drafter import HeadDrafter
-    from headstart.scripts.measuring.chains import LONGEST, explain
+    from headstart.inference.drafters.tree_policies import HeadDrafter
     from headstart.scripts.measuring.comparison import answer_settings, read_prompt_files
+    from headstart.scripts.measuring.draft_length import LONGEST, explain
 
     messages = read_prompt_files(config.prompts, config.limit)
     tree = "auto" if config.head else f"chain:{LONGEST}"

@@ -33,7 +33,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from ..base import TargetFeatures
-from .chunks import SCORES_ON_CPU, chunk_elements
+from .chunk_size import SCORES_ON_CPU, chunk_elements
 
 SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""

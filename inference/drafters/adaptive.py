@@ -25,7 +25,7 @@ from ..tuning.costs import RoundCosts
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
-from .head_drafter import DraftModel, HeadDrafter
+from .tree_policies import DraftModel, HeadDrafter
 
 PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""

@@ -21,11 +21,11 @@ from .base import Drafter, HostDrafter, NoDraft, ValidatedDrafter
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
-from .head_drafter import DraftModel, DynamicTree, HeadDrafter, StaticTree
 from .lookahead import Lookahead
 from .ngram_index import Datastore
 from .ngram_model import NgramModel
 from .prompt_lookup import NgramDrafter, PromptLookupDrafter
+from .tree_policies import DraftModel, DynamicTree, HeadDrafter, StaticTree
 
 SPECS = {
     "prompt-lookup": "prompt-lookup[:NODES[:LENGTH[:NGRAM]]]",

@@ -19,7 +19,7 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeShape
 from .base import NoDraft, constant
-from .head_drafter import DraftModel, HeadDrafter, sample_children
+from .tree_policies import DraftModel, HeadDrafter, sample_children
 
 
 def exit_features(logits_BV: Tensor, depth: int) -> Tensor:

@@ -21,7 +21,7 @@ from ...heads import DraftHead
 from ...heads.base import dtype_name
 from ..compiled.cpu_kernels import kernels
 from ..drafters.base import DraftContext, PrefillChunk
-from ..drafters.head_drafter import StaticTree
+from ..drafters.tree_policies import StaticTree
 from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..target import Target

@@ -48,7 +48,7 @@ def export_foreign(config: ExportConfig) -> None:
     """Write a head for another project."""
     from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.checkpoints.original import embedding_of, target_of
+    from headstart.scripts.checkpoints.load_target import embedding_of, target_of
 
     own = {"merged": export_merged, "int8": export_int8, "model": export_model}
     if config.to not in (*PROJECTS, *own):
@@ -71,7 +71,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.scripts.checkpoints.original import target_of
+    from headstart.scripts.checkpoints.load_target import target_of
 
     if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
@@ -96,7 +96,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
     from headstart.heads.checkpoints.quantized import torchao
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.inference import TreeShape, load_tokenizer
-    from headstart.scripts.checkpoints.original import target_of
+    from headstart.scripts.checkpoints.load_target import target_of
     from headstart.scripts.verify import PROMPTS
     from headstart.train.data.chat_template import prompt_ids
     from headstart.train.evaluate import real_acceptance
@@ -129,7 +129,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from headstart.heads import TruncatedHead
     from headstart.heads.checkpoints.files import new_folder
     from headstart.inference import load_tokenizer
-    from headstart.scripts.checkpoints.original import embedding_of, target_of
+    from headstart.scripts.checkpoints.load_target import embedding_of, target_of
 
     if not isinstance(head, TruncatedHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")

@@ -43,7 +43,7 @@ def import_foreign(config: ImportConfig) -> None:
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.import_formats import import_head
     from headstart.heads.checkpoints.save_load import save_head
-    from headstart.scripts.checkpoints.original import embedding_of, original_target
+    from headstart.scripts.checkpoints.load_target import embedding_of, original_target
 
     folder = local_folder(config.head, config.revision, config.token)
     found = read_json(folder / "config.json")

@@ -37,7 +37,7 @@ from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import DynamicShape, Stats, Target, TreeShape, kv_cache
 from headstart.inference.drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.drafters.head_drafter import HeadDrafter
+from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.logits import RandomSampler, Sampler
 from headstart.inference.loop import Verification
 from headstart.inference.tree import DraftTree

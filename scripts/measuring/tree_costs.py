@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads import DraftHead
 from headstart.inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
-from headstart.inference.drafters.head_drafter import DynamicTree
+from headstart.inference.drafters.tree_policies import DynamicTree
 from headstart.inference.logits import RandomSampler
 from headstart.inference.target import TargetOutput
 from headstart.inference.tuning.costs import forward_seconds

@@ -29,7 +29,7 @@ from headstart.heads import (
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.losses import DraftPositions, Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.drafters.head_drafter import HeadDrafter
+from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.data.batches import Batch, collate
 from headstart.train.data.chat_template import encode

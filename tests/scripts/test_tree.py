@@ -15,7 +15,7 @@ from headstart.heads.checkpoints.save_load import load_head, save_head, save_tre
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
 from headstart.inference.drafters.adaptive import candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain
-from headstart.inference.drafters.head_drafter import DynamicTree, StaticTree
+from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
 from headstart.inference.metrics import RoundRecord, Stats
 from headstart.inference.tuning.costs import RoundCosts
 from headstart.inference.tuning.machine import machine_key

@@ -12,7 +12,7 @@ from helpers import Useless
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
-from headstart.inference.drafters import head_drafter
+from headstart.inference.drafters import tree_policies
 from headstart.inference.drafters.adaptive import (
     MARGIN,
     PROBE_SHARE,
@@ -256,7 +256,7 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
         return self.running
 
     monkeypatch.setattr(Speeds, "choose", choose)
-    monkeypatch.setattr(head_drafter, "PENDING_TOKENS", held)
+    monkeypatch.setattr(tree_policies, "PENDING_TOKENS", held)
     rows, mask = torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
     settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "slots": slots}
     text = written(SpeculativeLM(target), 41).sequences[0, 3:].tolist()

@@ -17,7 +17,7 @@ from headstart.inference import SpeculativeLM, Target
 from headstart.inference.models import dtypes
 from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
 from headstart.scripts.checkpoints.import_head import ImportConfig, import_foreign
-from headstart.scripts.checkpoints.original import original_target
+from headstart.scripts.checkpoints.load_target import original_target
 from headstart.scripts.checkpoints.push import PushConfig, push_head
 
 OPTIONS = {

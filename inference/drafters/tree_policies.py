@@ -1,4 +1,4 @@
-"""Draft trees that grow from a head, or from anything that gives next-token logits, depth by depth.
+"""Tree policies: how a draft tree grows, depth by depth, from a head or from anything that gives next-token logits.
 
     StaticTree     a fixed shape: top-k children (Medusa, arXiv:2401.10774, section 2.1.2), or sampled ones: without
                    replacement, by Gumbel-top-k at every node (Sequoia, 2402.12374; RSD, 2402.14160), or independently

@@ -15,7 +15,7 @@ from headstart.heads import DraftHead, DraftState, TargetModules, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.drafters.head_drafter import DynamicTree, HeadDrafter, StaticTree, sample_children
+from headstart.inference.drafters.tree_policies import DynamicTree, HeadDrafter, StaticTree, sample_children
 from headstart.inference.logits import RandomSampler
 from headstart.inference.verify import emitted_tokens, point_mass
 

@@ -17,7 +17,7 @@ from headstart.heads import DraftHead
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.base import Drafter
 from headstart.inference.drafters.draft_model import AssistantModel
-from headstart.inference.drafters.head_drafter import DraftModel
+from headstart.inference.drafters.tree_policies import DraftModel
 from headstart.inference.tuning.tree_search import chain_length
 from headstart.scripts.measuring.comparison import in_turns
 from headstart.scripts.measuring.tree_costs import forward_costs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.heads.layers import chunks
-from headstart.heads.layers.chunks import LARGEST, SHARE, chunk_elements
+from headstart.heads.layers import chunk_size
+from headstart.heads.layers.chunk_size import LARGEST, SHARE, chunk_elements
 from headstart.heads.losses import FEWEST, positions_at_once
 
 CUDA = torch.device("cuda")
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 def free(monkeypatch):
     """An accelerator with so many bytes free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return lambda size: monkeypatch.setattr(chunks, "_free_bytes", lambda device: size)
+    return lambda size: monkeypatch.setattr(chunk_size, "_free_bytes", lambda device: size)
 
 
 @pytest.mark.parametrize("gigabytes", [2, 8, 24, 60, 140])

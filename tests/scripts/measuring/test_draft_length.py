@@ -9,7 +9,7 @@ import torch
 
 from headstart.inference import SpeculativeLM, Stats, load_tokenizer
 from headstart.inference.tuning.tree_search import chain_length
-from headstart.scripts.measuring.chains import best_draft_length, operations_factor, time_factor
+from headstart.scripts.measuring.draft_length import best_draft_length, operations_factor, time_factor
 from headstart.scripts.tree import TreeConfig, explain_chains
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
