@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.heads import DraftHead, build_head
+from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
@@ -28,6 +28,21 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
+INFO = TargetInfo(
+    name="some/target",
+    hidden_size=16,
+    vocab_size=40,
+    num_layers=12,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    max_positions=512,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+)
+"""Dimensions of a target that needs no weights."""
 
 
 def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:

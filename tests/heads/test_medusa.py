@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import helpers
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,23 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures, TargetInfo, TargetModules, build_head
+from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures, TargetModules, build_head
 
 VOCAB, WIDTH = 23, 12
-INFO = TargetInfo(
-    name="made-up",
-    hidden_size=WIDTH,
-    vocab_size=VOCAB,
-    num_layers=2,
-    intermediate_size=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=6,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    max_positions=64,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)
+INFO = dataclasses.replace(helpers.INFO, hidden_size=WIDTH, vocab_size=VOCAB)
 CLOSE = {"rtol": 0.0, "atol": 1e-10}
 
 SHAPES = [

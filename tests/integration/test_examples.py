@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import helpers
 import pytest
 import yaml
 
-from headstart.heads import TargetInfo, build_head
+from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE
 from headstart.scripts.command_line import options
@@ -77,20 +79,7 @@ def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
     assert config.data.sources == ["x.jsonl"]
     assert config.target and config.output.startswith("runs/")
     given = {name: value for name, value in config.head.items() if name != "type"}
-    target = TargetInfo(
-        name="made-up",
-        hidden_size=64,
-        vocab_size=50_000,
-        num_layers=12,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        hidden_act="silu",
-        rms_norm_eps=1e-5,
-        max_positions=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    target = replace(helpers.INFO, hidden_size=64, vocab_size=50_000)
     head = build_head(config.head["type"], given, target)
     for name, value in given.items():
         assert getattr(head.config, name) == value

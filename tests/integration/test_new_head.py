@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from headstart.heads import (
     HEADS,
@@ -274,22 +273,6 @@ def conversations(target_folder: Path, conversations_file: Path) -> Batch:
     eos = frozenset({tokenizer.eos_token_id})
     rows = read_conversations(str(conversations_file))
     return collate([example for row in rows for example in encode(row, tokenizer, eos, 200)])
-
-
-@pytest.fixture(scope="module")
-def taught(target_folder: Path, conversations: Batch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target after it learned the conversations, so that there is something to draft."""
-    model = AutoModelForCausalLM.from_pretrained(target_folder)
-    labels = conversations.tokens_BT.masked_fill(~conversations.loss_mask_BT, -100)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(25):
-        model(input_ids=conversations.tokens_BT, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    folder = tmp_path_factory.mktemp("taught")
-    model.save_pretrained(folder)
-    load_tokenizer(target_folder).save_pretrained(folder)
-    return folder
 
 
 def run_options(target: Path, conversations_file: Path, output: Path) -> TrainConfig:

@@ -11,20 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import DraftHead, TargetInfo, TargetModules, build_head
+from headstart.heads import DraftHead, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.import_formats import import_head
 
 PEERS = Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"
-INFO = TargetInfo(
-    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-5, 2048, {"rope_type": "default", "rope_theta": 1e4}
+INFO = replace(
+    helpers.INFO, rms_norm_eps=1e-5, max_positions=2048, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
 )
 needs_peers = pytest.mark.skipif(not PEERS.exists(), reason="speculators is not there: make peers")
 

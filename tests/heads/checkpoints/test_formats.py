@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import INFO
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headstart.heads import DraftHead, TargetInfo, build_head
+from headstart.heads import DraftHead, build_head
 from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.formats import EAGLE_CONFIG, FORMATS, places
 from headstart.heads.checkpoints.import_formats import import_head, recognise
 
-INFO = TargetInfo(
-    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 5e5}
-)
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "eagle3": [
         ("eagle3", {}),

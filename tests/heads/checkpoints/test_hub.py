@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import INFO
 from huggingface_hub import constants
 from loopback_hub import Handler, Hub
 
-from headstart.heads import HEADS, CheckpointMetadata, DraftHead, MedusaHead, TargetInfo, build_head
+from headstart.heads import HEADS, CheckpointMetadata, DraftHead, MedusaHead, build_head
 from headstart.heads.checkpoints.hub import local_folder, push_folder
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import load_head, publishable, save_head
-
-INFO = TargetInfo(
-    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 1e4}
-)
 
 
 def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:

@@ -13,31 +13,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headstart.heads import HEADS, CheckpointMetadata, DraftHead, TargetInfo, build_head
+from headstart.heads import HEADS, CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints import save_load as checkpoint
 from headstart.heads.checkpoints.model_card import Listing, model_card
 from headstart.heads.checkpoints.save_load import load_head, save_head
 
-INFO = TargetInfo(
-    name="made-up/target",
-    hidden_size=16,
-    vocab_size=50,
-    num_layers=3,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    max_positions=128,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)
+INFO = replace(helpers.INFO, name="made-up/target", vocab_size=50, num_layers=3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"num_heads": 2, "num_layers": 2},
     "plain": {"num_heads": 3, "bias": False},

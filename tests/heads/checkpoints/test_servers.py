@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import INFO
 from safetensors.torch import save_file
 
-from headstart.heads import CheckpointMetadata, TargetInfo, build_head
+from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.files import read_weights
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable, save_head
 
-INFO = TargetInfo(
-    "some/target", 16, 40, 12, 24, 4, 2, 4, "silu", 1e-6, 512, {"rope_type": "default", "rope_theta": 5e5}
-)
 Shapes = dict[str, tuple[int, ...]]
 
 
