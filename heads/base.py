@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .layers.draft_cache import DraftCache, KVEntries, counting
-from .layers.draft_vocab import check_ids
+from .layers.draft_vocab import check_ids, check_size
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,9 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
         self.config, self.target = config, target
-        self.draft_vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
+        size = getattr(config, "draft_vocab_size", None)
+        check_size(size, target.vocab_size)
+        self.draft_vocab_size: int = size or target.vocab_size
         """Number of tokens that the head can draft."""
         self.unread_by: dict[str, str] = {}
         """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""

@@ -18,7 +18,7 @@ names are those that vLLM reads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,17 @@ STEP = 0.25
 
 
 @dataclass(frozen=True)
-class EagleConfig(Objective):
-    """Options of an EAGLE head; null takes the target's own value."""
+class LayersConfig(Objective):
+    """Options that EAGLE and EAGLE-3 share; null takes the target's own value."""
+
+    name: ClassVar[str]
 
     depth: int = 5
     """Maximum draft length: tokens drafted after the root."""
-    train_steps: int = 1
-    """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
+    train_steps: int | None = None
+    """Steps of training-time test; null for `depth`."""
     num_layers: int = 1
-    """Decoder layers."""
+    """Decoder layers; those after the first are Llama blocks."""
     intermediate_size: int | None = None
     """Width of the MLP."""
     num_attention_heads: int | None = None
@@ -58,30 +60,39 @@ class EagleConfig(Objective):
     """Added to the variance in every norm."""
     rope_parameters: dict[str, Any] | None = None
     """Rotary positions, as in a transformers config; null for the target's."""
+    start: str | int = "random"
+    """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
+
+    def __post_init__(self) -> None:
+        name, depth = self.name, self.depth
+        if depth < 1 or self.num_layers < 1:
+            raise ValueError(f"{name} needs a depth and num_layers of at least 1, not {depth} and {self.num_layers}")
+        if self.train_steps is not None and not 1 <= self.train_steps <= depth:
+            raise ValueError(f"{name} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
+        if isinstance(self.start, str) and self.start not in ("random", "last"):
+            raise ValueError(f"{name} start must be random, last or the number of a block, not {self.start!r}")
+        self.check(name, predicts_features=name == "eagle")
+
+
+@dataclass(frozen=True)
+class EagleConfig(LayersConfig):
+    """Options of an EAGLE head."""
+
+    name: ClassVar[str] = "eagle"
+
+    train_steps: int = 1
+    """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
     fc_bias: bool = False
     """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
     """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens per row."""
-    start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
     """Losses and their weights; see losses.py. `depth_weights: d_pace` leaves smooth_l1 to decay."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"eagle needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}"
-            )
-        if not 1 <= self.train_steps <= self.depth:
-            raise ValueError(
-                f"eagle train_steps must be from 1 to the depth, {self.depth}, not {self.train_steps}: deeper steps "
-                "would never draft"
-            )
+        super().__post_init__()
         if self.noise < 0:
             raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
-        if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"eagle start must be random, last or the number of a block, not {self.start!r}")
-        self.check("eagle", predicts_features=True)
 
 
 class EagleHead(DraftHead):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +23,17 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a head's weights may have."""
 
 
-@dataclass(frozen=True)
-class Imported:
-    """A head that another project wrote."""
-
-    head: DraftHead
-    form: str
-    """The row of `FORMATS` that it was read by."""
-    remarks: list[str]
-    """Messages for its user."""
-
-
 @dataclass
 class Source:
-    """The files of a head in the format `form`, and the target that it drafts for."""
+    """The files of a head, and the target that it drafts for."""
 
     form: str
+    """The row of `FORMATS` by which it is read."""
     keys: Keys
     tensors: dict[str, Tensor]
     target: TargetInfo
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str]
+    """Messages for the head's user."""
 
 
 class Keys:
@@ -57,6 +48,13 @@ class Keys:
             if key.only and self[name] not in key.only:
                 allowed = " or ".join(map(repr, key.only))
                 raise ValueError(f"{where}: {name} is {self[name]!r} ({key.meaning}); a head here has {allowed}")
+
+    def check_target(self, target: TargetInfo, *names: str) -> None:
+        """Refuse a value that must be the target's and is not."""
+        for name in names:
+            own = getattr(target, name)
+            if self[name] != own:
+                raise ValueError(f"{self.where}: {name} is {self[name]!r}, and {own!r} in the target {target.name!r}")
 
     def __getitem__(self, name: str) -> Any:
         return self.config.get(name, self.table[name].default)
@@ -93,8 +91,10 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
 
 def import_head(
     config: dict[str, Any], tensors: dict[str, Tensor], target: TargetInfo, embedding_VD: Tensor | None = None
-) -> Imported:
+) -> tuple[DraftHead, Source]:
     """A head from another project's config.json and weights, without copies of the target's `embedding_VD`.
+
+    Its source comes with it, for the name of its format and the remarks.
 
     Raises:
         ValueError: anything in it that is unknown, missing, contradictory or impossible here; named.
@@ -116,7 +116,7 @@ def import_head(
     name = "hydra++" if options.get("prefix_layer") else FORMATS[form].heads[0]
     head = build_head(name, {key: value for key, value in options.items() if value is not None}, target)
     _load(head, FORMATS[form], tensors)
-    return Imported(head, form, remarks)
+    return head, source
 
 
 # Options of a head, from its config.json and tensors.
@@ -170,9 +170,7 @@ def _eagle_options(source: Source) -> dict[str, Any]:
 
 def _medusa_options(source: Source) -> dict[str, Any]:
     keys, target = source.keys, source.target
-    for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if keys[name] != own:
-            raise ValueError(f"medusa: {name} is {keys[name]}, and {own} in the target {target.name!r}")
+    keys.check_target(target, "hidden_size", "vocab_size")
     size = keys["truncated_vocab_size"]
     return {
         "num_heads": keys["num_heads"],
@@ -255,14 +253,7 @@ def _layer_keys(keys: Keys) -> Keys:
 def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str]) -> dict[str, Any]:
     """Options of Llama-like layers; null where they equal the target's."""
     heads, width = keys["num_attention_heads"], keys["hidden_size"]
-    if keys["vocab_size"] != target.vocab_size:
-        raise ValueError(
-            f"{keys.where}: vocab_size is {keys['vocab_size']}, and {target.vocab_size} in the target {target.name!r}"
-        )
-    if keys["hidden_act"] != target.hidden_act:
-        raise ValueError(
-            f"{keys.where}: hidden_act is {keys['hidden_act']!r}; a head here has the target's, {target.hidden_act!r}"
-        )
+    keys.check_target(target, "vocab_size", "hidden_act")
     if set(keys["layer_types"] or ()) - {"full_attention"}:
         raise ValueError(f"{keys.where}: layer_types are {keys['layer_types']}; a head here has full_attention alone")
     sizes = {

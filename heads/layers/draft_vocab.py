@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 
-def check_size(size: int | None, vocab_size: int, head: str) -> None:
+def check_size(size: int | None, vocab_size: int) -> None:
     """Refuse a size below 1 or above the target's vocabulary, with a ValueError; None is the whole vocabulary."""
     if size is not None and not 1 <= size <= vocab_size:
         raise ValueError(
-            f"{head} draft_vocab_size {size} is out of range: the target's vocabulary has {vocab_size} tokens; choose "
-            "from 1 to that, or null for all of them"
+            f"draft_vocab_size {size} is out of range: the target's vocabulary has {vocab_size} tokens; choose from 1 "
+            "to that, or null for all of them"
         )
 
 
