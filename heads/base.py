@@ -351,12 +351,8 @@ class DraftHead(nn.Module, ABC):
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.
 
-        Args:
-            modules: of the target.
-            batch_size: rows.
-            capacity: maximum number of committed tokens in a row.
-            max_depth: maximum number of `expand` calls in a round.
-            nodes: maximum number of nodes that a round expands, over all depths.
+        A row commits at most `capacity` tokens; a round makes at most `max_depth` calls of `expand`, for at most
+        `nodes` nodes together.
         """
         like = next(self.parameters())
         return DraftTreeState(

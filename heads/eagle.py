@@ -5,14 +5,9 @@ With f_t the target's state after its final norm, x the tokens and E the target'
     f'_{t+1} = layers(fc([E(x_{t+1}), f_t]))              fc: 2 D -> D, no bias; the first layer has no input norm
     logits of x_{t+2} = lm_head(f'_{t+1})                 embedding and LM head are the target's, frozen
 
-Deeper drafts put the predicted feature f' in the place of f. Training regresses it onto the true one, with the
-target's distribution beside it:
-
-    L = smooth_l1(f'_{t+1}, f_{t+1}) + 0.1 soft_ce
-
-on true features, to which noise is added so that the head learns to live with its own errors. EAGLE-2
-(arXiv:2406.16858) is the same head with a dynamic tree: it needs no other weights, only `tree: dynamic:...`. Tensor
-names are those that vLLM reads.
+Deeper drafts put the predicted feature f' in the place of f. Training minimises smooth_l1(f'_{t+1}, f_{t+1}) +
+0.1 soft_ce on true features, with noise that stands for the head's own errors. EAGLE-2 (arXiv:2406.16858) is the same
+head with a dynamic tree, `tree: dynamic:...`. Tensor names are those that vLLM reads.
 """
 
 from __future__ import annotations

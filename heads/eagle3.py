@@ -6,10 +6,9 @@ With f_t the target's features after three of its blocks, and x the tokens:
     h_t = layer([input_norm(embed(x_{t+1})), hidden_norm(g_t)], g_t)       queries, keys, values read both halves,
     logits of x_{t+2} = lm_head(norm(h_t))                                 the residual stream is g_t alone
 
-Deeper drafts put h, the layer's own output, in the place of g. Training runs these steps too (training-time test,
-section 3.2): step s reads the true token at t + 1 + s and the output of step s - 1, and is judged by the target at
-t + 1 + s. EAGLE-3.1 (arXiv:2605.09992) normalises each fused feature (`fc_norm`) and feeds back norm(h)
-(`norm_output`). Tensor names are those that vLLM and SGLang read.
+Deeper drafts put h, the layer's own output, in the place of g, and so does training (training-time test, section 3.2):
+step s reads the true token at t + 1 + s and the output of step s - 1. EAGLE-3.1 (arXiv:2605.09992) adds `fc_norm` and
+`norm_output`. Tensor names are those that vLLM and SGLang read.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Hydra and Hydra++ (Ankner et al. 2024, arXiv:2402.05109): Medusa's heads, each of which reads the path before it.
 
-With h_t the target's state after the final norm, x the tokens and E the target's embedding, head i reads the state
-and all tokens after it, the root x_{t+1} first, and drafts the token at t + 2 + i:
+Head i reads the target's final-norm state h_t and the embeddings E(x) of all tokens after it, the root x_{t+1} first,
+and drafts the token at t + 2 + i:
 
     z_i      = [h_t, E(x_{t+1}), ..., E(x_{t+1+i})]                    (i + 2) D wide
     logits_i = lm_head_i(blocks_i(join_i(z_i)))
     join(z)  = R z + SiLU(W z + b)                                     (i + 2) D -> D, R a learned residual
     block(x) = x + SiLU(W x + b), repeated
 
-Hydra++ has deeper heads, learns from the target's distribution instead of the text, and puts a decoder layer between
-the target and the heads: h_t becomes prefix(h)_t, which attends to the whole text up to t. The authors' code also has
-biases on R and the LM heads, and a norm after the prefix layer: `bias` and `prefix_norm`. No server reads these heads,
-so the parameter names are our own.
+Hydra++ has deeper heads, learns from the target's distribution instead of the text, and reads prefix(h)_t in place of
+h_t: the output of a decoder layer that attends to the whole text up to t. No server reads these heads, so the parameter
+names are our own.
 """
 
 from __future__ import annotations
@@ -199,15 +198,16 @@ class HydraHead(DraftHead):
         return self.blocks[depth](torch.cat([state, tokens], dim=-1))
 
     def server_config(self) -> dict[str, Any]:
-        names = ["hidden_size", "vocab_size"]
+        layer: dict[str, Any] = {"hidden_size": self.target.hidden_size}
         if self.config.prefix_layer:
-            names += ["intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"]
-            names += ["rms_norm_eps", "rope_parameters"]
+            layer = {name: value for name, value in vars(self.shape).items() if name != "qk_norm"}
+            layer |= {"rope_parameters": self.target.rope_parameters}
+            layer |= {"max_position_embeddings": self.target.max_positions}
         return {
             "architectures": ["HydraModel"],
             "model_type": "hydra",
-            **{name: getattr(self.target, name) for name in names},
-            **({"max_position_embeddings": self.target.max_positions} if self.config.prefix_layer else {}),
+            **layer,
+            "vocab_size": self.target.vocab_size,
             "truncated_vocab_size": self.draft_vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,

@@ -9,9 +9,8 @@ z_i = q k_i / sqrt(E), join this softmax afterwards:
     L = log(exp(l) + sum_i exp(z_i))
     out = exp(l - L) o + sum_i exp(z_i - L) v_i
 
-So the sequence is read by a fused kernel that stores no scores. On a CPU it is torch's flash attention, whose backward
-is exact if it is given `out` and L instead of o and l; on CUDA it is flex_attention, compiled, with a block mask for
-packed sequences. Elsewhere scores are computed in chunks of positions.
+So the sequence is read by a fused kernel that stores no scores: on a CPU torch's flash attention, whose backward is
+exact if it is given `out` and L instead of o and l, on CUDA flex_attention. Elsewhere scores are computed in chunks.
 
 Letters in tensor names: B batch, T time, N draft positions, C positions of a chunk, H query heads, G key-value heads,
 E head size.
@@ -58,11 +57,8 @@ class TrainingTimeTest:
     def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
         """Begin at step 0.
 
-        Args:
-            num_layers: decoder layers of the head.
-            sequences_BT: number of each token's sequence in packed rows; a token attends to its own sequence alone.
-            drafts_N: draft positions among the flattened [B * T], at which drafts are judged; None for all. Step 0
-                takes states [B, T, D] and returns [1, N, D], which the later steps take and return.
+        `sequences_BT` numbers the sequences of packed rows. `drafts_N` are the positions among the flattened [B * T] at
+        which drafts are judged, None for all: step 0 takes states [B, T, D] and returns [1, N, D], as later steps do.
         """
         self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
         self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
