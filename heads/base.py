@@ -334,8 +334,7 @@ class DraftHead(nn.Module, ABC):
 
         `headstart push` also adds the tensors that servers need of the target.
         """
-        options = (private, token, branch, create_pr, commit_message)
-        return str(self.checkpoints.push_head(self, repo_id, *options))
+        return str(self.checkpoints.push_head(self, repo_id, private, token, branch, create_pr, commit_message))
 
     @abstractmethod
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

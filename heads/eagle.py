@@ -13,7 +13,7 @@ head with a dynamic tree, `tree: dynamic:...`. Tensor names are those that vLLM 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ STEP = 0.25
 @dataclass(frozen=True)
 class LayersConfig(Objective):
     """Options that EAGLE and EAGLE-3 share; null takes the target's own value."""
-
-    name: ClassVar[str]
 
     depth: int = 5
     """Maximum draft length: tokens drafted after the root."""
@@ -58,22 +56,20 @@ class LayersConfig(Objective):
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
 
-    def __post_init__(self) -> None:
-        name, depth = self.name, self.depth
-        if depth < 1 or self.num_layers < 1:
-            raise ValueError(f"{name} needs a depth and num_layers of at least 1, not {depth} and {self.num_layers}")
+    def check(self, head: str, predicts_features: bool = False) -> None:
+        depth, layers = self.depth, self.num_layers
+        if depth < 1 or layers < 1:
+            raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
-            raise ValueError(f"{name} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
+            raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
         if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"{name} start must be random, last or the number of a block, not {self.start!r}")
-        self.check(name, predicts_features=name == "eagle")
+            raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
+        super().check(head, predicts_features)
 
 
 @dataclass(frozen=True)
 class EagleConfig(LayersConfig):
     """Options of an EAGLE head."""
-
-    name: ClassVar[str] = "eagle"
 
     train_steps: int = 1
     """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
@@ -85,7 +81,7 @@ class EagleConfig(LayersConfig):
     """Losses and their weights; see losses.py. `depth_weights: d_pace` leaves smooth_l1 to decay."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check("eagle", predicts_features=True)
         if self.noise < 0:
             raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
 
@@ -118,7 +114,8 @@ class EagleHead(DraftHead):
         # norm's gain and s the size of the stream, f = g x / s. `fc` starts as the identity on f.
         number = -1 if self.config.start == "last" else int(self.config.start)
         weights = target_layer_weights(modules.blocks, number, self.target, "eagle")
-        gain_D = at_least_fp32(required_gain(modules.norm, self.target, "eagle"))
+        where = f"eagle cannot start from {self.target.name!r}: its norm"
+        gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
         block = {name: at_least_fp32(tensor) for name, tensor in weights.items()}
         into_D = block["input_layernorm.weight"] / gain_D

@@ -14,7 +14,7 @@ step s reads the true token at t + 1 + s and the output of step s - 1. EAGLE-3.1
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,6 @@ from .losses import DraftPositions, draft_loss
 @dataclass(frozen=True)
 class Eagle3Config(LayersConfig):
     """Options of an EAGLE-3 head; null takes the target's own value."""
-
-    name: ClassVar[str] = "eagle3"
 
     depth: int = 7
     feature_layers: list[int] | None = None
@@ -57,7 +55,7 @@ class Eagle3Config(LayersConfig):
     """Start the LM head and the final norm from the target's."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check("eagle3")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
 

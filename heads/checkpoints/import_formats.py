@@ -7,6 +7,7 @@ each other, ids where offsets belong: each is an error that names it.
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,12 @@ class Source:
     """Messages for the head's user."""
 
 
-class Keys:
-    """A config.json whose keys are checked by a table, with the table's defaults."""
+class Keys(ChainMap[str, Any]):
+    """A config.json whose keys are checked by a table, over the table's defaults."""
 
     def __init__(self, table: dict[str, Key], config: dict[str, Any], where: str) -> None:
-        self.table, self.config, self.where = table, config, where
+        super().__init__(config, {name: key.default for name, key in table.items()})
+        self.config, self.where = config, where
         check_known(table, config, where)
         for name, key in table.items():
             if self[name] is NEEDED:
@@ -55,9 +57,6 @@ class Keys:
             own = getattr(target, name)
             if self[name] != own:
                 raise ValueError(f"{self.where}: {name} is {self[name]!r}, and {own!r} in the target {target.name!r}")
-
-    def __getitem__(self, name: str) -> Any:
-        return self.config.get(name, self.table[name].default)
 
 
 def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> None:

@@ -19,11 +19,7 @@ def check_size(size: int | None, vocab_size: int) -> None:
 
 
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
-    """The `size` most frequent tokens as sorted target ids.
-
-    Raises:
-        ValueError: the data has fewer different tokens.
-    """
+    """The `size` most frequent tokens as sorted target ids, with a ValueError if the data has fewer."""
     seen = int((token_counts_V > 0).sum())
     if seen < size:
         raise ValueError(

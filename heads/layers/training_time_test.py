@@ -38,6 +38,8 @@ SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
 FLEX_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which it does."""
+compiled_flex = lru_cache(maxsize=1)(partial(torch.compile, flex_attention, dynamic=True))
+"""Compiles on its first call: torch's compiler takes long to import."""
 Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
@@ -170,18 +172,13 @@ def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
     if device.type == "cpu" and not counted:
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
-        return by_flex(_compiled_flex(), query_BHTE, keys, values, test)
+        return by_flex(compiled_flex(), query_BHTE, keys, values, test)
     return by_chunks(query_BHTE, keys, values, test.sequences_BT)
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
     """Whether flex_attention compiles for these states on CUDA."""
     return dtype in FLEX_FORMATS and head_size >= SMALLEST_FLEX and has_triton()
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
 
 
 def by_flex(
