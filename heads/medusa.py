@@ -35,8 +35,8 @@ class MedusaConfig(Objective):
     bias: bool = True
     """Bias in the blocks' linears."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is added
-    to a published checkpoint for vLLM."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is not
+    saved but added to a published Medusa checkpoint for vLLM."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})

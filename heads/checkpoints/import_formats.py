@@ -1,4 +1,4 @@
-"""Heads of other projects: their format is recognised by the files, which are read by the tables of `formats.py`.
+"""Imports heads of other projects: recognises the format from the files and reads them by the tables of `formats.py`.
 
 Nothing is assumed. A key or tensor that no table has, a value that no head here can have, layer numbers that contradict
 each other, ids where offsets belong: each is an error that names it.
@@ -93,7 +93,7 @@ def import_head(
 ) -> tuple[DraftHead, Source]:
     """A head from another project's config.json and weights, without copies of the target's `embedding_VD`.
 
-    Its source comes with it, for the name of its format and the remarks.
+    Returned with its source, which names the format and holds the remarks for the user.
 
     Raises:
         ValueError: anything in it that is unknown, missing, contradictory or impossible here; named.
