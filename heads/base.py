@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .layers.draft_cache import DraftCache, KVEntries, counting
-from .layers.draft_vocab import check_ids
+from .layers.draft_vocab import check_ids, check_size
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,9 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
         self.config, self.target = config, target
-        self.draft_vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
+        size = getattr(config, "draft_vocab_size", None)
+        check_size(size, target.vocab_size)
+        self.draft_vocab_size: int = size or target.vocab_size
         """Number of tokens that the head can draft."""
         self.unread_by: dict[str, str] = {}
         """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""
@@ -332,8 +334,7 @@ class DraftHead(nn.Module, ABC):
 
         `headstart push` also adds the tensors that servers need of the target.
         """
-        options = (private, token, branch, create_pr, commit_message)
-        return str(self.checkpoints.push_head(self, repo_id, *options))
+        return str(self.checkpoints.push_head(self, repo_id, private, token, branch, create_pr, commit_message))
 
     @abstractmethod
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -349,12 +350,8 @@ class DraftHead(nn.Module, ABC):
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.
 
-        Args:
-            modules: of the target.
-            batch_size: rows.
-            capacity: maximum number of committed tokens in a row.
-            max_depth: maximum number of `expand` calls in a round.
-            nodes: maximum number of nodes that a round expands, over all depths.
+        A row commits at most `capacity` tokens; a round makes at most `max_depth` calls of `expand`, for at most
+        `nodes` nodes together.
         """
         like = next(self.parameters())
         return DraftTreeState(

@@ -26,11 +26,7 @@ HEADS: dict[str, type[DraftHead]] = {
 
 
 def head_config(name: str, options: dict[str, Any]) -> Any:
-    """Check a head's options, by the field names of its config class, and fill in their defaults.
-
-    Raises:
-        ValueError: an unknown head or option, or a value that the head refuses.
-    """
+    """The config of a head from its options; a ValueError for an unknown head or option, or a value that it refuses."""
     if name not in HEADS:
         raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
     config_class = HEADS[name].config_class
@@ -41,15 +37,11 @@ def head_config(name: str, options: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(config_class)
     for option, value in options.items():
         hint = hints[option]
-        fits = any(
-            not isinstance(kind, type)  # a generic such as list[int], which the config class checks
-            or (
-                isinstance(value, (int, float) if kind is float else kind)
-                and not (kind in (int, float) and isinstance(value, bool))
-            )
-            for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))
-        )
-        if not fits:
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if not all(isinstance(kind, type) for kind in kinds):
+            continue  # a generic such as list[int], which the config class checks
+        classes = (*kinds, int) if float in kinds else kinds
+        if not (bool in kinds if isinstance(value, bool) else isinstance(value, classes)):
             raise ValueError(f"{name} head option {option!r} is of type {hint}, not {value!r}")
     return config_class(**options)
 
@@ -65,11 +57,7 @@ def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftH
 
 
 def head_name(head: DraftHead) -> str:
-    """A head's key in `HEADS`.
-
-    Raises:
-        ValueError: its class is not in the table.
-    """
+    """A head's key in `HEADS`, with a ValueError if its class is not in the table."""
     for name, head_class in HEADS.items():
         if type(head) is head_class:
             return name

@@ -5,14 +5,9 @@ With f_t the target's state after its final norm, x the tokens and E the target'
     f'_{t+1} = layers(fc([E(x_{t+1}), f_t]))              fc: 2 D -> D, no bias; the first layer has no input norm
     logits of x_{t+2} = lm_head(f'_{t+1})                 embedding and LM head are the target's, frozen
 
-Deeper drafts put the predicted feature f' in the place of f. Training regresses it onto the true one, with the
-target's distribution beside it:
-
-    L = smooth_l1(f'_{t+1}, f_{t+1}) + 0.1 soft_ce
-
-on true features, to which noise is added so that the head learns to live with its own errors. EAGLE-2
-(arXiv:2406.16858) is the same head with a dynamic tree: it needs no other weights, only `tree: dynamic:...`. Tensor
-names are those that vLLM reads.
+Deeper drafts put the predicted feature f' in the place of f. Training minimises smooth_l1(f'_{t+1}, f_{t+1}) +
+0.1 soft_ce on true features, with noise that stands for the head's own errors. EAGLE-2 (arXiv:2406.16858) is the same
+head with a dynamic tree, `tree: dynamic:...`. Tensor names are those that vLLM reads.
 """
 
 from __future__ import annotations
@@ -37,15 +32,15 @@ STEP = 0.25
 
 
 @dataclass(frozen=True)
-class EagleConfig(Objective):
-    """Options of an EAGLE head; null takes the target's own value."""
+class LayersConfig(Objective):
+    """Options that EAGLE and EAGLE-3 share; null takes the target's own value."""
 
     depth: int = 5
     """Maximum draft length: tokens drafted after the root."""
-    train_steps: int = 1
-    """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
+    train_steps: int | None = None
+    """Steps of training-time test; null for `depth`."""
     num_layers: int = 1
-    """Decoder layers."""
+    """Decoder layers; those after the first are Llama blocks."""
     intermediate_size: int | None = None
     """Width of the MLP."""
     num_attention_heads: int | None = None
@@ -58,30 +53,37 @@ class EagleConfig(Objective):
     """Added to the variance in every norm."""
     rope_parameters: dict[str, Any] | None = None
     """Rotary positions, as in a transformers config; null for the target's."""
+    start: str | int = "random"
+    """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
+
+    def check(self, head: str, predicts_features: bool = False) -> None:
+        depth, layers = self.depth, self.num_layers
+        if depth < 1 or layers < 1:
+            raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
+        if self.train_steps is not None and not 1 <= self.train_steps <= depth:
+            raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
+        if isinstance(self.start, str) and self.start not in ("random", "last"):
+            raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
+        super().check(head, predicts_features)
+
+
+@dataclass(frozen=True)
+class EagleConfig(LayersConfig):
+    """Options of an EAGLE head."""
+
+    train_steps: int = 1
+    """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
     fc_bias: bool = False
     """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
     """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens per row."""
-    start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
     """Losses and their weights; see losses.py. `depth_weights: d_pace` leaves smooth_l1 to decay."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"eagle needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}"
-            )
-        if not 1 <= self.train_steps <= self.depth:
-            raise ValueError(
-                f"eagle train_steps must be from 1 to the depth, {self.depth}, not {self.train_steps}: deeper steps "
-                "would never draft"
-            )
+        self.check("eagle", predicts_features=True)
         if self.noise < 0:
             raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
-        if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"eagle start must be random, last or the number of a block, not {self.start!r}")
-        self.check("eagle", predicts_features=True)
 
 
 class EagleHead(DraftHead):
@@ -112,7 +114,8 @@ class EagleHead(DraftHead):
         # norm's gain and s the size of the stream, f = g x / s. `fc` starts as the identity on f.
         number = -1 if self.config.start == "last" else int(self.config.start)
         weights = target_layer_weights(modules.blocks, number, self.target, "eagle")
-        gain_D = at_least_fp32(required_gain(modules.norm, self.target, "eagle"))
+        where = f"eagle cannot start from {self.target.name!r}: its norm"
+        gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
         block = {name: at_least_fp32(tensor) for name, tensor in weights.items()}
         into_D = block["input_layernorm.weight"] / gain_D

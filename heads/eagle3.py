@@ -6,10 +6,9 @@ With f_t the target's features after three of its blocks, and x the tokens:
     h_t = layer([input_norm(embed(x_{t+1})), hidden_norm(g_t)], g_t)       queries, keys, values read both halves,
     logits of x_{t+2} = lm_head(norm(h_t))                                 the residual stream is g_t alone
 
-Deeper drafts put h, the layer's own output, in the place of g. Training runs these steps too (training-time test,
-section 3.2): step s reads the true token at t + 1 + s and the output of step s - 1, and is judged by the target at
-t + 1 + s. EAGLE-3.1 (arXiv:2605.09992) normalises each fused feature (`fc_norm`) and feeds back norm(h)
-(`norm_output`). Tensor names are those that vLLM and SGLang read.
+Deeper drafts put h, the layer's own output, in the place of g, and so does training (training-time test, section 3.2):
+step s reads the true token at t + 1 + s and the output of step s - 1. EAGLE-3.1 (arXiv:2605.09992) adds `fc_norm` and
+`norm_output`. Tensor names are those that vLLM and SGLang read.
 """
 
 from __future__ import annotations
@@ -21,39 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .eagle import LayersConfig
 from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.draft_vocab import check_ids, check_size, most_frequent
+from .layers.draft_vocab import check_ids, most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, draft_loss
 
 
 @dataclass(frozen=True)
-class Eagle3Config(Objective):
+class Eagle3Config(LayersConfig):
     """Options of an EAGLE-3 head; null takes the target's own value."""
 
     depth: int = 7
-    """Maximum draft length: tokens drafted after the root."""
-    train_steps: int | None = None
-    """Steps of training-time test; null for `depth`."""
     feature_layers: list[int] | None = None
     """Blocks, counted from 0, whose outputs are fused; null for 1, L/2 - 1 and L - 4."""
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all."""
-    num_layers: int = 1
-    """Decoder layers; those after the first are Llama blocks."""
     hidden_size: int | None = None
     """Draft width; where it differs from the target's, the head learns its own embedding."""
     own_embedding: bool = False
     """Learn an own embedding at the target's width too, started from the target's."""
-    intermediate_size: int | None = None
-    """Width of the MLP."""
-    num_attention_heads: int | None = None
-    """Query heads."""
-    num_key_value_heads: int | None = None
-    """Key and value heads."""
-    head_dim: int | None = None
-    """Width of a head."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, as in Qwen3."""
     fc_norm: bool = False
@@ -64,27 +51,13 @@ class Eagle3Config(Objective):
     """One RMSNorm on all fused features together (speculators); not with fc_norm."""
     norm_before_residual: bool = False
     """Begin the residual stream after `hidden_norm` instead of before it (speculators)."""
-    rms_norm_eps: float | None = None
-    """Added to the variance in every norm."""
-    rope_parameters: dict[str, Any] | None = None
-    """Rotary positions, as in a transformers config; null for the target's."""
-    start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
     start_lm_head: bool = True
     """Start the LM head and the final norm from the target's."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"eagle3 needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}"
-            )
-        if self.train_steps is not None and not 1 <= self.train_steps <= self.depth:
-            raise ValueError(f"eagle3 train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}")
-        if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"eagle3 start must be random, last or the number of a block, not {self.start!r}")
+        self.check("eagle3")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
-        self.check("eagle3")
 
 
 class FusionLayer(nn.Module):
@@ -124,7 +97,6 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
-        check_size(config.draft_vocab_size, target.vocab_size, "eagle3")
         self.max_depth = config.depth
         blocks, last = target.num_layers, target.num_layers - 2
         layers = (1, blocks // 2 - 1, blocks - 4) if config.feature_layers is None else tuple(config.feature_layers)

@@ -1,23 +1,22 @@
 """Hydra and Hydra++ (Ankner et al. 2024, arXiv:2402.05109): Medusa's heads, each of which reads the path before it.
 
-With h_t the target's state after the final norm, x the tokens and E the target's embedding, head i reads the state
-and all tokens after it, the root x_{t+1} first, and drafts the token at t + 2 + i:
+Head i reads the target's final-norm state h_t and the embeddings E(x) of all tokens after it, the root x_{t+1} first,
+and drafts the token at t + 2 + i:
 
     z_i      = [h_t, E(x_{t+1}), ..., E(x_{t+1+i})]                    (i + 2) D wide
     logits_i = lm_head_i(blocks_i(join_i(z_i)))
     join(z)  = R z + SiLU(W z + b)                                     (i + 2) D -> D, R a learned residual
     block(x) = x + SiLU(W x + b), repeated
 
-Hydra++ has deeper heads, learns from the target's distribution instead of the text, and puts a decoder layer between
-the target and the heads: h_t becomes prefix(h)_t, which attends to the whole text up to t. The authors' code also has
-biases on R and the LM heads, and a norm after the prefix layer: `bias` and `prefix_norm`. No server reads these heads,
-so the parameter names are our own.
+Hydra++ has deeper heads, learns from the target's distribution instead of the text, and reads prefix(h)_t in place of
+h_t: the output of a decoder layer that attends to the whole text up to t. No server reads these heads, so the parameter
+names are our own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,44 +24,24 @@ from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
-from .layers.draft_vocab import check_size, most_frequent
+from .layers.draft_vocab import most_frequent
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, draft_loss
+from .medusa import MedusaConfig
 
 
 @dataclass(frozen=True)
-class HydraConfig(Objective):
-    """Options of a Hydra head."""
+class HydraConfig(MedusaConfig):
+    """Options of a Hydra head: Medusa's, and more. The block that joins state and tokens counts in `num_layers`."""
 
     name: ClassVar[str] = "hydra"
 
-    num_heads: int = 4
-    """Draft length: tokens drafted after the root, one head each."""
-    num_layers: int = 1
-    """Blocks per head, the one that joins state and tokens counted."""
-    prefix_layer: bool = False
-    """A decoder layer of the target's dimensions before the heads, which share it (Hydra++)."""
-    lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains an LM head, started from the target's; shared: all use the target's, which is not saved."""
     bias: bool = False
     """Bias in the joining blocks' residuals and own LM heads, as in the authors' code."""
+    prefix_layer: bool = False
+    """A decoder layer of the target's dimensions before the heads, which share it (Hydra++)."""
     prefix_norm: bool = False
     """RMSNorm after the prefix layer, as in the authors' code."""
-    draft_vocab_size: int | None = None
-    """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
-    loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
-    """Losses and their weights; see losses.py."""
-
-    def __post_init__(self) -> None:
-        if self.lm_head not in ("own", "shared"):
-            raise ValueError(f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared")
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
-            )
-        if self.draft_vocab_size is not None and self.lm_head == "shared":
-            raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
-        self.check(self.name)
 
 
 @dataclass(frozen=True)
@@ -120,7 +99,6 @@ class HydraHead(DraftHead):
 
     def __init__(self, config: HydraConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
-        check_size(config.draft_vocab_size, target.vocab_size, config.name)
         size, width = config.draft_vocab_size, target.hidden_size
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
@@ -220,15 +198,16 @@ class HydraHead(DraftHead):
         return self.blocks[depth](torch.cat([state, tokens], dim=-1))
 
     def server_config(self) -> dict[str, Any]:
-        names = ["hidden_size", "vocab_size"]
+        layer: dict[str, Any] = {"hidden_size": self.target.hidden_size}
         if self.config.prefix_layer:
-            names += ["intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"]
-            names += ["rms_norm_eps", "rope_parameters"]
+            layer = {name: value for name, value in vars(self.shape).items() if name != "qk_norm"}
+            layer |= {"rope_parameters": self.target.rope_parameters}
+            layer |= {"max_position_embeddings": self.target.max_positions}
         return {
             "architectures": ["HydraModel"],
             "model_type": "hydra",
-            **{name: getattr(self.target, name) for name in names},
-            **({"max_position_embeddings": self.target.max_positions} if self.config.prefix_layer else {}),
+            **layer,
+            "vocab_size": self.target.vocab_size,
             "truncated_vocab_size": self.draft_vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,

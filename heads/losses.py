@@ -11,10 +11,8 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     lk_lambda    s kl + (1 - s) tv,  s = exp(-3 sum min(p, q)) held constant: kl first, then acceptance itself
     smooth_l1    between predicted and true features, for heads that predict features (EAGLE-1, arXiv:2401.15077)
 
-tv and lk use p as it is: what lies outside the draft vocabulary can never be accepted. Positions whose token lies
-outside carry no loss. On answers that the target sampled, the expected soft_ce is then -sum p log q with p as it is; on
-greedy ones it leaves out positions whose best token cannot be drafted. Neither needs the target's logits outside the
-draft vocabulary, which are most of the cost.
+tv and lk use p as it is: what lies outside the draft vocabulary can never be accepted. The others need no logits of the
+target outside it, which are most of the cost. Positions whose token lies outside carry no loss.
 
 Letters in tensor names: N draft positions, K depths, R positions of the flattened batch, U those that judge a chunk,
 D hidden size, V vocabulary, and in the target's distribution its tokens: the draft vocabulary or the most likely ones.
@@ -99,9 +97,8 @@ class DraftPositions:
     A draft position is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at
     depth k, from 0, is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
 
-    Draft positions are sorted, and a position that judges a deeper draft judges the first draft of another draft
-    position too: draft k of position n, where valid, is judged where draft 0 of position n + k is. So the target's
-    distributions at `rows_NK[:, 0]` are enough.
+    Draft positions are sorted, and draft k of position n, where valid, is judged where draft 0 of position n + k is, so
+    that the target's distributions at `rows_NK[:, 0]` are enough.
     """
 
     index_N: Tensor
@@ -153,14 +150,9 @@ def draft_loss(
     Gradients are computed in the forward, chunk by chunk, so that no [positions, vocabulary] tensor outlives its
     chunk, and the target's distribution is computed once for all depths. The backward only scales them.
 
-    Args:
-        hiddens: hidden_ND of each depth: the draft state at every draft position, the input of its LM head.
-        lm_heads: weight [V, D] of the LM head of each depth; several depths may share a tensor.
-        vocabulary_V: sorted target ids of the draft vocabulary; None for all.
-        features: the batch.
-        positions: draft positions of the batch.
-        objective: losses and weights.
-        ranks: number of a head's best tokens that are counted as hits.
+    `hiddens` holds hidden_ND of each depth, the input of its LM head at every draft position; `lm_heads` the weights
+    [V, D], where depths may share a tensor. `vocabulary_V` are the sorted target ids of the draft vocabulary, None for
+    all. The `ranks` best tokens of a draft are counted as hits.
     """
     depths = len(hiddens)
     weights = list({id(weight): weight for weight in lm_heads}.values())

@@ -11,20 +11,22 @@ decay^i (section 2.2.1). The loss covers the positions whose root and whole draf
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .layers.draft_vocab import check_size, most_frequent
+from .layers.draft_vocab import most_frequent
 from .losses import DraftPositions, Objective, draft_loss
 
 
 @dataclass(frozen=True)
 class MedusaConfig(Objective):
     """Options of a Medusa head."""
+
+    name: ClassVar[str] = "medusa"
 
     num_heads: int = 4
     """Draft length: tokens drafted after the root, one head each."""
@@ -33,8 +35,8 @@ class MedusaConfig(Objective):
     bias: bool = True
     """Bias in the blocks' linears."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is added
-    to a published checkpoint for vLLM."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is not
+    saved but added to a published Medusa checkpoint for vLLM."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
     loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
@@ -42,14 +44,14 @@ class MedusaConfig(Objective):
 
     def __post_init__(self) -> None:
         if self.lm_head not in ("own", "shared"):
-            raise ValueError(f"unknown medusa lm_head {self.lm_head!r}; choose from own, shared")
+            raise ValueError(f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared")
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(
-                f"medusa needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
+                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
             )
         if self.draft_vocab_size is not None and self.lm_head == "shared":
-            raise ValueError("medusa draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
-        self.check("medusa")
+            raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
+        self.check(self.name)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,6 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         size, width = config.draft_vocab_size, target.hidden_size
-        check_size(size, target.vocab_size, "medusa")
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         self.blocks = nn.ModuleList(

@@ -77,7 +77,8 @@ class TruncatedHead(DraftHead):
         if self.config.start == "first":
             for i, layer in enumerate(self.layers):
                 start_layer(layer, target_layer_weights(modules.blocks, i, self.target, "cut"), f"layer {i}", "cut")
-            self.norm.load_state_dict({"weight": required_gain(modules.norm, self.target, "cut")})
+            where = f"cut cannot start from {self.target.name!r}: its norm"
+            self.norm.load_state_dict({"weight": required_gain(modules.norm, self.target.hidden_size, where)})
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         steps = 1 if self.training else self.max_depth  # all depths have the same loss on true tokens

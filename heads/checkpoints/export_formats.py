@@ -15,7 +15,7 @@ from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
 from .files import CONFIG_FILE, WEIGHTS_FILE, new_folder
-from .formats import EAGLE3_FLAGS, FEATURES, FORMATS, LLAMA, places
+from .formats import EAGLE3, FORMATS, LLAMA, places
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "speculators": {Eagle3Head: "speculators", EagleHead: "speculators-eagle"},
@@ -80,11 +80,9 @@ def _safeailab_config(head: DraftHead) -> dict[str, Any]:
         return config
     assert isinstance(head, Eagle3Head)
     lacks = [name for name in SAFEAILAB_LACKS if getattr(head.config, name)]
-    if head.config.num_layers > 1:
-        lacks.append("num_layers above 1")
-    middle = head.target.num_layers // 2
-    if head.feature_layers != (1, middle - 1, head.target.num_layers - 4):
-        lacks.append(f"feature_layers {list(head.feature_layers)}")
+    lacks += ["num_layers above 1"] if head.config.num_layers > 1 else []
+    blocks, layers = head.target.num_layers, list(head.feature_layers)
+    lacks += [f"feature_layers {layers}"] if layers != [1, blocks // 2 - 1, blocks - 4] else []
     if lacks:
         raise ValueError(f"SafeAILab's code has no {lacks[0]}")
     return config
@@ -108,15 +106,11 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
     native, eagle3 = head.server_config(), isinstance(head, Eagle3Head)
     layer = {name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}}
     layer["model_type"] = "qwen3" if head.shape.qk_norm else "llama"
-    own = (
-        {name: native[name] for name in (*EAGLE3_FLAGS, *FEATURES)}
-        if eagle3
-        else {
-            "layernorms": False,
-            "fusion_bias": head.config.fc_bias,
-            "transformer_layer_architecture": "LlamaDecoderLayer",
-        }
-    )
+    if eagle3:
+        own = {name: native[name] for name in EAGLE3}
+    else:
+        layer_class = "LlamaDecoderLayer"
+        own = {"layernorms": False, "fusion_bias": native["bias"], "transformer_layer_architecture": layer_class}
     return {
         "architectures": ["Eagle3DraftModel"] if eagle3 else ["EagleSpeculator", "LlamaDecoderLayer"],
         "speculators_model_type": "eagle3" if eagle3 else "eagle",

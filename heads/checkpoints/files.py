@@ -50,11 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint to the CPU, from the first of `names` that exists.
-
-    Raises:
-        ValueError: no weights, a file outside of the folder, a broken file, or a pickle with more than tensors.
-    """
+    """Read all tensors of a checkpoint to the CPU, from the first of `names` that exists."""
     for name in names:
         index = folder / f"{name}.index.json"
         if (folder / name).exists():

@@ -59,14 +59,11 @@ TRANSFORMERS = {
         *("pad_token_id", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
     )
 }
-ROPE = {
+LLAMA = {
+    **TRANSFORMERS,
     "rope_theta": Key("base of the rotary positions, and not the target's where it is absent", 10000.0),
     "rope_scaling": Key("scaling of the rotary positions", None),
     "rope_parameters": Key("both, as transformers 5 writes them", None),
-}
-LLAMA = {
-    **TRANSFORMERS,
-    **ROPE,
     "hidden_size": Key("width of the head"),
     "intermediate_size": Key("width of the MLP"),
     "num_attention_heads": Key("query heads"),
@@ -87,17 +84,15 @@ LLAMA = {
     "max_window_layers": Key("of sliding_window", None),
     "layer_types": Key("attention of each layer; full_attention here", None),
 }
-FEATURES = {
-    "eagle_aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", None),
-    "num_aux_hidden_states": Key("how many features are fused", None),
-}
-EAGLE3_FLAGS = {
+EAGLE3 = {
     "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
     "target_hidden_size": Key("width of the target; hidden_size where absent", None),
     "norm_before_residual": Key("the residual stream begins after hidden_norm", False),
     "norm_before_fc": Key("one norm on all features together", False),
     "fc_norm": Key("a norm on each feature", False),
     "norm_output": Key("the normalised output is fed back", False),
+    "eagle_aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", None),
+    "num_aux_hidden_states": Key("how many features are fused", None),
 }
 EAGLE_CONFIG = {
     "eagle_aux_hidden_state_layer_ids": Key("feature layers, each by the block whose output it is", None),
@@ -161,8 +156,7 @@ FORMATS: dict[str, Format] = {
         ("eagle3",),
         {
             **LLAMA,
-            **EAGLE3_FLAGS,
-            **FEATURES,
+            **EAGLE3,
             "eagle_config": Key("more options", {}),
             "bias": Key("bias of fc", False, only=(False,)),
         },
@@ -220,8 +214,7 @@ FORMATS: dict[str, Format] = {
         ("eagle3",),
         {
             **SPECULATORS,
-            **EAGLE3_FLAGS,
-            **FEATURES,
+            **EAGLE3,
             "speculators_model_type": Key("eagle3"),
             "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
             "embed_requires_grad": Key("training only", False),

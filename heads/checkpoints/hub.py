@@ -33,8 +33,7 @@ def local_folder(
 ) -> Path:
     """Return a folder as it is; download the files of a Hub id, or take them from the cache.
 
-    Raises:
-        ValueError: neither a folder nor a repository that can be read, with the Hub's reason.
+    Where that fails, a ValueError has the Hub's reason.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -60,10 +59,7 @@ def push_folder(
 ) -> str:
     """Upload a folder as one commit, creating the repository if needed; returns the commit's URL.
 
-    An upload that is interrupted or refused leaves the repository as it was.
-
-    Raises:
-        ValueError: the Hub refuses, with its reason.
+    An upload that is interrupted or refused, with a ValueError, leaves the repository as it was.
     """
     api = HfApi(token=token)
     try:

@@ -1,4 +1,4 @@
-"""Heads of other projects: their format is recognised by the files, which are read by the tables of `formats.py`.
+"""Imports heads of other projects: recognises the format from the files and reads them by the tables of `formats.py`.
 
 Nothing is assumed. A key or tensor that no table has, a value that no head here can have, layer numbers that contradict
 each other, ids where offsets belong: each is an error that names it.
@@ -7,8 +7,9 @@ each other, ids where offsets belong: each is an error that names it.
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,33 +24,25 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a head's weights may have."""
 
 
-@dataclass(frozen=True)
-class Imported:
-    """A head that another project wrote."""
-
-    head: DraftHead
-    form: str
-    """The row of `FORMATS` that it was read by."""
-    remarks: list[str]
-    """Messages for its user."""
-
-
 @dataclass
 class Source:
-    """The files of a head in the format `form`, and the target that it drafts for."""
+    """The files of a head, and the target that it drafts for."""
 
     form: str
+    """The row of `FORMATS` by which it is read."""
     keys: Keys
     tensors: dict[str, Tensor]
     target: TargetInfo
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str]
+    """Messages for the head's user."""
 
 
-class Keys:
-    """A config.json whose keys are checked by a table, with the table's defaults."""
+class Keys(ChainMap[str, Any]):
+    """A config.json whose keys are checked by a table, over the table's defaults."""
 
     def __init__(self, table: dict[str, Key], config: dict[str, Any], where: str) -> None:
-        self.table, self.config, self.where = table, config, where
+        super().__init__(config, {name: key.default for name, key in table.items()})
+        self.config, self.where = config, where
         check_known(table, config, where)
         for name, key in table.items():
             if self[name] is NEEDED:
@@ -58,8 +51,12 @@ class Keys:
                 allowed = " or ".join(map(repr, key.only))
                 raise ValueError(f"{where}: {name} is {self[name]!r} ({key.meaning}); a head here has {allowed}")
 
-    def __getitem__(self, name: str) -> Any:
-        return self.config.get(name, self.table[name].default)
+    def check_target(self, target: TargetInfo, *names: str) -> None:
+        """Refuse a value that must be the target's and is not."""
+        for name in names:
+            own = getattr(target, name)
+            if self[name] != own:
+                raise ValueError(f"{self.where}: {name} is {self[name]!r}, and {own!r} in the target {target.name!r}")
 
 
 def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> None:
@@ -93,8 +90,10 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
 
 def import_head(
     config: dict[str, Any], tensors: dict[str, Tensor], target: TargetInfo, embedding_VD: Tensor | None = None
-) -> Imported:
+) -> tuple[DraftHead, Source]:
     """A head from another project's config.json and weights, without copies of the target's `embedding_VD`.
+
+    Returned with its source, which names the format and holds the remarks for the user.
 
     Raises:
         ValueError: anything in it that is unknown, missing, contradictory or impossible here; named.
@@ -116,7 +115,7 @@ def import_head(
     name = "hydra++" if options.get("prefix_layer") else FORMATS[form].heads[0]
     head = build_head(name, {key: value for key, value in options.items() if value is not None}, target)
     _load(head, FORMATS[form], tensors)
-    return Imported(head, form, remarks)
+    return head, source
 
 
 # Options of a head, from its config.json and tensors.
@@ -170,9 +169,7 @@ def _eagle_options(source: Source) -> dict[str, Any]:
 
 def _medusa_options(source: Source) -> dict[str, Any]:
     keys, target = source.keys, source.target
-    for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if keys[name] != own:
-            raise ValueError(f"medusa: {name} is {keys[name]}, and {own} in the target {target.name!r}")
+    keys.check_target(target, "hidden_size", "vocab_size")
     size = keys["truncated_vocab_size"]
     return {
         "num_heads": keys["num_heads"],
@@ -255,14 +252,7 @@ def _layer_keys(keys: Keys) -> Keys:
 def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str]) -> dict[str, Any]:
     """Options of Llama-like layers; null where they equal the target's."""
     heads, width = keys["num_attention_heads"], keys["hidden_size"]
-    if keys["vocab_size"] != target.vocab_size:
-        raise ValueError(
-            f"{keys.where}: vocab_size is {keys['vocab_size']}, and {target.vocab_size} in the target {target.name!r}"
-        )
-    if keys["hidden_act"] != target.hidden_act:
-        raise ValueError(
-            f"{keys.where}: hidden_act is {keys['hidden_act']!r}; a head here has the target's, {target.hidden_act!r}"
-        )
+    keys.check_target(target, "vocab_size", "hidden_act")
     if set(keys["layer_types"] or ()) - {"full_attention"}:
         raise ValueError(f"{keys.where}: layer_types are {keys['layer_types']}; a head here has full_attention alone")
     sizes = {

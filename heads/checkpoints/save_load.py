@@ -99,10 +99,6 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
     """Write a head's checkpoint, with the peft model that it drafts for if `metadata.adapted`.
 
     `folder` changes only when everything has been written.
-
-    Raises:
-        ValueError: a head whose class is not in `HEADS`.
-        OSError: a file cannot be written.
     """
     assert metadata.adapted == (adapter is not None)
     section = json_ready(

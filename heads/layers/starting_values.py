@@ -32,11 +32,11 @@ def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
     return gain_D if torch.allclose(at_least_fp32(found_D), expected_D, rtol=2e-2, atol=1e-3) else None
 
 
-def required_gain(norm: nn.Module, target: TargetInfo, head: str) -> Tensor:
+def required_gain(norm: nn.Module, size: int, where: str) -> Tensor:
     """The gain of a target's norm, with a ValueError for one that is no RMSNorm."""
-    gain_D = norm_gain(norm, target.hidden_size)
+    gain_D = norm_gain(norm, size)
     if gain_D is None:
-        raise ValueError(f"{head} cannot start from {target.name!r}: its norm is no RMSNorm; choose start: random")
+        raise ValueError(f"{where} is no RMSNorm; choose start: random")
     return gain_D
 
 
@@ -54,10 +54,8 @@ def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: Target
         raise ValueError(f"{where}, which {what} {name!r}; choose start: random")
     for name, module in ours.named_modules():
         if isinstance(module, RMSNorm):
-            gain = norm_gain(block.get_submodule(name), len(weights[f"{name}.weight"]))
-            if gain is None:
-                raise ValueError(f"{where}, whose {name} is no RMSNorm; choose start: random")
-            weights[f"{name}.weight"] = gain
+            size = len(weights[f"{name}.weight"])
+            weights[f"{name}.weight"] = required_gain(block.get_submodule(name), size, f"{where}, whose {name}")
     ours = ours.to(weights["mlp.up_proj.weight"])
     start_layer(ours, weights, f"block {layer}", head)
     if not _alike(ours, block, target):
@@ -95,11 +93,7 @@ def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
 
 
 def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:
-    """Load those weights of a target's block that a layer has; its other weights stay as they are.
-
-    Raises:
-        ValueError: a weight of another shape, or norms of queries and keys that the layer lacks; named.
-    """
+    """Load those weights of a target's block that a layer has; its other weights stay as they are."""
     own = layer.state_dict()
     if "self_attn.q_norm.weight" in weights.keys() - own.keys():
         raise ValueError(

@@ -9,9 +9,8 @@ z_i = q k_i / sqrt(E), join this softmax afterwards:
     L = log(exp(l) + sum_i exp(z_i))
     out = exp(l - L) o + sum_i exp(z_i - L) v_i
 
-So the sequence is read by a fused kernel that stores no scores. On a CPU it is torch's flash attention, whose backward
-is exact if it is given `out` and L instead of o and l; on CUDA it is flex_attention, compiled, with a block mask for
-packed sequences. Elsewhere scores are computed in chunks of positions.
+So the sequence is read by a fused kernel that stores no scores: on a CPU torch's flash attention, whose backward is
+exact if it is given `out` and L instead of o and l, on CUDA flex_attention. Elsewhere scores are computed in chunks.
 
 Letters in tensor names: B batch, T time, N draft positions, C positions of a chunk, H query heads, G key-value heads,
 E head size.
@@ -39,6 +38,8 @@ SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
 FLEX_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which it does."""
+compiled_flex = lru_cache(maxsize=1)(partial(torch.compile, flex_attention, dynamic=True))
+"""Compiles on its first call: torch's compiler takes long to import."""
 Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
@@ -58,11 +59,8 @@ class TrainingTimeTest:
     def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
         """Begin at step 0.
 
-        Args:
-            num_layers: decoder layers of the head.
-            sequences_BT: number of each token's sequence in packed rows; a token attends to its own sequence alone.
-            drafts_N: draft positions among the flattened [B * T], at which drafts are judged; None for all. Step 0
-                takes states [B, T, D] and returns [1, N, D], which the later steps take and return.
+        `sequences_BT` numbers the sequences of packed rows. `drafts_N` are the positions among the flattened [B * T] at
+        which drafts are judged, None for all: step 0 takes states [B, T, D] and returns [1, N, D], as later steps do.
         """
         self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
         self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
@@ -174,18 +172,13 @@ def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
     if device.type == "cpu" and not counted:
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
-        return by_flex(_compiled_flex(), query_BHTE, keys, values, test)
+        return by_flex(compiled_flex(), query_BHTE, keys, values, test)
     return by_chunks(query_BHTE, keys, values, test.sequences_BT)
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
     """Whether flex_attention compiles for these states on CUDA."""
     return dtype in FLEX_FORMATS and head_size >= SMALLEST_FLEX and has_triton()
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True)
 
 
 def by_flex(

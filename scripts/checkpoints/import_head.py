@@ -51,13 +51,13 @@ def import_foreign(config: ImportConfig) -> None:
         raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
     tensors = read_weights(folder)
     target = original_target(config.target)
-    imported = import_head(found, tensors, target.info, embedding_of(target))
-    source = {"from": config.head, "revision": config.revision, "format": imported.form, "remarks": imported.remarks}
-    save_head(imported.head, config.output, CheckpointMetadata(training={"imported": source}))
-    for remark in imported.remarks:
+    head, read = import_head(found, tensors, target.info, embedding_of(target))
+    source = {"from": config.head, "revision": config.revision, "format": read.form, "remarks": read.remarks}
+    save_head(head, config.output, CheckpointMetadata(training={"imported": source}))
+    for remark in read.remarks:
         log.info(f"- {remark}")
-    name, size = type(imported.head).__name__, sum(weight.numel() for weight in imported.head.parameters())
+    name, size = type(head).__name__, sum(weight.numel() for weight in head.parameters())
     log.info(
-        f"{config.output}: {name} of {size:,} parameters, read as {imported.form}. Check it with "
+        f"{config.output}: {name} of {size:,} parameters, read as {read.form}. Check it with "
         f"`headstart verify {config.output} --target {config.target}`"
     )

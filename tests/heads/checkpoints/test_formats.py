@@ -110,7 +110,7 @@ def test_a_round_trip_gives_the_same_head(form: str, kind: str, options: dict[st
     assert recognise(config, set(tensors)) == form
     assert config.keys() <= FORMATS[form].keys.keys()
     assert config.get("eagle_config", {}).keys() <= EAGLE_CONFIG.keys()
-    same_head(import_head(config, tensors, INFO, embedding()).head, head)
+    same_head(import_head(config, tensors, INFO, embedding())[0], head)
 
 
 @pytest.mark.parametrize(("form", "kind", "options"), EACH)
@@ -203,7 +203,7 @@ def test_layers_mean_the_same_whichever_way_they_are_counted(tiny_target: Any, c
         del config["eagle_config"]
     elif counting == "outputs":
         del config["eagle_aux_hidden_state_layer_ids"]
-    found = import_head(config, tensors, target.info).head.double()
+    found = import_head(config, tensors, target.info)[0].double()
     text = torch.randint(40, (1, 9))
     wrong = build_head("eagle3", {"feature_layers": [3, 6, 9]}, target.info).double()
     head.load_state_dict(found.state_dict())
@@ -215,8 +215,8 @@ def test_layers_mean_the_same_whichever_way_they_are_counted(tiny_target: Any, c
 def test_feature_layers_that_are_not_written_are_the_authors_own() -> None:
     _, config, tensors = eagle3_files()
     del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
-    found = import_head(config, tensors, INFO)
-    assert found.head.feature_layers == (1, 5, 8) and "no feature layers are written" in found.remarks[0]
+    found, source = import_head(config, tensors, INFO)
+    assert found.feature_layers == (1, 5, 8) and "no feature layers are written" in source.remarks[0]
 
 
 def test_a_feature_before_the_first_block_is_refused() -> None:
@@ -233,16 +233,16 @@ def test_an_unordered_vocabulary_is_sorted_with_its_lm_head() -> None:
     ids_V = torch.arange(7) + tensors["d2t"]
     tensors["d2t"] = ids_V[order] - torch.arange(7)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-    same_head(import_head(config, tensors, INFO).head, head)
+    same_head(import_head(config, tensors, INFO)[0], head)
 
 
 def test_a_rotary_base_that_is_not_written_is_the_readers_default_and_told() -> None:
     _, config, tensors = eagle3_files()
     for name in ("rope_theta", "rope_scaling", "rope_parameters"):
         del config[name]
-    found = import_head(config, tensors, INFO)
-    assert found.head.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    assert "rotary base 10000.0 (none is written: the default), and 500000.0 in the target: kept" in found.remarks
+    found, source = import_head(config, tensors, INFO)
+    assert found.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert "rotary base 10000.0 (none is written: the default), and 500000.0 in the target: kept" in source.remarks
 
 
 def test_modelopts_newer_names_and_unordered_layers_are_read() -> None:
@@ -251,16 +251,16 @@ def test_modelopts_newer_names_and_unordered_layers_are_read() -> None:
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 8, 5]
     config["eagle_config"] |= {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    found = import_head(config, tensors, INFO)
-    same_head(found.head, head)
-    assert any("are sorted" in remark for remark in found.remarks)
+    found, source = import_head(config, tensors, INFO)
+    same_head(found, head)
+    assert any("are sorted" in remark for remark in source.remarks)
 
 
 def test_an_embedding_that_is_the_targets_is_left_out_and_another_kept() -> None:
     head, config, tensors = eagle3_files()
     tensors["embed_tokens.weight"] = embedding()
-    same_head(import_head(config, dict(tensors), INFO, embedding()).head, head)
-    kept = import_head(config, dict(tensors), INFO, embedding() + 1).head
+    same_head(import_head(config, dict(tensors), INFO, embedding())[0], head)
+    kept = import_head(config, dict(tensors), INFO, embedding() + 1)[0]
     assert torch.equal(kept.state_dict()["embed_tokens.weight"], embedding())
     eagle = drawn("eagle", {})
     config, tensors = written("eagle", eagle)
@@ -275,19 +275,19 @@ def test_medusa_heads_are_counted_and_repeated_blocks_told() -> None:
         for kind in ("weight", "bias"):
             state[f"blocks.{h}.layers.1.{kind}"].copy_(state[f"blocks.{h}.layers.0.{kind}"])
     tensors = {place.theirs: state[place.ours] for place in places(FORMATS["fasterdecoding"], head)}
-    found = import_head({"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors, INFO)
-    same_head(found.head, head)
-    assert "config.json says 2 heads, the file holds 5: all are taken" in found.remarks
-    assert any("2 blocks of a head are one, repeated" in remark for remark in found.remarks)
+    found, source = import_head({"medusa_num_heads": 2, "medusa_num_layers": 1}, tensors, INFO)
+    same_head(found, head)
+    assert "config.json says 2 heads, the file holds 5: all are taken" in source.remarks
+    assert any("2 blocks of a head are one, repeated" in remark for remark in source.remarks)
 
 
 def test_the_heads_of_a_whole_medusa_model_are_taken_out_of_it() -> None:
     head = drawn("medusa", {})
     _, tensors = exported_medusa(head)
     whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()} | {"model.norm.weight": torch.ones(16)}
-    found = import_head({}, whole, INFO)
-    same_head(found.head, head)
-    assert "they draft for that model" in found.remarks[0]
+    found, source = import_head({}, whole, INFO)
+    same_head(found, head)
+    assert "they draft for that model" in source.remarks[0]
 
 
 def exported_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -310,7 +310,7 @@ def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tm
     layer, default = config["transformer_layer_config"], LlamaConfig()
     for name in ("hidden_act", "rms_norm_eps"):
         assert layer.pop(name) == getattr(default, name) == getattr(INFO, name)
-    same_head(import_head(config, tensors, INFO, embedding()).head, head)
+    same_head(import_head(config, tensors, INFO, embedding())[0], head)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(kind: str
     export_head(head, "safeailab", tmp_path / "out", embedding())
     tensors = read_weights(tmp_path / "out")
     assert torch.equal(tensors["embed_tokens.weight"], embedding())
-    same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, embedding()).head, head)
+    same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, embedding())[0], head)
     with pytest.raises(ValueError, match="safeailab keeps the target's embedding in the file: it is needed"):
         export_head(head, "safeailab", tmp_path / "other")
 
