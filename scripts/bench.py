@@ -76,7 +76,7 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 """Answers a prompt [1, time]: the whole sequence and, of this package's sides, the statistics."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and measure."""
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 

@@ -96,7 +96,7 @@ class SpeculativeOptions(DecodingOptions):
 
 
 def options(
-    kind: type[Options], command: str, description: str | None, arguments: list[str] | None, first: str | None = None
+    kind: type[Options], command: str, description: str | None, arguments: list[str], first: str | None = None
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
@@ -106,7 +106,6 @@ def options(
     parser = ArgumentParser(prog=f"headstart {command}", description=description)
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
     parser.add_class_arguments(kind)
-    arguments = sys.argv[1:] if arguments is None else arguments
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     given = spelled_out(arguments, set(options_of_type(kind, list)), set(options_of_type(kind, bool)))

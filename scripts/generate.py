@@ -48,7 +48,7 @@ class GenerateConfig(SpeculativeOptions):
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and answer."""
     stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
 

@@ -70,7 +70,7 @@ class TreeConfig(DecodingOptions):
             raise ValueError("explain writes nothing, so a stopper would be lost; choose one of them")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse, then find the tree or explain chains."""
     config = options(TreeConfig, "tree", __doc__, arguments)
     if config.explain:

@@ -50,7 +50,7 @@ class VerifyConfig(TargetOptions):
     """Longest answer to each of the built-in prompts, in tokens."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and verify."""
     verify_head(options(VerifyConfig, "verify", __doc__, arguments, first="head"))
 

@@ -115,17 +115,9 @@ class PromptLookupDrafter(NgramDrafter):
     def __init__(
         self, size: int = 12, length: int = 10, longest: int = 3, shortest: int = 1, corpus: Corpus | None = None
     ) -> None:
-        """Set the limits.
+        """Look up n-grams of `shortest` to `longest` tokens in a corpus, or with None in the text itself.
 
-        Args:
-            size: nodes of the largest tree, the root counted.
-            length: tokens of a continuation.
-            longest: tokens of the longest n-gram to search for.
-            shortest: tokens of the shortest one.
-            corpus: texts to search; None for the text itself.
-
-        Raises:
-            ValueError: limits that allow nothing.
+        The trees have up to `size` nodes, the root counted, from continuations of `length` tokens.
         """
         if size < 2 or length < 1 or not 1 <= shortest <= longest <= SORTED_TOKENS:
             raise ValueError(
