@@ -89,10 +89,10 @@ def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTar
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
     from headstart.scripts.measuring.bandwidth import profile
-    from headstart.scripts.measuring.comparison import load_with_prompts
+    from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
     from headstart.train.run_folder import provenance
 
-    fast, encoded = load_with_prompts(config, config.prompts, config.limit, shared)
+    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit), shared)
     config = config.as_loaded(fast)
     with StopRequest() as stop:
         compared = _compare(fast.target, encoded, _sides(fast, config), deadline, stop)

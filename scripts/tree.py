@@ -82,12 +82,13 @@ def main(arguments: list[str]) -> None:
 def calibrate(config: TreeConfig) -> TreePolicy:
     """Find a head's fastest tree and save it in the head's checkpoint."""
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.measuring.comparison import load_with_prompts
+    from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
 
+    messages = read_prompt_files(config.prompts, config.limit)
     if not Path(config.head).is_dir():
         raise ValueError(f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will not do")
     load_head(config.head)  # mistakes are reported before a model is loaded
-    lm, encoded = load_with_prompts(config, config.prompts, config.limit)
+    lm, encoded = load_with_prompts(config, messages)
     prompts = list(itertools.chain(*encoded.values()))
     head = load_head(config.head, lm.target.info, lm.target.dtype)[0].to(lm.target.device).eval()
     return fastest(lm, head, prompts, config.as_loaded(lm))
@@ -209,11 +210,11 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
     """Print the gain of chains of each length, by the formulas and measured."""
     from headstart.inference import TreeShape
     from headstart.inference.drafters.tree_policies import HeadDrafter
-    from headstart.scripts.measuring.comparison import answer_settings, load_with_prompts
+    from headstart.scripts.measuring.comparison import answer_settings, load_with_prompts, read_prompt_files
     from headstart.scripts.measuring.draft_length import LONGEST, explain
 
-    tree = "auto" if config.head else f"chain:{LONGEST}"
-    lm, encoded = load_with_prompts(config, config.prompts, config.limit, tree=tree, fallback=False)
+    messages, tree = read_prompt_files(config.prompts, config.limit), "auto" if config.head else f"chain:{LONGEST}"
+    lm, encoded = load_with_prompts(config, messages, tree=tree, fallback=False)
     prompts = list(itertools.chain(*encoded.values()))
     if not isinstance(lm.drafter, HeadDrafter):
         raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")

@@ -126,9 +126,9 @@ class Datastore:
     def _range(self, gram: Sequence[int]) -> tuple[int, int]:
         """The range of `order` whose positions begin with the n-gram."""
         assert 0 < len(gram) <= SORTED_TOKENS
-        wanted = list(gram)
+        wanted, tokens, order = list(gram), np.asarray(self.tokens), np.asarray(self.order)  # memmaps are slow to index
         first, last = (
-            bisect(self.order, wanted, key=lambda place: self.tokens[place : place + len(wanted)].tolist())
+            bisect(order, wanted, key=lambda place: tokens[place : place + len(wanted)].tolist())
             for bisect in (bisect_left, bisect_right)
         )
         return first, last

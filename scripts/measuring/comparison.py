@@ -14,19 +14,24 @@ from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import DecodingOptions
 from headstart.train.console import ProgressBar, counted
 from headstart.train.data.chat_template import Example, check_lengths, prompt_ids
-from headstart.train.data.conversations import read_prompts
+from headstart.train.data.conversations import Messages, read_prompts
 from headstart.train.features.placement import SharedTarget
 
 Key = TypeVar("Key")
 
 
-def load_with_prompts(
-    config: DecodingOptions, paths: list[str], limit: int | None, shared: SharedTarget | None = None, **more: Any
-) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
-    """Load a model that drafts, and the first `limit` prompts of each file as token ids [1, time] on its device."""
+def read_prompt_files(paths: Sequence[str], limit: int | None) -> dict[str, list[Messages]]:
+    """Read the first `limit` prompts of each file."""
     prompts = {path: read_prompts(path, limit) for path in paths}
     if empty := [path for path, rows in prompts.items() if not rows]:
         raise ValueError(f"{empty[0]} holds no prompts")
+    return prompts
+
+
+def load_with_prompts(
+    config: DecodingOptions, prompts: dict[str, list[Messages]], shared: SharedTarget | None = None, **more: Any
+) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
+    """Load a model that drafts, and encode the prompts of every file as token ids [1, time] on its device."""
     lm, tokenizer = config.load(shared, **more)
     encoded = {}
     for path, rows in prompts.items():
