@@ -146,7 +146,7 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         if config.training and not report["training"]:
             rows_of, length = config.training
             report["training"][name] = training_of(target, rows_of, length)
-            log.info(told_training(name, report["training"][name]))
+            log.info(training_line(name, report["training"][name]))
             write_report(report, config)
         decide = Verification(synthetic)
         target.compile()
@@ -186,7 +186,7 @@ def write_report(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, An
     lines = [
         f"Hardware: {report['hardware']}. Acceptance is synthetic (random weights): a rate of {RATE} at each depth."
     ]
-    lines += [f"\n{told_training(name, row)}" for name, row in report["training"].items()]
+    lines += [f"\n{training_line(name, row)}" for name, row in report["training"].items()]
     for name, rows in report["shapes"].items():
         columns = "| batch | context | nodes | round, ms | draft | target | rest | bandwidth | synthetic tokens/s |"
         lines += ["", f"### {name}", "", columns, "|---" * 9 + "|"]
@@ -375,8 +375,8 @@ def timed_step(
     return seconds
 
 
-def told_training(name: str, row: dict[str, Any]) -> str:
-    """One line for the screen."""
+def training_line(name: str, row: dict[str, Any]) -> str:
+    """Throughput of a training step, and the shares of its parts, as one line."""
     whole = sum(row["milliseconds"].values())
     shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in row["milliseconds"].items())
     more = "" if (used := row["model_flop_utilisation"]) is None else f", {used:.0%} of the peak"
