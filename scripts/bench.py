@@ -76,29 +76,24 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 """Answers a prompt [1, time]: the whole sequence and, of this package's sides, the statistics."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and measure."""
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
 def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> dict[str, Any]:
-    """Compare the three sides on as many prompts as fit before the deadline; print the table, write the JSON.
+    """Compare the three sides on as many prompts, but at least one, as fit before the deadline; print and write.
 
-    Args:
-        config: the command's options.
-        deadline: on `time.monotonic`'s clock; at least one prompt is answered.
-        shared: target and tokenizer, if other commands of this process use them too.
+    `deadline` is a value of `time.monotonic`; `shared` is given if other commands of this process use the target, too.
     """
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
     from headstart.scripts.measuring.bandwidth import profile
-    from headstart.scripts.measuring.comparison import encode_prompts, read_prompt_files
+    from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
     from headstart.train.run_folder import provenance
 
-    prompts = read_prompt_files(config.prompts, config.limit)
-    fast, tokenizer = config.load(shared)
+    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit), shared)
     config = config.as_loaded(fast)
-    encoded = encode_prompts(prompts, tokenizer, fast.target, config.max_new_tokens, config.thinking)
     with StopRequest() as stop:
         compared = _compare(fast.target, encoded, _sides(fast, config), deadline, stop)
         every, greedy = [row for rows in compared.values() for row in rows], config.temperature == 0
@@ -174,18 +169,15 @@ def _compare(
 
 
 def _compare_one(target: Target, input_ids: Tensor, sides: dict[str, Side], order: list[str]) -> ComparedPrompt:
-    import torch
-
+    from headstart.scripts.measuring.bandwidth import now
     from headstart.scripts.measuring.comparison import first_difference
 
     outputs: dict[str, tuple[Tensor, Stats | None]] = {}
     seconds: dict[str, float] = {}
     for name in order:
-        start = time.perf_counter()
+        start = now(target.device)
         outputs[name] = sides[name](input_ids)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - start
+        seconds[name] = now(target.device) - start
     stats = outputs["speculative"][1]
     assert stats is not None
     return ComparedPrompt(

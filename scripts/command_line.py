@@ -56,6 +56,17 @@ class DecodingOptions(TargetOptions):
     """Compile rounds and plain steps: on a CPU into kernels of our own, which auto does too; on an accelerator into
     graphs, which take minutes to build."""
 
+    def load(self, shared: SharedTarget | None = None, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
+        from headstart.train.data.chat_template import warn_of_other_data
+        from headstart.train.features.placement import load_speculative_lm
+
+        names = ("compile", "drafter", "fallback", "lossy", "tree", "verifier")
+        options = {name: value for name, value in vars(self).items() if name in names} | more
+        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
+        warn_of_other_data(lm.provenance, tokenizer, self.thinking)
+        return lm, tokenizer
+
     def as_loaded(self, lm: SpeculativeLM) -> Self:
         """The options with the values that "auto" was resolved to."""
         dtype: Any = str(lm.target.dtype).removeprefix("torch.")
@@ -83,20 +94,9 @@ class SpeculativeOptions(DecodingOptions):
     seed: int = 0
     """Seed of the sampling."""
 
-    def load(self, shared: SharedTarget | None = None) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
-        from headstart.train.data.chat_template import warn_of_other_data
-        from headstart.train.features.placement import load_speculative_lm
-
-        names = ("tree", "verifier", "lossy", "compile", "drafter", "fallback")
-        options = {name: getattr(self, name) for name in names}
-        lm, tokenizer = load_speculative_lm(self.target, self.head, self.dtype, shared, **options)
-        warn_of_other_data(lm.provenance, tokenizer, self.thinking)
-        return lm, tokenizer
-
 
 def options(
-    kind: type[Options], command: str, description: str | None, arguments: list[str] | None, first: str | None = None
+    kind: type[Options], command: str, description: str | None, arguments: list[str], first: str | None = None
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
@@ -106,7 +106,6 @@ def options(
     parser = ArgumentParser(prog=f"headstart {command}", description=description)
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
     parser.add_class_arguments(kind)
-    arguments = sys.argv[1:] if arguments is None else arguments
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     given = spelled_out(arguments, set(options_of_type(kind, list)), set(options_of_type(kind, bool)))

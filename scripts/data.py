@@ -10,7 +10,7 @@ from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and make conversations."""
     config = options(SelfMadeConfig, "data", __doc__, arguments)
     from headstart.train.data.self_made import make_conversations  # not before the options are known to be good

@@ -33,7 +33,7 @@ class DatastoreConfig(CommandOptions):
     """Read only the first conversations of each source; null for all."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and build."""
     build_datastore(options(DatastoreConfig, "datastore", __doc__, arguments))
 

@@ -66,7 +66,7 @@ class DemoConfig(CommandOptions):
     """A trained head that shows the real speed before anything is trained."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and run the stages."""
     demo(options(DemoConfig, "demo", __doc__, arguments))
 

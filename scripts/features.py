@@ -12,7 +12,7 @@ from headstart.scripts.command_line import options, run
 from headstart.train.config import TrainConfig
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and write."""
     precompute(options(TrainConfig, "features", __doc__, arguments))
 

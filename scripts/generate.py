@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from headstart.scripts.command_line import SpeculativeOptions, options
 from headstart.train.config import TYPE_CHECKING
@@ -48,7 +48,7 @@ class GenerateConfig(SpeculativeOptions):
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and answer."""
     stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
 
@@ -58,21 +58,16 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     import torch
     from transformers import TextStreamer
 
-    from headstart.scripts.measuring.comparison import first_difference
+    from headstart.scripts.measuring.comparison import answer_settings, first_difference
     from headstart.train.data.chat_template import prompt_ids
 
     lm, tokenizer = config.load(shared)
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
     input_ids = prompt_ids(tokenizer, messages, config.thinking).to(target.device)
-    settings: dict[str, Any] = {
-        "max_new_tokens": config.max_new_tokens,
-        "do_sample": config.temperature > 0,
-        "attention_mask": torch.ones_like(input_ids),
-        "streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-    }
-    if config.temperature > 0:
-        settings |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    mask_1T, streamer = torch.ones_like(input_ids), TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    settings |= {"attention_mask": mask_1T, "streamer": streamer}
     torch.manual_seed(config.seed)  # both sides sample with the global generator
     rates: dict[str, float] = {}
 
@@ -87,7 +82,7 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     compared = config.compare and config.max_new_tokens > 0
     if compared:
         log.info("warming up both sides")  # the first call of either is slow
-        target.model.generate(input_ids, attention_mask=settings["attention_mask"], max_new_tokens=2, do_sample=False)
+        target.model.generate(input_ids, attention_mask=mask_1T, max_new_tokens=2, do_sample=False)
         lm.warmup()
         stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings))
         log.info(f"{rates['generate']:.1f} tokens/s")

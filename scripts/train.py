@@ -23,9 +23,8 @@ def head_help() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and train."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     description = f"{__doc__}\n{head_help()}" if {"-h", "--help"} & set(arguments) else __doc__
     config = options(TrainConfig, "train", description, arguments)
     if config.plan is not None:

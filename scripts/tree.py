@@ -9,15 +9,16 @@ the most tokens per second is tried; the faster one is saved with the head and u
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from headstart.scripts.command_line import DecodingOptions, options
 from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, counted, log
+from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
     from headstart.inference.drafters.base import Drafter
     from headstart.inference.drafters.tree_policies import DraftModel
-    from headstart.scripts.measuring.comparison import Prompts
     from headstart.scripts.measuring.draft_length import Explained
     from headstart.scripts.measuring.tree_costs import Costs, Shape
 
@@ -70,7 +70,7 @@ class TreeConfig(DecodingOptions):
             raise ValueError("explain writes nothing, so a stopper would be lost; choose one of them")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse, then find the tree or explain chains."""
     config = options(TreeConfig, "tree", __doc__, arguments)
     if config.explain:
@@ -82,28 +82,16 @@ def main(arguments: list[str] | None = None) -> None:
 def calibrate(config: TreeConfig) -> TreePolicy:
     """Find a head's fastest tree and save it in the head's checkpoint."""
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.measuring.comparison import read_prompt_files
+    from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
 
     messages = read_prompt_files(config.prompts, config.limit)
     if not Path(config.head).is_dir():
         raise ValueError(f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will not do")
     load_head(config.head)  # mistakes are reported before a model is loaded
-    lm, prompts = _load(config, messages)
+    lm, encoded = load_with_prompts(config, messages)
+    prompts = list(itertools.chain(*encoded.values()))
     head = load_head(config.head, lm.target.info, lm.target.dtype)[0].to(lm.target.device).eval()
     return fastest(lm, head, prompts, config.as_loaded(lm))
-
-
-def _load(config: TreeConfig, messages: Prompts, **options: Any) -> tuple[SpeculativeLM, list[Tensor]]:
-    """Load the target with the head or drafter, and encode the prompts; warn if the head was trained on others."""
-    from headstart.scripts.measuring.comparison import encode_prompts
-    from headstart.train.data.chat_template import warn_of_other_data
-    from headstart.train.features.placement import load_speculative_lm
-
-    options["compile"] = config.compile
-    lm, tokenizer = load_speculative_lm(config.target, config.head or None, config.dtype, **options)
-    warn_of_other_data(lm.provenance, tokenizer, config.thinking)
-    encoded = encode_prompts(messages, tokenizer, lm.target, config.max_new_tokens, config.thinking)
-    return lm, [ids for rows in encoded.values() for ids in rows]
 
 
 def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
@@ -115,22 +103,17 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     from headstart.inference import DynamicShape, TreeShape, spec_of
     from headstart.inference.tuning.machine import machine_key
     from headstart.scripts.measuring import tree_costs
-    from headstart.scripts.measuring.comparison import answer_settings
+    from headstart.scripts.measuring.comparison import answer_settings, answered
     from headstart.scripts.measuring.early_exit import train_stopper
-    from headstart.train.data.chat_template import Example
     from headstart.train.evaluate import summary, teacher_forced
     from headstart.train.run_folder import provenance
 
     target, settings = lm.target, answer_settings(config.max_new_tokens, config.temperature)
-    sequences = [lm.generate(ids, **settings).sequences for ids in counted(prompts, "answers")]
+    sequences, examples = answered(lm, prompts, settings)
     new_tokens = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, sequences, strict=True)]
     if max(new_tokens) < 2:
         files = ", ".join(config.prompts)
         raise ValueError(f"no answer to {files} is longer than one token: there is nothing to draft")
-    examples = [
-        Example(row[0].tolist(), [i >= ids.shape[1] for i in range(row.shape[1])])
-        for ids, row in zip(prompts, sequences, strict=True)
-    ]
     _, accuracy_KI = teacher_forced(target, head, examples)
     sizes = SIZES if config.nodes is None else (config.nodes,)
     lengths = tree_costs.expected_lengths(target, head, accuracy_KI, examples, sizes)
@@ -206,14 +189,15 @@ def _decode_with(
 
     compiled = config.compile is True
     engines = {
-        policy: SpeculativeLM(target, None if policy is None else _kept_drafter(head, policy, target.modules, compiled))
+        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.modules, compiled))
         for policy in policies
     }
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
+@lru_cache(maxsize=16)
 def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
-    """Build the drafter of a tree."""
+    """Build the drafter of a tree, once for each, so that nothing is compiled twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 
     drafter = tree_drafter(head, policy, modules)
@@ -222,20 +206,16 @@ def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compi
     return drafter
 
 
-_kept_drafter = lru_cache(maxsize=16)(_drafter)
-"""`_drafter`, once for each tree, so that nothing is compiled twice."""
-
-
 def explain_chains(config: TreeConfig) -> list[Explained]:
     """Print the gain of chains of each length, by the formulas and measured."""
     from headstart.inference import TreeShape
     from headstart.inference.drafters.tree_policies import HeadDrafter
-    from headstart.scripts.measuring.comparison import answer_settings, read_prompt_files
+    from headstart.scripts.measuring.comparison import answer_settings, load_with_prompts, read_prompt_files
     from headstart.scripts.measuring.draft_length import LONGEST, explain
 
-    messages = read_prompt_files(config.prompts, config.limit)
-    tree = "auto" if config.head else f"chain:{LONGEST}"
-    lm, prompts = _load(config, messages, tree=tree, drafter=config.drafter, fallback=False)
+    messages, tree = read_prompt_files(config.prompts, config.limit), "auto" if config.head else f"chain:{LONGEST}"
+    lm, encoded = load_with_prompts(config, messages, tree=tree, fallback=False)
+    prompts = list(itertools.chain(*encoded.values()))
     if not isinstance(lm.drafter, HeadDrafter):
         raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
     target, draft = lm.target, lm.drafter.head

@@ -50,7 +50,7 @@ class VerifyConfig(TargetOptions):
     """Longest answer to each of the built-in prompts, in tokens."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and verify."""
     verify_head(options(VerifyConfig, "verify", __doc__, arguments, first="head"))
 
@@ -61,8 +61,9 @@ def verify_head(config: VerifyConfig) -> None:
 
     from headstart.heads.checkpoints.save_load import differences, load_head
     from headstart.inference import SpeculativeLM, Target, TreeShape, load_tokenizer
+    from headstart.scripts.measuring.comparison import answer_settings, answered
     from headstart.train import evaluate
-    from headstart.train.data.chat_template import Example, prompt_ids
+    from headstart.train.data.chat_template import prompt_ids
 
     head, metadata = load_head(config.head)
     target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
@@ -76,11 +77,8 @@ def verify_head(config: VerifyConfig) -> None:
         log.info(f"- another target than it was trained against: {difference}")
 
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
-    plain, examples = SpeculativeLM(target), []
-    for prompt in prompts:
-        ids_1T = prompt[None].to(target.device)
-        answer_1T = plain.generate(ids_1T, max_new_tokens=config.max_new_tokens, do_sample=False).sequences
-        examples.append(Example(answer_1T[0].tolist(), [i >= len(prompt) for i in range(answer_1T.shape[1])]))
+    ids = [prompt[None].to(target.device) for prompt in prompts]
+    _, examples = answered(SpeculativeLM(target), ids, answer_settings(config.max_new_tokens, temperature=0))
 
     def accuracy_of(head: DraftHead) -> list[float]:
         """Accuracy of the best draft at each depth, given the true tokens before it."""

@@ -179,16 +179,9 @@ class AdaptiveDrafter(Drafter):
         costs: RoundCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Wrap candidates.
+        """Wrap one drafter of any kind, or several trees of one head; `plain` adds autoregressive steps.
 
-        Args:
-            trees: one drafter of any kind, or several trees of one head.
-            plain: whether autoregressive steps are a candidate.
-            costs: of steps on this machine, for the first choices; None if they were not measured.
-            clock: in seconds.
-
-        Raises:
-            ValueError: no tree, trees of different heads, or of different kinds, for which no one rule is exact.
+        `costs` of steps on this machine serve for the first choices; None if they were not measured.
         """
         if not trees:
             raise ValueError("adaptive drafting needs a drafter")

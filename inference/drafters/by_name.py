@@ -57,14 +57,10 @@ def make_drafter(
         source: a spec (see `SPECS`), a smaller model, or a drafter, which may be the user's own. Beside a head, what it
             looks up is joined with the head's tree.
         tree: what the head drafts, or, without one, the source if it has probabilities (ngram, random, model). "auto"
-            for the head's fastest tree on this machine, or trees to choose from; several specs with | between them are
-            chosen from by their measured speed.
+            for the head's fastest tree on this machine, or trees to choose from.
         head: a head that fits the target.
         metadata: what its checkpoint says of trees.
         adaptive: whether autoregressive steps replace drafts where they are faster.
-
-    Raises:
-        ValueError: an unknown spec, options or a tree that it does not take, or a model or datastore with other tokens.
     """
     drafter = None if source is None else _from_source(source, target, tree if head is None else "auto")
     if head is not None:
@@ -85,11 +81,7 @@ def make_drafter(
 def tree_drafter(
     head: DraftModel, tree: TreeSpec, modules: TargetModules, budget: int | None = None
 ) -> HeadDrafter | AdaptiveDrafter:
-    """A draft model with the tree that `tree_policy` parses; with | between several specs each step takes one of them.
-
-    Raises:
-        ValueError: no tree, a tree that does not fit the head, or trees that do not go together.
-    """
+    """A draft model with the tree that `tree_policy` parses; with | between several specs, each step takes one."""
     if isinstance(tree, str) and "|" in tree:
         trees = [tree_drafter(head, spec, modules, budget) for spec in tree.split("|")]
         return AdaptiveDrafter(trees, plain=False)
@@ -106,15 +98,8 @@ def load_fitting_head(
 ) -> tuple[DraftHead, CheckpointMetadata]:
     """A head that fits the target, and its checkpoint's metadata.
 
-    Args:
-        head: a checkpoint folder, a Hub id, or a head.
-        target: the model that it is to draft for.
-        revision: of the Hub id.
-        loaded_here: whether the target was given by name, and may get the head's adapter.
-        auto_dtype: whether the target's dtype was chosen for the user, so that another than the head's is no warning.
-
-    Raises:
-        ValueError: a head that cannot be loaded or does not fit.
+    `loaded_here` says that the target was given by name, and may get the head's adapter; `auto_dtype`, that its dtype
+    was chosen for the user, so that another than the head's is no warning.
     """
     if isinstance(head, DraftHead):
         head.target.check(target.info)

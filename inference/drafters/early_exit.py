@@ -19,7 +19,7 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeShape
 from .base import NoDraft, constant
-from .tree_policies import DraftModel, HeadDrafter, sample_children
+from .tree_policies import DraftModel, HeadDrafter
 
 
 def exit_features(logits_BV: Tensor, depth: int) -> Tensor:
@@ -77,7 +77,7 @@ class EarlyExitChain(HeadDrafter):
             if self._draft_probs is None:
                 tokens.append(self.head.target_tokens(logits_B1V[:, 0].argmax(-1)))
             else:
-                sampled_B11, probs_B1V = sample_children(self.head, logits_B1V, 1, 1, self._draft_probs, self._sampler)
+                sampled_B11, probs_B1V = self.sample_children(logits_B1V, 1, 1)
                 tokens.append(sampled_B11[:, 0, 0])
                 probs.append(torch.where(goes_on, probs_B1V, 0.0))  # behind the end nothing was sampled
             parents_B1 = torch.zeros_like(parents_B1)

@@ -87,16 +87,7 @@ class Lookahead(NgramDrafter):
     candidates = staticmethod(Window.tree)
 
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
-        """Set the limits.
-
-        Args:
-            width: columns of the window (the paper's W).
-            gram: tokens of an n-gram (N).
-            candidates: n-grams that are verified in a round, at most (G).
-
-        Raises:
-            ValueError: limits that allow nothing.
-        """
+        """Set the window's columns (the paper's W), tokens of an n-gram (N), and n-grams verified at most (G)."""
         if width < 1 or gram < 2 or candidates < 1:
             raise ValueError(
                 "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1 candidate, not "

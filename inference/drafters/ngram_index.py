@@ -8,6 +8,7 @@ and two binary searches find them (REST, arXiv:2311.08252); its files are memory
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -125,25 +126,12 @@ class Datastore:
     def _range(self, gram: Sequence[int]) -> tuple[int, int]:
         """The range of `order` whose positions begin with the n-gram."""
         assert 0 < len(gram) <= SORTED_TOKENS
-        first, last = 0, len(self.order)
-        for depth, token in enumerate(gram):  # a token at a time, within the range of those before
-            first, last = (
-                self._bisect(first, last, depth, token, after=False),
-                self._bisect(first, last, depth, token, after=True),
-            )
+        wanted, tokens, order = list(gram), np.asarray(self.tokens), np.asarray(self.order)  # memmaps are slow to index
+        first, last = (
+            bisect(order, wanted, key=lambda place: tokens[place : place + len(wanted)].tolist())
+            for bisect in (bisect_left, bisect_right)
+        )
         return first, last
-
-    def _bisect(self, first: int, last: int, depth: int, token: int, after: bool) -> int:
-        """The first index in a range of `order` whose token at `depth` is at least `token`, or is greater."""
-        while first < last:
-            middle = (first + last) // 2
-            place = int(self.order[middle]) + depth
-            found = int(self.tokens[place]) if place < len(self.tokens) else SEPARATOR
-            if found < token or (after and found == token):
-                first = middle + 1
-            else:
-                last = middle
-        return first
 
 
 Corpus = NgramIndex | Datastore

@@ -49,17 +49,7 @@ class NgramModel:
     reads_from_start = True
 
     def __init__(self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None) -> None:
-        """Set the limits.
-
-        Args:
-            target: the model whose tokens are drafted.
-            order: tokens of the longest n-gram that is counted; 0 for the uniform distribution.
-            max_depth: tokens of the longest draft.
-            corpus: counted beside the row's own text.
-
-        Raises:
-            ValueError: an order that is negative or too long.
-        """
+        """Count n-grams of up to `order` tokens, in `corpus` too, to draft up to `max_depth` tokens of a target."""
         if not 0 <= order <= SORTED_TOKENS:
             raise ValueError(f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}")
         self.target, self.order, self.max_depth, self.corpus = target, order, max_depth, corpus

@@ -9,6 +9,7 @@ All this runs on the host, which knows the tokens anyway; a step's tree is uploa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,10 +73,7 @@ def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
 def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie:
     """The `size` - 1 nodes below a root that most continuations share."""
     whole = Trie([root])
-    shared: dict[int, int] = {}
-    for path in continuations:
-        for node in whole.add(path):
-            shared[node] = shared.get(node, 0) + 1
+    shared = Counter(node for path in continuations for node in whole.add(path))
     # A child is shared by no more continuations than its parent, and comes later: what is kept is a tree.
     kept = sorted(sorted(shared, key=lambda node: (-shared[node], node))[: size - 1])
     place = {node: number for number, node in enumerate([0, *kept])}
@@ -115,17 +113,9 @@ class PromptLookupDrafter(NgramDrafter):
     def __init__(
         self, size: int = 12, length: int = 10, longest: int = 3, shortest: int = 1, corpus: Corpus | None = None
     ) -> None:
-        """Set the limits.
+        """Look up n-grams of `shortest` to `longest` tokens in a corpus, or with None in the text itself.
 
-        Args:
-            size: nodes of the largest tree, the root counted.
-            length: tokens of a continuation.
-            longest: tokens of the longest n-gram to search for.
-            shortest: tokens of the shortest one.
-            corpus: texts to search; None for the text itself.
-
-        Raises:
-            ValueError: limits that allow nothing.
+        The trees have up to `size` nodes, the root counted, from continuations of `length` tokens.
         """
         if size < 2 or length < 1 or not 1 <= shortest <= longest <= SORTED_TOKENS:
             raise ValueError(

@@ -1,8 +1,7 @@
 """Tree policies: how a draft tree grows, depth by depth, from a head or from anything that gives next-token logits.
 
     StaticTree     a fixed shape: top-k children (Medusa, arXiv:2401.10774, section 2.1.2), or sampled ones: without
-                   replacement, by Gumbel-top-k at every node (Sequoia, 2402.12374; RSD, 2402.14160), or independently
-                   (SpecInfer, 2305.09781). Greedy decoding always takes the top-k
+                   replacement (Sequoia, 2402.12374; RSD, 2402.14160), or independently (SpecInfer, 2305.09781)
     DynamicTree    the most probable paths, another shape in each step (EAGLE-2, 2406.16858)
 
 A chain that ends early is in `early_exit`. `HeadDrafter` keeps the head's state in step with the text.
@@ -27,7 +26,6 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.draft_cache import STEP, counting
 from ..compiled import cpu_kernels
 from ..compiled.cpu_decoder import packed_head
-from ..logits import Sampler
 from ..target import Target
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
@@ -220,6 +218,28 @@ class HeadDrafter(Drafter):
             self._own_D = self.head.target_tokens(torch.arange(self.head.draft_vocab_size, device=gumbel_BKV.device))
         return gumbel_BKV[..., self._own_D]
 
+    def sample_children(self, logits_BWV: Tensor, frontier: int, count: int) -> tuple[Tensor, Tensor]:
+        """Sample `count` children R of each of `frontier` nodes W; in the logits W is 1 if they are the same for all.
+
+        They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take longer than the
+        draft. What logits processors leave to other tokens is not sampled from, and so not in the distribution either.
+
+        Returns:
+            tokens [B, W, R], and the distribution that each node's children were sampled from, [B, W, V].
+        """
+        assert self._draft_probs is not None
+        own_D = self.head.target_tokens(torch.arange(self.head.draft_vocab_size, device=logits_BWV.device))
+        probs_BWD = self._draft_probs(over_target(self.head, at_least_fp32(logits_BWV), own_D))[..., own_D]
+        mass_BW1 = probs_BWD.sum(-1, keepdim=True)
+        probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
+        of_node_BWD = probs_BWD.expand(-1, frontier, -1)
+        if self.kind == "sampled_independent":
+            sampled_BWR = self._sampler.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
+        else:
+            sampled_BWR = self._sampler.distinct(of_node_BWD, count)
+        probs_BWV = over_target(self.head, probs_BWD, own_D, 0.0).expand(-1, frontier, -1)
+        return self.head.target_tokens(sampled_BWR), probs_BWV
+
     def observe(self, step: StepResult) -> None:
         if step.tree.max_depth == 0:
             lengths_B = step.lengths_B
@@ -283,16 +303,15 @@ def _plan(shape: TreeShape, device: torch.device) -> Plan:
 
 
 class StaticTree(HeadDrafter):
-    """A tree of a fixed shape: a node's rank is its place among the top-k, or its turn among the sampled siblings."""
+    """A tree of a fixed shape: a node's rank is its place among the top-k, or its turn among the sampled siblings.
+
+    Greedy decoding always takes the top-k.
+    """
 
     shape: TreeShape
 
     def __init__(
-        self,
-        head: DraftModel,
-        tree: TreeShape | SampledShape,
-        modules: TargetModules,
-        budget: int | None = None,
+        self, head: DraftModel, tree: TreeShape | SampledShape, modules: TargetModules, budget: int | None = None
     ) -> None:
         shape = tree.shape if isinstance(tree, SampledShape) else tree
         widest = max((level.width for level in shape.levels), default=0)
@@ -342,13 +361,8 @@ class StaticTree(HeadDrafter):
                 if ranked_BWR.shape[1] != nodes:  # the same logits for the whole frontier
                     ranked_BWR = ranked_BWR.expand(-1, nodes, -1)
             else:
-                variant = (depth, nodes)
-                logits_BWV, state = self._run("expand", variant, state, frontier_BW, parents_BW)
-                assert self._draft_probs is not None
-                independent = self.kind == "sampled_independent"
-                ranked_BWR, probs_BWV = sample_children(
-                    self.head, logits_BWV, nodes, level.width, self._draft_probs, self._sampler, independent
-                )
+                logits_BWV, state = self._run("expand", (depth, nodes), state, frontier_BW, parents_BW)
+                ranked_BWR, probs_BWV = self.sample_children(logits_BWV, nodes, level.width)
                 probs.append(probs_BWV)
             children_BC = ranked_BWR.flatten(1)
             tokens.append(children_BC if level.picks_C is None else children_BC[:, level.picks_C])
@@ -437,45 +451,6 @@ class DynamicTree(HeadDrafter):
 def _root(device: torch.device) -> tuple[Tensor, ...]:
     """Parent, index and value of the root among the candidates, [1, 1] each."""
     return tuple(torch.tensor([[number]], device=device) for number in (-1, 0, torch.inf))
-
-
-def sample_children(
-    head: DraftModel,
-    logits_BWV: Tensor,
-    frontier: int,
-    count: int,
-    draft_probs: Callable[[Tensor], Tensor],
-    sampler: Sampler,
-    independent: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Sample children of a frontier's nodes.
-
-    They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take longer than the draft.
-    What logits processors leave to other tokens is not sampled from, and so not in the distribution either.
-
-    Args:
-        head: the draft model.
-        logits_BWV: its logits; W is 1 if they are the same for the whole frontier.
-        frontier: nodes W.
-        count: children R of each node.
-        draft_probs: see `DraftContext`.
-        sampler: see `DraftContext`.
-        independent: whether siblings are sampled independently, else without replacement.
-
-    Returns:
-        tokens [B, W, R], and the distribution that each node's children were sampled from, [B, W, V].
-    """
-    own_D = head.target_tokens(torch.arange(head.draft_vocab_size, device=logits_BWV.device))
-    probs_BWD = draft_probs(over_target(head, at_least_fp32(logits_BWV), own_D))[..., own_D]
-    mass_BW1 = probs_BWD.sum(-1, keepdim=True)
-    probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
-    of_node_BWD = probs_BWD.expand(-1, frontier, -1)
-    if independent:
-        sampled_BWR = sampler.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
-    else:
-        sampled_BWR = sampler.distinct(of_node_BWD, count)
-    probs_BWV = over_target(head, probs_BWD, own_D, 0.0).expand(-1, frontier, -1)
-    return head.target_tokens(sampled_BWR), probs_BWV
 
 
 def over_target(head: DraftModel, values_BWD: Tensor, own_D: Tensor, otherwise: float = -torch.inf) -> Tensor:

@@ -39,7 +39,7 @@ class ExportConfig(CommandOptions):
     """The target, whose embedding some projects keep in the file; null for the one in the head's config."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and export."""
     export_foreign(options(ExportConfig, "export", __doc__, arguments, first="head"))
 

@@ -31,7 +31,7 @@ class ImportConfig(CommandOptions):
     """Access token of the Hub; null for the one that is logged in."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and import."""
     import_foreign(options(ImportConfig, "import", __doc__, arguments, first="head"))
 

@@ -44,7 +44,7 @@ class PushConfig(CommandOptions):
     """Access token of the Hub; null for the one that is logged in."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and push."""
     push_head(options(PushConfig, "push", __doc__, arguments, first="run"))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headstart.inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
 from headstart.inference.tuning.costs import forward_seconds
+from headstart.inference.tuning.machine import seconds_in_turns
 
 READ_BYTES = {"cuda": 2**31, "cpu": 2**28}
 """Bytes that are read to measure a device's bandwidth: far more than its caches hold."""
@@ -27,11 +28,7 @@ def now(device: torch.device) -> float:
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second that a sum over a large tensor reads."""
     read = torch.zeros(READ_BYTES.get(device.type, 2**28) // 4, device=device)
-    taken = []
-    for _ in range(REPEATS):
-        start = now(device)
-        read.sum()
-        taken.append(now(device) - start)
+    taken = seconds_in_turns({"sum": lambda: read.sum().item()}, REPEATS)["sum"]
     return read.numel() * 4 / statistics.median(taken)
 
 

@@ -7,9 +7,8 @@ for them: the cost of a round by batch, context and tree, against transformers' 
 first of them. The acceptance is SYNTHETIC: each round's accepted tokens are drawn at a rate that gives the acceptance
 length published for EAGLE-3 (arXiv:2503.01840, table 1).
 
-The training step is that of `headstart train`: the frozen target reads rows of random tokens, the head computes under
-autocast in bfloat16 with float32 weights, AdamW steps. The host waits for the device between parts, which a real step
-does not: the parts show shares of the time, and the tokens per second are those of whole steps without such waits.
+The training step is that of `headstart train`, over rows of random tokens. The host waits for the device between its
+parts, which show shares of the time; the tokens per second are those of whole steps without such waits.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class GpuBenchConfig(CommandOptions):
     """After which the rest is left out."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and measure."""
     bench_gpu(options(GpuBenchConfig, "bench-gpu", __doc__, arguments))
 
@@ -146,8 +145,8 @@ def bench_gpu(config: GpuBenchConfig) -> dict[str, Any]:
         target, head = random_pair(shape, device)
         if config.training and not report["training"]:
             rows_of, length = config.training
-            report["training"][name] = training_of(target, rows_of, length, TRAINING_STEPS)
-            log.info(told_training(name, report["training"][name]))
+            report["training"][name] = training_of(target, rows_of, length)
+            log.info(training_line(name, report["training"][name]))
             write_report(report, config)
         decide = Verification(synthetic)
         target.compile()
@@ -187,11 +186,10 @@ def write_report(report: dict[str, Any], config: GpuBenchConfig) -> dict[str, An
     lines = [
         f"Hardware: {report['hardware']}. Acceptance is synthetic (random weights): a rate of {RATE} at each depth."
     ]
-    lines += [f"\n{told_training(name, row)}" for name, row in report["training"].items()]
+    lines += [f"\n{training_line(name, row)}" for name, row in report["training"].items()]
     for name, rows in report["shapes"].items():
-        lines += ["", f"### {name}", "", "| batch | context | nodes | round, ms | draft | target | rest | bandwidth | "]
-        lines[-1] += "synthetic tokens/s |"
-        lines.append("|---|---|---|---|---|---|---|---|---|")
+        columns = "| batch | context | nodes | round, ms | draft | target | rest | bandwidth | synthetic tokens/s |"
+        lines += ["", f"### {name}", "", columns, "|---" * 9 + "|"]
         for row in rows:
             if "transformers" in row:
                 lines.append(f"| {row['batch']} | {row['context']} | {row['transformers']} | {row['step']:.2f} |||||| ")
@@ -209,12 +207,21 @@ def random_pair(shape: PretrainedConfig, device: torch.device) -> tuple[Target, 
     """A target with random weights, and an EAGLE-3 head for it, in bfloat16."""
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval().requires_grad_(False)
-        target = Target(model)
-        options = head_options(target) | {"depth": DEPTH, "start": "random"}
-        head = build_head("eagle3", options, target.info).to(device, torch.bfloat16)
-        head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    return target, head.eval().requires_grad_(False)
+        target = Target(AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval().requires_grad_(False))
+    return target, new_head(target, torch.bfloat16, start="random").eval().requires_grad_(False)
+
+
+def new_head(target: Target, dtype: torch.dtype, **options: Any) -> Eagle3Head:
+    """An EAGLE-3 head as published: seven steps, 32,000 draft tokens."""
+    layers, vocabulary = target.info.num_layers, target.info.vocab_size
+    options |= {"depth": DEPTH, "draft_vocab_size": min(32000, vocabulary)}
+    if layers < 7:
+        options["feature_layers"] = sorted({0, layers - 2})
+    with target.device:
+        head = build_head("eagle3", options, target.info).to(dtype)
+        head.initialize(target.modules, torch.ones(vocabulary, dtype=torch.int64))
+    assert isinstance(head, Eagle3Head)
+    return head
 
 
 @torch.inference_mode()
@@ -303,25 +310,23 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
     return found
 
 
-def training_of(target: Target, rows: int, length: int, repeats: int) -> dict[str, Any]:
+def training_of(target: Target, rows: int, length: int) -> dict[str, Any]:
     """Time training steps; shares of a peak are None where it is unknown, the peak of memory is None on a CPU."""
     device = target.device
     torch.manual_seed(0)
-    head = build_head("eagle3", head_options(target), target.info)
-    assert isinstance(head, Eagle3Head)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    head = head.to(device).train()
+    head = new_head(target, torch.float32).train()
     optimizer, _ = build_optimizer(head, OptimConfig(), 100, {})
     tokens_BT = torch.randint(target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
     flops = count_flops(target, head, examples[:1], cached=False, adapted=False) * length * rows
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    turns = [timed_step(target, head, optimizer, examples) for _ in range(repeats + 1)][1:]  # the first one warms up
+    timed_step(target, head, optimizer, examples)  # warms up
+    turns = [timed_step(target, head, optimizer, examples) for _ in range(TRAINING_STEPS)]
     start = now(device)
-    for _ in range(repeats):
+    for _ in range(TRAINING_STEPS):
         timed_step(target, head, optimizer, examples, apart=False)
-    seconds = (now(device) - start) / repeats
+    seconds = (now(device) - start) / TRAINING_STEPS
     tflops = flops / seconds / 1e12
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     peak = next((most for part, most in PEAK_TFLOPS.items() if part in name.replace("-", " ").split()), None)
@@ -370,8 +375,8 @@ def timed_step(
     return seconds
 
 
-def told_training(name: str, row: dict[str, Any]) -> str:
-    """One line for the screen."""
+def training_line(name: str, row: dict[str, Any]) -> str:
+    """Throughput of a training step, and the shares of its parts, as one line."""
     whole = sum(row["milliseconds"].values())
     shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in row["milliseconds"].items())
     more = "" if (used := row["model_flop_utilisation"]) is None else f", {used:.0%} of the peak"
@@ -380,13 +385,6 @@ def told_training(name: str, row: dict[str, Any]) -> str:
         f"{name}, training, {row['rows']} rows of {row['length']}: {row['tokens_per_second']:.0f} tokens/s, "
         f"{row['teraflops']:.1f} TFLOP/s{more}{memory} ({shares})"
     )
-
-
-def head_options(target: Target) -> dict[str, Any]:
-    """Options of an EAGLE-3 head as published: seven steps, 32,000 draft tokens."""
-    layers = target.info.num_layers
-    options: dict[str, Any] = {"depth": 7, "draft_vocab_size": min(32000, target.info.vocab_size)}
-    return options if layers >= 7 else {**options, "feature_layers": sorted({0, layers - 2})}
 
 
 if __name__ == "__main__":

@@ -8,20 +8,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.tuning.machine import turns
-from headstart.train.console import ProgressBar
-from headstart.train.data.chat_template import check_lengths, prompt_ids
-from headstart.train.data.conversations import read_prompts
+from headstart.scripts.command_line import DecodingOptions
+from headstart.train.console import ProgressBar, counted
+from headstart.train.data.chat_template import Example, check_lengths, prompt_ids
+from headstart.train.data.conversations import Messages, read_prompts
+from headstart.train.features.placement import SharedTarget
 
 Key = TypeVar("Key")
-Prompts = dict[str, list[list[dict[str, str]]]]
-"""Messages of every prompt, by file."""
 
 
-def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
+def read_prompt_files(paths: Sequence[str], limit: int | None) -> dict[str, list[Messages]]:
     """Read the first `limit` prompts of each file."""
     prompts = {path: read_prompts(path, limit) for path in paths}
     if empty := [path for path, rows in prompts.items() if not rows]:
@@ -29,22 +28,36 @@ def read_prompt_files(paths: Sequence[str], limit: int | None) -> Prompts:
     return prompts
 
 
-def encode_prompts(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, target: Target, new_tokens: int, thinking: bool | None
-) -> dict[str, list[Tensor]]:
-    """Token ids of every prompt, each [1, time], on the target's device."""
+def load_with_prompts(
+    config: DecodingOptions, prompts: dict[str, list[Messages]], shared: SharedTarget | None = None, **more: Any
+) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
+    """Load a model that drafts, and encode the prompts of every file as token ids [1, time] on its device."""
+    lm, tokenizer = config.load(shared, **more)
     encoded = {}
     for path, rows in prompts.items():
-        encoded[path] = [prompt_ids(tokenizer, messages, thinking).to(target.device) for messages in rows]
-        check_lengths(encoded[path], new_tokens, target.max_positions, path)
-    return encoded
+        encoded[path] = [prompt_ids(tokenizer, messages, config.thinking).to(lm.target.device) for messages in rows]
+        check_lengths(encoded[path], config.max_new_tokens, lm.target.max_positions, path)
+    return lm, encoded
 
 
-def answer_settings(new_tokens: int, temperature: float) -> dict[str, Any]:
-    """Arguments of `generate` for answers that are compared: greedy, or sampled from the whole distribution."""
+def answer_settings(new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Any]:
+    """Arguments of `generate`: greedy, or sampled, by default from the whole distribution."""
     if temperature == 0:
         return {"max_new_tokens": new_tokens, "do_sample": False}
-    return {"max_new_tokens": new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return {"max_new_tokens": new_tokens, "do_sample": True, **sampling}
+
+
+def answered(
+    lm: SpeculativeLM, prompts: Sequence[Tensor], settings: dict[str, Any]
+) -> tuple[list[Tensor], list[Example]]:
+    """Answer prompts [1, time]: the whole sequences, and what a head's drafts of the answers are judged by."""
+    sequences = [lm.generate(ids, **settings).sequences for ids in counted(prompts, "answers")]
+    examples = [
+        Example(row[0].tolist(), [i >= ids.shape[1] for i in range(row.shape[1])])
+        for ids, row in zip(prompts, sequences, strict=True)
+    ]
+    return sequences, examples
 
 
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:

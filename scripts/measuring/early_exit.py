@@ -18,7 +18,7 @@ from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.drafters.base import StepResult
 from headstart.inference.drafters.early_exit import EarlyExitChain, confidence
 from headstart.inference.tuning.tree_spec import EXIT_FEATURES, EarlyExitShape
-from headstart.scripts.measuring.tree_costs import forward_costs
+from headstart.scripts.measuring.tree_costs import Costs, forward_costs
 
 THRESHOLDS = tuple(i / 20 for i in range(20))
 """Thresholds that are tried."""
@@ -70,17 +70,8 @@ def fit(rounds: list[ChainRound]) -> tuple[float, ...]:
     return tuple(weights_X.tolist())
 
 
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds of one draft, of the target's forward by number of nodes, and of the rest of a round."""
-
-    draft: float
-    forward: dict[int, float]
-    rest: float
-
-
 def simulated(
-    rounds: list[ChainRound], weights: tuple[float, ...] | None, threshold: float, costs: RoundCosts
+    rounds: list[ChainRound], weights: tuple[float, ...] | None, threshold: float, costs: Costs
 ) -> tuple[float, float]:
     """Tokens a round and tokens per second that these rounds would have had with chains ended at a threshold."""
     tokens, seconds = 0, 0.0
@@ -88,7 +79,7 @@ def simulated(
         confidence_K = confidence(each.features_KX, weights).tolist()
         drafted = next((depth for depth, value in enumerate(confidence_K) if value < threshold), len(confidence_K))
         tokens += min(each.accepted, drafted) + 1
-        seconds += min(drafted + 1, len(confidence_K)) * costs.draft + costs.forward[drafted + 1] + costs.rest
+        seconds += min(drafted + 1, len(confidence_K)) * costs.draft[1] + costs.target[drafted + 1] + costs.other
     return tokens / len(rounds), tokens / seconds
 
 
@@ -105,10 +96,11 @@ def train_stopper(
     stats = Stats.merged(output.stats for output in outputs)
     weights = fit(recorder.rounds)
     longest = max((output.sequences for output in outputs), key=lambda ids: ids.shape[1])
-    costs = RoundCosts(
-        stats.seconds["draft"] / stats.rounds / head.max_depth,
-        forward_costs(target, longest, range(1, head.max_depth + 2), head.feature_layers, step),
-        sum(seconds for part, seconds in stats.round_parts.items() if part not in ("draft", "target")),
+    costs = Costs(
+        target=forward_costs(target, longest, range(1, head.max_depth + 2), head.feature_layers, step),
+        draft=(0.0, stats.seconds["draft"] / stats.rounds / head.max_depth, 0.0),
+        other=sum(seconds for part, seconds in stats.round_parts.items() if part not in ("draft", "target")),
+        plain=sum(step.values()),
     )
     threshold = max(THRESHOLDS, key=lambda each: simulated(recorder.rounds, weights, each, costs)[1])
     policy = EarlyExitShape(head.max_depth, threshold, weights=tuple(round(weight, 4) for weight in weights))

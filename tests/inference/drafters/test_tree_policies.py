@@ -15,7 +15,7 @@ from headstart.heads import DraftHead, DraftState, TargetModules, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_policy
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.drafters.tree_policies import DynamicTree, HeadDrafter, StaticTree, sample_children
+from headstart.inference.drafters.tree_policies import DynamicTree, HeadDrafter, StaticTree
 from headstart.inference.logits import RandomSampler
 from headstart.inference.verify import emitted_tokens, point_mass
 
@@ -444,15 +444,23 @@ def test_what_processors_leave_to_other_tokens_is_not_drawn_from(left):
     """Else the residual of a rejected draft would be taken from what was never drawn."""
     logits = torch.randn(1, 1, 4, dtype=torch.float64)
     head = SimpleNamespace(
-        draft_vocab_size=4, target_tokens=lambda tokens: 3 * tokens + 1, target=SimpleNamespace(vocab_size=12)
-    )  # the draft's tokens are 1, 4, 7 and 10
+        draft_vocab_size=4,
+        target_tokens=lambda tokens: 3 * tokens + 1,  # 1, 4, 7 and 10
+        target=SimpleNamespace(vocab_size=12),
+        max_depth=2,
+        feature_layers=(),
+        begin=lambda *given: None,
+    )
 
     def probs_of(whole_BWV):
         probs = left * whole_BWV.softmax(-1)
         probs[..., [0, 2]] = (1 - left) / 2
         return probs
 
-    tokens_BWR, drawn_from_BWV = sample_children(head, logits, 3, 2, probs_of, RandomSampler())
+    tree = tree_policy("drawn:branch:2x2")
+    drafter = StaticTree(head, tree, ENDS)
+    drafter.begin(DraftContext(1, 8, RandomSampler(), probs_of))
+    tokens_BWR, drawn_from_BWV = drafter.sample_children(logits, 3, 2)
     assert tokens_BWR.shape == (1, 3, 2) and set(tokens_BWR.flatten().tolist()) <= {1, 4, 7, 10}
     expected = torch.zeros(1, 3, 12, dtype=torch.float64)
     expected[..., [1, 4, 7, 10]] = logits.softmax(-1) if left else 0.0

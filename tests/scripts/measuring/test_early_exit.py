@@ -8,7 +8,8 @@ import torch
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.early_exit import EarlyExitChain, confidence
-from headstart.scripts.measuring.early_exit import ChainRound, RoundCosts, fit, simulated, train_stopper
+from headstart.scripts.measuring.early_exit import ChainRound, fit, simulated, train_stopper
+from headstart.scripts.measuring.tree_costs import Costs
 
 
 def rounds(count=400, depth=4):
@@ -39,7 +40,7 @@ def test_it_tells_drafts_that_are_accepted_from_others():
 
 
 def test_stopped_chains_are_counted_and_priced():
-    prices = RoundCosts(1.0, {1: 10.0, 2: 11.0, 3: 12.0}, 2.0)
+    prices = Costs({1: 10.0, 2: 11.0, 3: 12.0}, (0.0, 1.0, 0.0), other=2.0, plain=10.0)
     sure = torch.tensor([[0.0, 0, 0, 0], [-2.0, 0, 0, 0]])  # e^0 = 1, then 0.14
     judged = [ChainRound(sure, 2), ChainRound(sure, 0)]
     assert simulated(judged, None, 0.0, prices) == (pytest.approx(2.0), pytest.approx(4 / (2 * (2 + 12 + 2))))
