@@ -5,9 +5,8 @@ A step trains on `loop.batch_size` rows, whatever the number of processes: each 
 the same place in the data on another number.
 
 A row is one conversation or, packed, as many short ones as fit in `data.pack` tokens. With `loop.batch_tokens` a step
-has as many rows of similar length as fit in that many tokens, padding included.
-
-Worker processes of torch's DataLoader read and pad the batches of later steps while a step is computed.
+has as many rows of similar length as fit in that many tokens, padding included. Workers of torch's DataLoader read and
+pad the batches of later steps while a step is computed.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ class Order:
             window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
             window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
             if self.batch_tokens is not None:
-                steps += budgeted(window, self.lengths, self.batch_tokens)
+                steps += [[[i] for i in step] for step in budgeted(window, self.lengths, self.batch_tokens)]
             else:
                 rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
         steps += [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
@@ -238,15 +237,16 @@ class Order:
         return [drawn[i] for i in torch.randperm(len(drawn), generator=generator).tolist()]
 
 
-def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[Row]]:
-    """Divide conversations, sorted by length, into steps of at most `budget` padded tokens, or of a single one."""
-    steps: list[list[Row]] = []
+def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Divide conversations, sorted by length, into batches of at most `budget` padded tokens, or of a single one."""
+    batches: list[list[int]] = []
     for i in conversations:
-        if steps and (len(steps[-1]) + 1) * lengths[i] <= budget:  # the newest is the longest
-            steps[-1].append([i])
+        # The longest of a batch is its first, or the newest.
+        if batches and (len(batches[-1]) + 1) * max(lengths[batches[-1][0]], lengths[i]) <= budget:
+            batches[-1].append(i)
         else:
-            steps.append([[i]])
-    return steps
+            batches.append([i])
+    return batches
 
 
 def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Row]:
