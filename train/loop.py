@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -169,16 +169,14 @@ def run_steps(
     accelerator = run.accelerator
     inputs = load_inputs(config, accelerator, shared)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
-    check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
     cached, adapted = config.features.mode == "cached", config.adapter.rank > 0
     flops = count_flops(target, head, training[:SAMPLE], cached, adapted)
     state = build_state(run, share, inputs, config, steps)
-    newest = run.newest()
-    tracker.start(config, 0 if newest is None else int(newest.name.removeprefix("step-")))
     torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
     progress = run.resume(actual_engine(state.module))
+    tracker.start(config, progress.step)
     if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
         steps = progress.step
     log.info(
@@ -221,15 +219,13 @@ def run_steps(
                 if data.epoch != last_epoch:
                     features.settle(accelerator)
                 last_epoch = data.epoch
-                lr = float(state.schedule.get_last_lr()[0])
                 number, adapt, wanted = progress.step + 1, progress.step >= joint_from, stop.wanted
                 with stop.at_once(alone(accelerator)), random_state_kept_if_stopped():
                     outputs, norm, stopping = gradients(state, data, features, metrics.clock, number, adapt, wanted)
-                update(state)
+                lr = update(state)
                 progress.step = number
                 progress.answer_tokens += data.answer_tokens
-                row = metrics.end_step(outputs, norm, lr)
-                callbacks.call("on_step", progress, row, stop)
+                callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
                 bar.update(progress.step, metrics.note)
         save()
         if progress.step < steps:
@@ -290,6 +286,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking)}
     cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
     training, held_out = split_cache(cache, config)
+    check_same_everywhere(accelerator, training)
     eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
@@ -334,7 +331,8 @@ class TrainState:
 
 def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfig, steps: int) -> TrainState:
     """Hand head and optimizer to the engine that the launch file chose."""
-    accelerator, trained = run.accelerator, cast(nn.Module, inputs.head)
+    accelerator = run.accelerator
+    trained: nn.Module = inputs.head
     adapted, slower = None, {}
     if config.adapter.rank > 0:
         from .adapter import JointModule  # imports peft, which takes a second
@@ -400,13 +398,15 @@ def gradients(
     return outputs, norm, stopping
 
 
-def update(state: TrainState) -> None:
-    """Make the optimizer's step, and those of the average and the schedule."""
+def update(state: TrainState) -> float:
+    """Make the optimizer's step, and those of the average and the schedule; return the learning rate of the step."""
+    lr = float(state.schedule.get_last_lr()[0])
     state.optimizer.step()
     if state.averaged:
         state.averaged.update_parameters(state.inputs.head)
     state.schedule.step()
     state.optimizer.zero_grad()
+    return lr
 
 
 @contextmanager
