@@ -97,8 +97,8 @@ def evaluate(
     it on all of them, with `Stopped`.
     """
     served, together = copy.deepcopy(head).to(target.dtype).eval(), is_sharded(target)
-    judged, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
-    batches = [judged[i : i + BATCH_SIZE] for i in range(0, len(judged), BATCH_SIZE)]
+    examples, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
+    batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
     sums = distributed(accelerator, batches, partial(sums_of, target, served), stop, together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {

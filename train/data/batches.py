@@ -199,7 +199,7 @@ class Order:
     def epoch(self, number: int) -> list[list[Row]]:
         """Rows of every step of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        order = self._drawn(number, generator)
+        order = self._shuffled(number, generator)
         step_rows = self.batch_size
         if self.batch_tokens is not None:
             step_rows = max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
@@ -221,20 +221,20 @@ class Order:
         passes = [(weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)]
         return [(round(epoch * weight * size), round((epoch + 1) * weight * size)) for weight, size in passes]
 
-    def _drawn(self, number: int, generator: torch.Generator) -> list[int]:
+    def _shuffled(self, number: int, generator: torch.Generator) -> list[int]:
         """Conversations of an epoch, shuffled."""
         if set(self._weights) == {1.0}:
             return torch.randperm(len(self.lengths), generator=generator).tolist()
-        drawn: list[int] = []
+        chosen: list[int] = []
         for source, (first, last) in enumerate(self._laps(number)):
             own_N = self._of_source[source]
             while first < last:
                 lap, place = divmod(first, len(own_N))
                 shuffled = torch.Generator().manual_seed((self.seed * 1_000_003 + lap) * 1_009 + source)
                 stop = min(len(own_N), place + last - first)
-                drawn += own_N[torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()].tolist()
+                chosen += own_N[torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()].tolist()
                 first += stop - place
-        return [drawn[i] for i in torch.randperm(len(drawn), generator=generator).tolist()]
+        return [chosen[i] for i in torch.randperm(len(chosen), generator=generator).tolist()]
 
 
 def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[int]]:

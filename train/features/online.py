@@ -38,7 +38,7 @@ def online_features(
     features_BTF, last_BTD = target.read(
         batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, _on(target, batch.positions_BT)
     )
-    return together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
+    return target_features(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
 
 @dataclass
@@ -89,7 +89,7 @@ class CachedFeatures(OnlineFeatures):
             batch = self._stored(batch, self.fill(batch))
         states_BTLD = decoded(_on(self.target, batch.states_BTLD), _on(self.target, batch.scales_BTL)).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
-        return together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
+        return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
         if epoch != self._epoch:  # a worker forked the cache as it was then
@@ -205,7 +205,7 @@ def cache_bytes(head: DraftHead, storage: str) -> int:
     return len(kept_layers(head.feature_layers)) * bytes_per_layer
 
 
-def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
+def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
     """Combine a batch with its states, on the target's device."""
     return TargetFeatures(
         features_BTF=features_BTF,
