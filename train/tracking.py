@@ -246,9 +246,9 @@ def plotted(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[int,
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for name, points in curves.items():
-        measured = [point for point in points if point[1] is not None]
-        x, y = [point[0] for point in measured], [point[1] for point in measured]
-        axes.plot(x, y, label=name, marker="." if len(measured) < 20 else None)
+        measured = [(x, y) for x, y in points if y is not None]
+        marker = "." if len(measured) < 20 else None
+        axes.plot([x for x, _ in measured], [y for _, y in measured], label=name, marker=marker)
     axes.set_xlabel(x_title)
     axes.set_ylabel(y_title)
     axes.grid(alpha=0.3)
