@@ -7,6 +7,7 @@ share the work.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from headstart.scripts.command_line import options, run
 from headstart.train.config import TrainConfig
@@ -35,7 +36,7 @@ def precompute(config: TrainConfig) -> None:
     total = bytes_per_token * sum(lengths_of(inputs.training))
     layers = ", ".join(map(str, kept_layers(inputs.head.feature_layers)))
     log.info(f"{bytes_per_token:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
-    cache = open_cache(accelerator, inputs.target, inputs.head, inputs.provenance, config)
+    cache = open_cache(accelerator, inputs.head, inputs.provenance, config.features, Path(config.output))
     CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, inputs.training)
     log.info(f"{cache.folder} holds the states of {len(inputs.training):,} sequences")
     end_together(accelerator)

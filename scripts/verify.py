@@ -86,7 +86,7 @@ def verify_head(config: VerifyConfig) -> None:
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
-    chain = evaluate.real_acceptance(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens)
+    chain = evaluate.greedy_answers(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens).stats
     before = [ranks[0] for ranks in metadata.measured.get("accuracy", [])]
     table = Table("draft", "accuracy", "accepted", "accuracy when trained")
     for depth, (own, accepted) in enumerate(zip(accuracy, chain.acceptance_rate_by_depth, strict=False)):

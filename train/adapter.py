@@ -18,7 +18,7 @@ from ..heads.losses import DraftPositions, Objective, draft_loss
 from ..inference import Target
 from .config import AdapterConfig
 from .data.batches import Batch
-from .features.online import together
+from .features.online import target_features
 
 KEEP_BASE = Objective({"kl": 1.0}, "decay", 1.0)
 
@@ -59,7 +59,7 @@ class JointModule(nn.Module):
         positions_BT = None if batch.positions_BT is None else batch.positions_BT.to(target.device)
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers, positions_BT)
-        features = together(target, batch, features_BTF, last_BTD)
+        features = target_features(target, batch, features_BTF, last_BTD)
         output: HeadOutput = self.head(features)
         loss = output.loss
         if joint:

@@ -370,67 +370,66 @@ class TrainConfig(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        data, features, optim, loop, adapter = self.data, self.features, self.optim, self.loop, self.adapter
         if "type" not in self.head:
             raise ValueError("option 'head.type' is required: a name in the HEADS table, such as medusa")
-        weights = self.data.weights
-        if weights is not None and (len(weights) != len(self.data.sources) or min(weights) <= 0):
+        if data.weights is not None and (len(data.weights) != len(data.sources) or min(data.weights) <= 0):
             raise ValueError(
-                f"data.weights needs a number above 0 for each of the {len(self.data.sources)} data.sources, not "
-                f"{weights}"
+                f"data.weights needs a number above 0 for each of the {len(data.sources)} data.sources, not "
+                f"{data.weights}"
             )
-        if self.data.pack is not None and self.data.pack < self.data.max_length:
+        if data.pack is not None and data.pack < data.max_length:
             raise ValueError(
-                f"data.pack must hold the longest conversation, data.max_length {self.data.max_length}, not "
-                f"{self.data.pack}"
+                f"data.pack must hold the longest conversation, data.max_length {data.max_length}, not {data.pack}"
             )
-        if self.loop.batch_tokens is not None and (self.data.pack is not None or self.loop.micro_batch is not None):
+        if loop.batch_tokens is not None and (data.pack is not None or loop.micro_batch is not None):
             raise ValueError(
                 "loop.batch_tokens counts tokens and takes neither loop.micro_batch, which counts rows (choose "
                 "loop.micro_tokens), nor data.pack, whose rows have a number of tokens already (choose loop.batch_size)"
             )
-        if self.loop.batch_tokens is None and self.loop.micro_tokens is not None:
+        if loop.batch_tokens is None and loop.micro_tokens is not None:
             raise ValueError("loop.micro_tokens divides loop.batch_tokens, which is not given; choose loop.micro_batch")
-        if not 0 < self.data.held_out < 1:
-            raise ValueError(f"data.held_out is a share between 0 and 1, not {self.data.held_out}")
-        if self.loop.batch_tokens is not None and self.loop.batch_tokens < self.data.max_length:
-            raise ValueError(f"loop.batch_tokens must be at least {self.data.max_length}, not {self.loop.batch_tokens}")
+        if not 0 < data.held_out < 1:
+            raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
+        if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:
+            raise ValueError(f"loop.batch_tokens must be at least {data.max_length}, not {loop.batch_tokens}")
         for name in ("loop.epochs", "loop.timeout", "optim.lr", "optim.clip"):
             value = attrgetter(name)(self)
             if value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
-        if not 0 <= self.optim.ema < 1:
-            raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {self.optim.ema}")
-        if not 0 <= self.optim.warmup <= 1:
-            raise ValueError(f"optim.warmup is a share between 0 and 1, not {self.optim.warmup}")
-        if self.loop.tracker not in TRACKERS:
-            raise ValueError(f"unknown loop.tracker {self.loop.tracker!r}; choose from {', '.join(TRACKERS)}")
+        if not 0 <= optim.ema < 1:
+            raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {optim.ema}")
+        if not 0 <= optim.warmup <= 1:
+            raise ValueError(f"optim.warmup is a share between 0 and 1, not {optim.warmup}")
+        if loop.tracker not in TRACKERS:
+            raise ValueError(f"unknown loop.tracker {loop.tracker!r}; choose from {', '.join(TRACKERS)}")
         for name in ("project", "entity", "group", "name", "tags"):
-            if getattr(self.tracking, name) and name not in TRACKERS[self.loop.tracker]:
+            if getattr(self.tracking, name) and name not in TRACKERS[loop.tracker]:
                 able = ", ".join(tracker for tracker, known in TRACKERS.items() if name in known and tracker != "none")
                 raise ValueError(
-                    f"tracking.{name} is {getattr(self.tracking, name)!r}, which {self.loop.tracker} does not know; "
+                    f"tracking.{name} is {getattr(self.tracking, name)!r}, which {loop.tracker} does not know; "
                     f"remove it, or choose loop.tracker {able}"
                 )
-        if (self.features.from_server is None) != (not self.features.server_layers):
+        if (features.from_server is None) != (not features.server_layers):
             raise ValueError(
                 "features.from_server and features.server_layers belong together, not "
-                f"{self.features.from_server!r} and {self.features.server_layers}"
+                f"{features.from_server!r} and {features.server_layers}"
             )
-        if self.features.from_server is not None and self.features.mode != "cached":
-            raise ValueError(f"features.from_server needs features.mode cached, not {self.features.mode}")
+        if features.from_server is not None and features.mode != "cached":
+            raise ValueError(f"features.from_server needs features.mode cached, not {features.mode}")
         if self.target_quantization is not None and not self.target_quantization:
             raise ValueError("target_quantization needs a mapping such as {load_in_4bit: true}, or null, not {}")
-        if self.adapter.rank > 0 and (self.optim.name == "muon" or self.features.mode != "online"):
+        if adapter.rank > 0 and (optim.name == "muon" or features.mode != "online"):
             raise ValueError(
                 "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "
-                f"{self.features.mode} and {self.optim.name}"
+                f"{features.mode} and {optim.name}"
             )
-        if self.loop.precision not in ("auto", "float32", "bfloat16"):
+        if loop.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(
-                f"loop.precision {self.loop.precision!r} is none to train in; choose from auto, float32, bfloat16 "
+                f"loop.precision {loop.precision!r} is none to train in; choose from auto, float32, bfloat16 "
                 "(gradients underflow in float16; target_dtype may be float16)"
             )
-        if self.loop.precision == "float32" and self.target_dtype not in ("auto", "float32"):
+        if loop.precision == "float32" and self.target_dtype not in ("auto", "float32"):
             raise ValueError(
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
                 "would otherwise run on rounded features"

@@ -1,15 +1,8 @@
-"""Training engines: one process, DDP, DeepSpeed or FSDP2, the arithmetic of the head, and all that differs by engine.
-
-    accelerate launch --config_file configs/accelerate/zero2.yaml scripts/train.py --config configs/x.yaml
-
-The launch file chooses the engine, independently of the config:
+"""Training engines, of which the launch file chooses one, and the arithmetic of the head.
 
     DDP         every process holds the head; gradients are averaged
     ZeRO-1, 2   DeepSpeed shards the optimizer, and with 2 the gradients (arXiv:1910.02054)
     FSDP2       torch's fully_shard of optimizer, gradients and weights
-
-The head is sharded here and not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers
-(a truncated vocabulary) while it loads weights from the first process: huggingface/accelerate#3898.
 
 Decisions that processes must share are made by the main process (`from_main`), or by any of them (`any_process`).
 
@@ -25,15 +18,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -149,7 +142,11 @@ def actual_engine(module: nn.Module) -> str:
 
 
 def shard(accelerator: Accelerator, module: nn.Module) -> None:
-    """Shard the module's parameters, if the engine is FSDP2; called before the optimizer is made."""
+    """Shard the module's parameters, if the engine is FSDP2; called before the optimizer is made.
+
+    Not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a truncated vocabulary)
+    while it loads weights from the first process: huggingface/accelerate#3898.
+    """
     if requested_engine(accelerator) == "FSDP2":
         for tensor in (*module.parameters(), *module.buffers()):  # all start from the same, as with DDP and DeepSpeed
             torch.distributed.broadcast(tensor.data, src=0)
@@ -208,14 +205,6 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
     return torch.autocast(accelerator.device.type, dtype_of(precision), enabled=precision == "bfloat16")
 
 
-def whole_state(head: nn.Module) -> dict[str, Tensor]:
-    """Copy the head's weights, unsharded, on every process."""
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in head.state_dict().items()
-    }
-
-
 def from_main(accelerator: Accelerator, value: Value) -> Value:
     """Send the main process's value to every process; values that each computes may differ in the last digit."""
     values: list[Any] = [value if accelerator.is_main_process else None]
@@ -249,15 +238,9 @@ def distributed(
 ) -> list[Result]:
     """Distribute work on items over the processes; return all results on every process, in the items' order.
 
-    Args:
-        accelerator: joins the processes.
-        items: the same on every process.
-        work: called with consecutive items, perhaps none, and a function to call between its parts.
-        stop: interrupts the work: at once, or with `together` between two parts.
-        together: every process does all of the work, since its parts need all processes.
-
-    Raises:
-        Stopped: on every process, if any of them was stopped.
+    `work` gets consecutive items, perhaps none, and a function to call between its parts. With `together` every process
+    does all of the work, since its parts need all processes. If any process is stopped, at once or, with `together`,
+    between two parts, `Stopped` is raised on all of them.
     """
     stopped = Stopped("stopped; the same command resumes from there")
 
@@ -360,15 +343,12 @@ def _timed() -> float:
     weights = [torch.full(shape, 1 / INNER, requires_grad=True) for shape in ((INNER, WIDTH), (WIDTH, INNER))]
     rows_RD = torch.ones(ROWS, WIDTH)
 
-    def step(enabled: bool) -> Callable[[], None]:
-        def run() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                out_RD = rows_RD
-                for weight_OI in weights:
-                    out_RD = F.linear(out_RD, weight_OI)
-            torch.autograd.grad(out_RD.float().sum(), weights)
+    def step(enabled: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out_RD = rows_RD
+            for weight_OI in weights:
+                out_RD = F.linear(out_RD, weight_OI)
+        torch.autograd.grad(out_RD.float().sum(), weights)
 
-        return run
-
-    taken = seconds_in_turns({enabled: step(enabled) for enabled in (True, False)}, REPEATS, LIMIT)
+    taken = seconds_in_turns({enabled: partial(step, enabled) for enabled in (True, False)}, REPEATS, LIMIT)
     return statistics.median(taken[True]) / statistics.median(taken[False])

@@ -97,8 +97,8 @@ def evaluate(
     it on all of them, with `Stopped`.
     """
     served, together = copy.deepcopy(head).to(target.dtype).eval(), is_sharded(target)
-    judged, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
-    batches = [judged[i : i + BATCH_SIZE] for i in range(0, len(judged), BATCH_SIZE)]
+    examples, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
+    batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
     sums = distributed(accelerator, batches, partial(sums_of, target, served), stop, together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {
@@ -106,15 +106,14 @@ def evaluate(
         "static": best_static_tree(accuracy_KI, config.nodes),
         "dynamic": default_dynamic_tree(head.max_depth, config.nodes),
     }
-    trees: dict[str, Stats] = {}
-    for name, policy in policies.items():
 
-        def answer(part: Sequence[Tensor], between: Callable[[], None], tree: TreePolicy = policy) -> list[Stats]:
-            if not part:
-                return []
-            return [real_acceptance(target, served, tree, list(part), config.new_tokens, between)]
+    def answer(tree: TreePolicy, part: Sequence[Tensor], between: Callable[[], None]) -> list[Stats]:
+        return [greedy_answers(target, served, tree, list(part), config.new_tokens, between).stats] if part else []
 
-        trees[name] = Stats.merged(distributed(accelerator, prompts, answer, stop, together))
+    trees = {
+        name: Stats.merged(distributed(accelerator, prompts, partial(answer, policy), stop, together))
+        for name, policy in policies.items()
+    }
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 
@@ -166,18 +165,6 @@ def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[floa
     return (losses / counts).tolist(), (hits / counts[:, None]).tolist()
 
 
-def real_acceptance(
-    target: Target,
-    head: DraftHead,
-    tree: TreePolicy,
-    prompts: list[Tensor],
-    new_tokens: int,
-    between: Callable[[], None] = lambda: None,
-) -> Stats:
-    """Measure acceptance while prompts are answered greedily; `between` is called after each round."""
-    return greedy_answers(target, head, tree, prompts, new_tokens, between).stats
-
-
 def greedy_answers(
     target: Target,
     head: DraftHead,
@@ -186,7 +173,7 @@ def greedy_answers(
     new_tokens: int,
     between: Callable[[], None] = lambda: None,
 ) -> GenerateOutput:
-    """Answer prompts greedily with the head, all in one left-padded batch."""
+    """Answer prompts greedily with the head, all in one left-padded batch; `between` is called after each round."""
     # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)
@@ -254,12 +241,9 @@ def sample_answers(
 
 
 def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Split an answer into pieces, each with whether its tokens were accepted drafts.
+    """Split an answer, perhaps padded on the right, into pieces, each with whether its tokens were accepted drafts.
 
-    Args:
-        tokens: the answer, and padding after it; the first token is the prefill's.
-        records: its rounds; each returned accepted drafts and then, unless truncated, a bonus token.
-        tokenizer: the target's.
+    The first token is the prefill's; each round returned accepted drafts and then, unless truncated, a bonus token.
     """
     accepted = [False]
     for record in records:

@@ -2,16 +2,13 @@
 
     accelerate launch scripts/train.py --config configs/smollm2-medusa.yaml
 
-A run's folder holds `best/` and `last/` (head checkpoints), `checkpoints/` (everything needed to resume), `log.jsonl`
-and `config.yaml`. Started again, a run resumes from its newest checkpoint and ends with the weights that it would have
-had without the interruption. Callbacks run code of the caller's own between its steps:
+Started again, a run resumes from its newest checkpoint and ends with the weights that it would have had without the
+interruption. Callbacks run code of the caller's own between steps; `train(config, callbacks=[Stop()])` runs this one:
 
     class Stop(Callback):
         def on_evaluation(self, progress, row):
             if progress.best_length > 3.0:
                 raise Stopped("good enough")
-
-    train(config, callbacks=[Stop()])
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -48,18 +46,7 @@ from .data.chat_template import Example, check_tokenizer, data_origin
 from .data.conversations import open_sources
 from .data.split import rendering, split_cache
 from .data.token_cache import cached_sequences, count_answer_tokens, digest_of, lengths_of
-from .engines import (
-    actual_engine,
-    alone,
-    autocast,
-    end_together,
-    from_main,
-    prepare,
-    resolved,
-    shard,
-    start,
-    whole_state,
-)
+from .engines import actual_engine, alone, autocast, end_together, from_main, prepare, resolved, shard, start
 from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
 from .features.online import OnlineFeatures, feature_source
 from .features.placement import SharedTarget, load_target
@@ -182,17 +169,14 @@ def run_steps(
     accelerator = run.accelerator
     inputs = load_inputs(config, accelerator, shared)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
-    check_same_everywhere(accelerator, training)
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
-    flops = count_flops(
-        target, head, training[:SAMPLE], cached=config.features.mode == "cached", adapted=config.adapter.rank > 0
-    )
-    state = build_state(accelerator, share, run, inputs, config, steps)
-    newest = run.newest()
-    tracker.start(config, 0 if newest is None else int(newest.name.removeprefix("step-")))
+    cached, adapted = config.features.mode == "cached", config.adapter.rank > 0
+    flops = count_flops(target, head, training[:SAMPLE], cached, adapted)
+    state = build_state(run, share, inputs, config, steps)
     torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
     progress = run.resume(actual_engine(state.module))
+    tracker.start(config, progress.step)
     if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
         steps = progress.step
     log.info(
@@ -221,38 +205,32 @@ def run_steps(
             last_epoch, stopping = None, False
             while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
-                    found = evaluate_and_save(state, inputs, config, metrics, stop, callbacks)
+                    found = evaluate_and_save(state, metrics, stop, callbacks)
                     if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
                 if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
                     save()
                 if progress.step > 0 and deadline < math.inf and from_main(accelerator, time.monotonic() > deadline):
                     steps = progress.step
-                if progress.step == steps:
-                    break
-                if stopping or (alone(accelerator) and stop.wanted):
+                if progress.step == steps or stopping or (alone(accelerator) and stop.wanted):
                     break
                 metrics.start_step()
                 data = next(batches)
                 if data.epoch != last_epoch:
                     features.settle(accelerator)
                 last_epoch = data.epoch
-                lr = float(state.schedule.get_last_lr()[0])
-                adapt = progress.step >= joint_from
+                number, adapt, wanted = progress.step + 1, progress.step >= joint_from, stop.wanted
                 with stop.at_once(alone(accelerator)), random_state_kept_if_stopped():
-                    outputs, norm, stopping = gradients(
-                        state, data, features, metrics.clock, progress.step + 1, adapt, stop.wanted
-                    )
-                update(state)
-                progress.step += 1
+                    outputs, norm, stopping = gradients(state, data, features, metrics.clock, number, adapt, wanted)
+                lr = update(state)
+                progress.step = number
                 progress.answer_tokens += data.answer_tokens
-                row = metrics.end_step(outputs, norm, lr)
-                callbacks.call("on_step", progress, row, stop)
+                callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
                 bar.update(progress.step, metrics.note)
         save()
         if progress.step < steps:
             raise Stopped(f"stopped at step {progress.step} of {steps}; the same command resumes from there")
-        evaluate_and_save(state, inputs, config, metrics, stop, callbacks, last=True)
+        evaluate_and_save(state, metrics, stop, callbacks, last=True)
         with stop.at_once(alone(accelerator)):
             if accelerator.is_main_process:
                 log.info(f"the report: {write_report(run.folder)}")
@@ -265,8 +243,7 @@ def seconds_per_step(config: TrainConfig, shared: SharedTarget | None = None) ->
     accelerator, share = start(config)
     config = resolved(config, accelerator)
     inputs = load_inputs(config, accelerator, shared)
-    run = RunFolder(Path(config.output), accelerator)
-    state = build_state(accelerator, share, run, inputs, config, steps=1)
+    state = build_state(RunFolder(Path(config.output), accelerator), share, inputs, config, steps=1)
     clock, features = StepClock(accelerator.device), OnlineFeatures(inputs.target, inputs.head)
     reader = Steps(inputs.training, share, inputs.head.max_depth + 2)
     taken = []
@@ -309,6 +286,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking)}
     cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
     training, held_out = split_cache(cache, config)
+    check_same_everywhere(accelerator, training)
     eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
@@ -337,10 +315,10 @@ def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None
 class TrainState:
     """The module, its optimizer and schedule, as an engine drives them."""
 
-    accelerator: Accelerator
-    share: Share
     run: RunFolder
-    head: DraftHead
+    share: Share
+    inputs: Inputs
+    config: TrainConfig
     module: nn.Module
     """The head as the engine drives it, with the adapter if there is one."""
     adapted: nn.Module | None
@@ -349,14 +327,11 @@ class TrainState:
     """The exponential moving average of the head's weights, if optim.ema is set."""
     optimizer: Optimizer
     schedule: LRScheduler
-    precision: str
-    clip: float
 
 
-def build_state(
-    accelerator: Accelerator, share: Share, run: RunFolder, inputs: Inputs, config: TrainConfig, steps: int
-) -> TrainState:
+def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfig, steps: int) -> TrainState:
     """Hand head and optimizer to the engine that the launch file chose."""
+    accelerator = run.accelerator
     trained: nn.Module = inputs.head
     adapted, slower = None, {}
     if config.adapter.rank > 0:
@@ -374,8 +349,7 @@ def build_state(
     if config.optim.ema > 0:
         averaged = AveragedModel(inputs.head, multi_avg_fn=get_ema_multi_avg_fn(config.optim.ema))
         accelerator.register_for_checkpointing(averaged)
-    engine = (module, adapted, averaged, optimizer, schedule, config.loop.precision, config.optim.clip)
-    return TrainState(accelerator, share, run, inputs.head, *engine)
+    return TrainState(run, share, inputs, config, module, adapted, averaged, optimizer, schedule)
 
 
 def gradients(
@@ -389,16 +363,10 @@ def gradients(
 ) -> tuple[list[HeadOutput], float, bool]:
     """Run the forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
 
-    Args:
-        data: this process's batches of the step.
-        step: number of the step, for errors.
-        adapt: whether the adapter, if there is one, is trained in this step.
-        stop: whether this process received a request to stop.
-
-    Returns:
-        the outputs, the gradient norm, and whether any process received a request to stop.
+    `adapt` trains the adapter too, `step` numbers the step in errors. Returns the outputs, the gradient norm, and
+    whether any process received a request to stop, as this one did if `stop` is set.
     """
-    accelerator, module, batches = state.accelerator, state.module, data.batches
+    accelerator, module, batches = state.run.accelerator, state.module, data.batches
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     # The loss is a mean over the step's answer tokens. Engines average gradients over processes, DeepSpeed over
     # forwards, too; the scale turns that into a sum.
@@ -412,7 +380,7 @@ def gradients(
             clock.part("target")
             given = (batch, adapt) if state.adapted else (features(batch),)
             clock.part("head")
-            with autocast(accelerator, state.precision):
+            with autocast(accelerator, state.config.loop.precision):
                 output = module(*given)
             outputs.append(output)
             if deepspeed and last:  # its backward makes the optimizer step
@@ -420,7 +388,7 @@ def gradients(
                 check_finite("loss", loss, batches, step, state.run)
             accelerator.backward(output.loss * scale)
     clock.part("optimizer")
-    found = accelerator.clip_grad_norm_(module.parameters(), state.clip)
+    found = accelerator.clip_grad_norm_(module.parameters(), state.config.optim.clip)
     if deepspeed:
         norm = float(found)
     else:
@@ -430,13 +398,15 @@ def gradients(
     return outputs, norm, stopping
 
 
-def update(state: TrainState) -> None:
-    """Make the optimizer's step, and those of the average and the schedule."""
+def update(state: TrainState) -> float:
+    """Make the optimizer's step, and those of the average and the schedule; return the learning rate of the step."""
+    lr = float(state.schedule.get_last_lr()[0])
     state.optimizer.step()
     if state.averaged:
-        state.averaged.update_parameters(state.head)
+        state.averaged.update_parameters(state.inputs.head)
     state.schedule.step()
     state.optimizer.zero_grad()
+    return lr
 
 
 @contextmanager
@@ -452,18 +422,14 @@ def random_state_kept_if_stopped() -> Iterator[None]:
 
 
 def evaluate_and_save(
-    state: TrainState,
-    inputs: Inputs,
-    config: TrainConfig,
-    metrics: MetricsLogger,
-    stop: StopRequest,
-    callbacks: Callbacks,
-    last: bool = False,
+    state: TrainState, metrics: MetricsLogger, stop: StopRequest, callbacks: Callbacks, last: bool = False
 ) -> Evaluation:
     """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last."""
-    accelerator, run, target, progress = state.accelerator, state.run, inputs.target, metrics.progress
+    run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
+    accelerator, target = run.accelerator, inputs.target
     copy = build_head(*head_options(config), target.info)
-    copy.load_state_dict(whole_state(state.averaged.module if state.averaged else state.head))
+    trained = state.averaged.module if state.averaged else inputs.head
+    copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
     found = evaluate(target, copy, inputs.held_out, config.eval, accelerator, stop)
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes

@@ -59,17 +59,13 @@ class Plan:
 def plan_run(config: TrainConfig) -> Plan:
     """Count for the launch that `config.plan` names; an unknown one, or invalid options, raise a ValueError."""
     launch, _, number = str(config.plan).partition(":")
-    if (
-        launch not in ENGINES
-        or not (number or "1").isdigit()
-        or int(number or 1) < 1
-        or (launch == "one") != (number in ("", "1"))
-    ):
+    processes = int(number or 1) if (number or "1").isdigit() else 0
+    if launch not in ENGINES or processes < 1 or (launch == "one") != (processes == 1):
         raise ValueError(
             f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their number of "
             "processes, such as zero2:8"
         )
-    engine, processes = ENGINES[launch], int(number or 1)
+    engine = ENGINES[launch]
     check_engine(engine, config)
     share = Share.of_loop(config.loop, 0, processes)
     length = config.data.pack or config.data.max_length
@@ -106,8 +102,8 @@ def plan_run(config: TrainConfig) -> Plan:
         "activations": activations(config, info, rows, length) + in_16_bits,
         "loss": loss_chunk(head, tokens, dtype.itemsize, here),
     }
-    formats_of = (config.target_dtype, config.loop.precision)
-    return Plan(engine, processes, whole, size, *formats_of, memory, cache_bytes(head, config.features.format))
+    dtypes, per_token = (config.target_dtype, config.loop.precision), cache_bytes(head, config.features.format)
+    return Plan(engine, processes, whole, size, *dtypes, memory, per_token)
 
 
 def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:

@@ -26,7 +26,7 @@ from .data.chat_template import Example
 from .evaluate import Evaluation, Sample, summary
 from .features.online import online_features
 from .run_folder import Progress, RunFolder
-from .tracking import Tracker
+from .tracking import Tracker, plotted
 
 PEAK_TFLOPS = {
     r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,
@@ -272,16 +272,20 @@ def write_report(folder: Path) -> Path:
     evaluations = [row for row in rows if "eval" in row]
     plots = folder / "plots"
     plots.mkdir(exist_ok=True)
-    _plot(plots / "loss.png", "loss (nats a token)", by_depth(steps, "loss"))
-    _plot(plots / "accuracy.png", "accuracy", by_depth(steps, "accuracy"))
     lengths = {
         tree: [(row["step"], row["eval"][tree]["acceptance_length"]) for row in evaluations]
         for tree in evaluations[-1]["eval"]
     }
     estimated = [(row["step"], row["estimated_acceptance_length"]) for row in steps]
-    _plot(plots / "acceptance.png", "acceptance length (tokens a round)", {**lengths, "estimated, chain": estimated})
     rates = [(row["step"], row["answer_tokens_per_second"]) for row in steps]
-    _plot(plots / "rate.png", "answer tokens a second", {"": rates})
+    curves: dict[str, tuple[str, dict[str, list[tuple[int, float]]]]] = {
+        "loss": ("loss (nats a token)", by_depth(steps, "loss")),
+        "accuracy": ("accuracy", by_depth(steps, "accuracy")),
+        "acceptance": ("acceptance length (tokens a round)", {**lengths, "estimated, chain": estimated}),
+        "rate": ("answer tokens a second", {"": rates}),
+    }
+    for name, (title, shown) in curves.items():
+        plotted("step", title, shown).savefig(plots / f"{name}.png", dpi=110)
     path = folder / "report.md"
     path.write_text("\n".join(_page(folder, steps, evaluations)) + "\n", encoding="utf-8")
     return path
@@ -313,20 +317,3 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
         lines += ["| at the last step | |", "|---|---|"]
         lines += [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in costs.items()]
     return [*lines, "", "## Options", "", "```yaml", yaml.safe_dump(config, sort_keys=False).rstrip(), "```"]
-
-
-def _plot(path: Path, title: str, curves: dict[str, list[tuple[int, float]]]) -> None:
-    from matplotlib.figure import Figure  # imported once, at the end of a run
-
-    curves = {name: [point for point in points if point[1] is not None] for name, points in curves.items()}
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, points in curves.items():
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        axes.plot(steps, values, label=name, marker="." if len(points) < 20 else None)
-    axes.set_xlabel("step")
-    axes.set_ylabel(title)
-    axes.grid(alpha=0.3)
-    if len(curves) > 1:
-        axes.legend()
-    figure.savefig(path, dpi=110)

@@ -195,19 +195,17 @@ class RunFolder:
             log.info(f"{partial} is half-written and skipped")
         if whole:
             found = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
-            same = (found.engine, found.processes) == (engine, processes)
+            written = f"{whole[-1]} was written by {found.engine} on {found.processes} processes"
             movable = {found.engine, engine} <= {"one process", "DDP"} or found.engine == engine == "FSDP2"
-            if not same and not movable:
-                raise ValueError(
-                    f"{whole[-1]} was written by {found.engine} on {found.processes} processes, which {engine} on "
-                    f"{processes} cannot resume from; launch it as before, or begin a new run with init_from "
-                    f"{self.best}"
-                )
-            if not same:
+            if (found.engine, found.processes) != (engine, processes):
+                if not movable:
+                    raise ValueError(
+                        f"{written}, which {engine} on {processes} cannot resume from; launch it as before, or begin a "
+                        f"new run with init_from {self.best}"
+                    )
                 log.info(
-                    f"{whole[-1]} was written by {found.engine} on {found.processes} processes: the data continues at "
-                    f"the same place, but sums in another order and random draws of other processes make the weights "
-                    f"of {engine} on {processes} differ in their last digits"
+                    f"{written}: the data continues at the same place, but sums in another order and random draws of "
+                    f"other processes make the weights of {engine} on {processes} differ in their last digits"
                 )
             self.accelerator.load_state(str(whole[-1]))
             progress = dataclasses.replace(found, processes=processes, engine=engine)
@@ -257,10 +255,7 @@ def provenance() -> dict[str, Any]:
     """Return package versions, the processor or GPU with its threads, and the git revision of a checkout."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+        versions[name] = next((found.version for found in importlib.metadata.distributions(name=name)), None)
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:
         revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from .evaluate import Sample
 from .run_folder import flat
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from wandb.sdk.wandb_run import Run as WandbRun
 
 RETRY_SECONDS = 60.0
@@ -231,19 +232,29 @@ def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], samples:
 
 
 def _show_in_tensorboard(writer: Any, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for tree, curve in rates.items():
-        axes.plot(range(1, 1 + len(curve)), [float("nan") if rate is None else rate for rate in curve], label=tree)
-    axes.set_xlabel("depth")
-    axes.set_ylabel("acceptance rate")
-    axes.legend()
+    figure = plotted("depth", "acceptance rate", {tree: list(enumerate(curve, 1)) for tree, curve in rates.items()})
     writer.add_figure("eval/acceptance_rate_by_depth", figure, global_step=step)
     if samples:
         writer.add_text("eval/samples", "<hr>".join(sample.html("strong") for sample in samples), global_step=step)
     writer.flush()
+
+
+def plotted(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[int, float | None]]]) -> Figure:
+    """Plot curves of points (x, y), without the points whose y was not measured, with a legend if they are several."""
+    from matplotlib.figure import Figure  # takes a second to import, and is needed last
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        measured = [(x, y) for x, y in points if y is not None]
+        marker = "." if len(measured) < 20 else None
+        axes.plot([x for x, _ in measured], [y for _, y in measured], label=name, marker=marker)
+    axes.set_xlabel(x_title)
+    axes.set_ylabel(y_title)
+    axes.grid(alpha=0.3)
+    if len(curves) > 1:
+        axes.legend()
+    return figure
 
 
 def _upload(run: WandbRun, best: Path) -> None:

@@ -99,7 +99,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
     from headstart.scripts.checkpoints.load_target import target_of
     from headstart.scripts.verify import PROMPTS
     from headstart.train.data.chat_template import prompt_ids
-    from headstart.train.evaluate import real_acceptance
+    from headstart.train.evaluate import greedy_answers
 
     if metadata.adapted:
         raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
@@ -107,9 +107,10 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
     target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
     head = head.to(target.device).eval()
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
+    chain = TreeShape.chain(head.max_depth)
 
     def acceptance_length() -> float:
-        return real_acceptance(target, head, TreeShape.chain(head.max_depth), prompts, NEW_TOKENS).acceptance_length
+        return greedy_answers(target, head, chain, prompts, NEW_TOKENS).stats.acceptance_length
 
     before = acceptance_length()
     torchao().quantize_(head, torchao().Int8WeightOnlyConfig())

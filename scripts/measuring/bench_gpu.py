@@ -49,7 +49,7 @@ from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 from headstart.train.optim import build_optimizer
-from headstart.train.report import PEAK_TFLOPS, count_flops
+from headstart.train.report import count_flops, peak_tflops
 from headstart.train.run_folder import provenance
 
 TRAINING_STEPS = 5
@@ -328,8 +328,7 @@ def training_of(target: Target, rows: int, length: int) -> dict[str, Any]:
         timed_step(target, head, optimizer, examples, apart=False)
     seconds = (now(device) - start) / TRAINING_STEPS
     tflops = flops / seconds / 1e12
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    peak = next((most for part, most in PEAK_TFLOPS.items() if part in name.replace("-", " ").split()), None)
+    peak = peak_tflops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "rows": rows,
         "length": length,

@@ -54,7 +54,7 @@ def trained(target, head, config, monkeypatch, after_step=lambda: None):
     share = Share(0, 1, 2)
     run = RunFolder(loop.Path(config.output), accelerator)
     inputs = loop.Inputs(target, head, None, {}, [], [], [], 1.0)
-    state = loop.build_state(accelerator, share, run, inputs, config, STEPS)
+    state = loop.build_state(run, share, inputs, config, STEPS)
     clock, features, found = StepClock(accelerator.device), OnlineFeatures(target, head), []
     for step in range(1, STEPS + 1):
         outputs, norm, _ = loop.gradients(state, Step(0, batches(), 40), features, clock, step, adapt=True)

@@ -27,7 +27,7 @@ from headstart.scripts.measuring.tree_costs import Costs, dynamic_lengths, measu
 from headstart.scripts.tree import TreeConfig, calibrate
 from headstart.train.data.chat_template import Example, prompt_ids
 from headstart.train.data.conversations import read_prompts
-from headstart.train.evaluate import real_acceptance, teacher_forced
+from headstart.train.evaluate import greedy_answers, teacher_forced
 from headstart.train.loop import train
 
 NEW_TOKENS = 10
@@ -131,7 +131,7 @@ def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, mon
     loaded = load_head(head)[0].eval()
     assert tried["static"] in {best_static_tree(found["accuracy"][:depth], 5) for depth in (1, 2)}
     for name, policy in tried.items():
-        stats = real_acceptance(target, loaded, policy, prompts, NEW_TOKENS)
+        stats = greedy_answers(target, loaded, policy, prompts, NEW_TOKENS).stats
         assert found["trees"][name]["acceptance_length"] == stats.acceptance_length
         assert found["trees"][name]["rounds"] == stats.rounds
 
@@ -335,7 +335,7 @@ def test_where_every_guess_is_right_or_wrong_the_expected_length_is_the_real_one
     _, accuracy = teacher_forced(target, head, examples)
     assert [row[0] for row in accuracy] == [1.0, 1.0]
     policy = TreeShape.from_paths(shape)
-    stats = real_acceptance(target, head, policy, [torch.tensor([1, 2, 3])], 1 + 6 * length)
+    stats = greedy_answers(target, head, policy, [torch.tensor([1, 2, 3])], 1 + 6 * length).stats
     assert stats.acceptance_length == expected_length(policy, accuracy) == length
 
 

@@ -68,14 +68,14 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
 
     patched.append(nn.modules.module.register_module_forward_hook(linear))
     answer, judge, end_step, find = (
-        evaluate.real_acceptance,
+        evaluate.greedy_answers,
         loop.evaluate,
         loop.MetricsLogger.end_step,
-        features.by_length,
+        features.budgeted,
     )
     rounds = [0]
 
-    def real_acceptance(target: Any, head: Any, tree: Any, prompts: Any, tokens: int, between: Any) -> Any:
+    def greedy_answers(target: Any, head: Any, tree: Any, prompts: Any, tokens: int, between: Any) -> Any:
         seen.prompts += len(prompts)
 
         def after_round() -> None:
@@ -99,15 +99,15 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
         end_step(self, *given)
         seen.progress = self.progress
 
-    def by_length(*given: Any) -> Any:
+    def budgeted(*given: Any) -> Any:
         batches = list(find(*given))
         seen.batches = len(batches)
         return batches
 
-    patch(evaluate, "real_acceptance", real_acceptance)
+    patch(evaluate, "greedy_answers", greedy_answers)
     patch(loop, "evaluate", judged)
     patch(loop.MetricsLogger, "end_step", ended)
-    patch(features, "by_length", by_length)
+    patch(features, "budgeted", budgeted)
     patch(features, "BATCH_TOKENS", job.get("batch_tokens", features.BATCH_TOKENS))
     patch(engines, "formats", lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)))
 

@@ -15,7 +15,7 @@ from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.train.config import EvalConfig
 from headstart.train.console import StopRequest
 from headstart.train.data.chat_template import Example
-from headstart.train.evaluate import RANKS, evaluate, prompt_of, real_acceptance, summary, teacher_forced
+from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, summary, teacher_forced
 
 VOCAB = 24
 
@@ -116,7 +116,7 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
     assert (found.loss_K, found.accuracy_KI) == (loss_K, accuracy_KI)
     prompts = [prompt_of(example) for example in examples[:4]]
     for name, policy in found.policies.items():
-        alone = [real_acceptance(target, served, policy, [prompt], 6) for prompt in prompts]
+        alone = [greedy_answers(target, served, policy, [prompt], 6).stats for prompt in prompts]
         assert Stats.merged(alone).rows == found.trees[name].rows  # prompts of many lengths in one batch: the same
 
 

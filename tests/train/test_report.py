@@ -170,9 +170,10 @@ def test_the_report_shows_every_evaluation_and_every_option(run_options, tmp_pat
 def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
     seen, original = [], loop.update
 
-    def update(engine):
-        original(engine)
-        seen.append({name: tensor.clone() for name, tensor in engine.head.state_dict().items()})
+    def update(state):
+        lr = original(state)
+        seen.append({name: tensor.clone() for name, tensor in state.inputs.head.state_dict().items()})
+        return lr
 
     monkeypatch.setattr(loop, "update", update)
     averaged = last(train(changed(short, optim={"ema": 0.8})))

@@ -194,11 +194,12 @@ def test_what_a_killed_run_told_tensorboard_twice_is_there_once(tracked, monkeyp
     with monkeypatch.context() as patch:
         original, steps = loop.update, []
 
-        def update(engine):
-            original(engine)
+        def update(state):
+            lr = original(state)
             steps.append(0)
             if len(steps) == 7:
                 raise KeyboardInterrupt
+            return lr
 
         patch.setattr(loop, "update", update)
         with pytest.raises(KeyboardInterrupt):

@@ -5,9 +5,8 @@ A step trains on `loop.batch_size` rows, whatever the number of processes: each 
 the same place in the data on another number.
 
 A row is one conversation or, packed, as many short ones as fit in `data.pack` tokens. With `loop.batch_tokens` a step
-has as many rows of similar length as fit in that many tokens, padding included.
-
-Worker processes of torch's DataLoader read and pad the batches of later steps while a step is computed.
+has as many rows of similar length as fit in that many tokens, padding included. Workers of torch's DataLoader read and
+pad the batches of later steps while a step is computed.
 """
 
 from __future__ import annotations
@@ -200,7 +199,7 @@ class Order:
     def epoch(self, number: int) -> list[list[Row]]:
         """Rows of every step of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        order = self._drawn(number, generator)
+        order = self._shuffled(number, generator)
         step_rows = self.batch_size
         if self.batch_tokens is not None:
             step_rows = max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
@@ -210,7 +209,7 @@ class Order:
             window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
             window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
             if self.batch_tokens is not None:
-                steps += budgeted(window, self.lengths, self.batch_tokens)
+                steps += [[[i] for i in step] for step in budgeted(window, self.lengths, self.batch_tokens)]
             else:
                 rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
         steps += [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
@@ -222,31 +221,32 @@ class Order:
         passes = [(weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)]
         return [(round(epoch * weight * size), round((epoch + 1) * weight * size)) for weight, size in passes]
 
-    def _drawn(self, number: int, generator: torch.Generator) -> list[int]:
+    def _shuffled(self, number: int, generator: torch.Generator) -> list[int]:
         """Conversations of an epoch, shuffled."""
         if set(self._weights) == {1.0}:
             return torch.randperm(len(self.lengths), generator=generator).tolist()
-        drawn: list[int] = []
+        chosen: list[int] = []
         for source, (first, last) in enumerate(self._laps(number)):
             own_N = self._of_source[source]
             while first < last:
                 lap, place = divmod(first, len(own_N))
                 shuffled = torch.Generator().manual_seed((self.seed * 1_000_003 + lap) * 1_009 + source)
                 stop = min(len(own_N), place + last - first)
-                drawn += own_N[torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()].tolist()
+                chosen += own_N[torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()].tolist()
                 first += stop - place
-        return [drawn[i] for i in torch.randperm(len(drawn), generator=generator).tolist()]
+        return [chosen[i] for i in torch.randperm(len(chosen), generator=generator).tolist()]
 
 
-def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[Row]]:
-    """Divide conversations, sorted by length, into steps of at most `budget` padded tokens, or of a single one."""
-    steps: list[list[Row]] = []
+def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Divide conversations, sorted by length, into batches of at most `budget` padded tokens, or of a single one."""
+    batches: list[list[int]] = []
     for i in conversations:
-        if steps and (len(steps[-1]) + 1) * lengths[i] <= budget:  # the newest is the longest
-            steps[-1].append([i])
+        # The longest of a batch is its first, or the newest.
+        if batches and (len(batches[-1]) + 1) * max(lengths[batches[-1][0]], lengths[i]) <= budget:
+            batches[-1].append(i)
         else:
-            steps.append([[i]])
-    return steps
+            batches.append([i])
+    return batches
 
 
 def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Row]:

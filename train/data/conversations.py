@@ -4,10 +4,7 @@ A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (
 `Dataset.save_to_disk` wrote), or a Hub data set `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as
 possible: a JSONL file is only searched for line breaks, the others are mapped into memory by `datasets`.
 
-All rows of a source have the same one of the `FORMATS`, and are converted to `messages`:
-
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-
+All rows of a source have the same one of the `FORMATS`, and become {"messages": [{"role": "user", "content": "..."}]}.
 `content` may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat template.
 """
 

@@ -252,11 +252,11 @@ def _generate_prompts(
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
     config, seen, prefixes = output.config, output.seen, [user_prefix(tokenizer)] * output.at_once
     sampling = {"temperature": config.prompt_temperature, "min_p": config.prompt_min_p, "top_k": 0, "top_p": 1.0}
-    drawn = _continue(
+    generated = _continue(
         lm, tokenizer, prefixes, config.batch_size, config.prompt_tokens, generator, do_sample=True, **sampling
     )
     prompts: list[Messages] = []
-    for tokens, finished in drawn:
+    for tokens, finished in generated:
         text = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
         if finished and len(tokens) >= MIN_PROMPT_TOKENS and distinct_share(tokens) >= config.min_distinct:
             normalized = " ".join(text.lower().split())

@@ -53,7 +53,7 @@ def ask_server(config: SelfMadeConfig) -> Path:
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
         work = _Work(config, rest, file, stop, bar, done=len(answered), written=len(answered))
         asyncio.run(work.run())
-    log.info(f"{path}: {work.written} conversations; {work.dropped} prompts dropped")
+    log.info(f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped")
     if stop.wanted and work.done < len(prompts):
         raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command resumes from there")
     return path
@@ -70,7 +70,6 @@ class _Work:
     bar: ProgressBar
     done: int
     written: int
-    dropped: int = 0
     tokens: int = 0
     failure: ValueError | None = None
     began: float = field(default_factory=time.monotonic)
@@ -98,7 +97,6 @@ class _Work:
                 self.file.flush()
             self.done += 1
             self.written += row is not None
-            self.dropped += row is None
             self.tokens += row["tokens"] if row else 0
             self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
 

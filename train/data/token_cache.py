@@ -1,7 +1,6 @@
 """Token cache: sequences to train on, tokenized once, in Arrow files that every process maps into memory.
 
-A folder of the cache holds the sequences of one source under one tokenizer, chat template and options, and is named by
-their fingerprint:
+A folder of the cache, named by a fingerprint, holds one source under one tokenizer, chat template and options:
 
     sequences*.arrow  tokens and loss mask of each sequence, and statistics, as `datasets` writes it
     counts.npy        how often each token is an answer token
@@ -34,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ..console import console
-from ..run_folder import write_whole
+from ..run_folder import check_options, write_whole
 from .chat_template import Example, encode
 from .conversations import Source, check_conversation, format_of, values
 
@@ -192,12 +191,8 @@ def cached_sequences(
                 if not (place / "manifest.json").is_file():
                     _make(place, made_of, source, rendering, num_proc)
         manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
-        for name, value in made_of.items():
-            if manifest["made_of"].get(name) != value:
-                raise ValueError(
-                    f"{place} holds sequences with {name} = {manifest['made_of'].get(name)!r}, not {value!r}: another "
-                    "tokenizer, chat template, option or data; remove it"
-                )
+        advice = "another tokenizer, chat template, option or data: remove it"
+        check_options(f"{place} holds sequences with", manifest["made_of"], made_of, advice)
         own = concatenate_datasets([_mapped(place / file) for file in manifest["files"]])
         conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
         parts.append(own)

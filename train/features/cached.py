@@ -3,15 +3,13 @@
 manifest.json     identity of the states: target, layers, tokenizer, format; a run with another one is refused
 *.safetensors     shards, each written completely or not at all, named by a hash of its sequences
 
-A shard holds sequences one after the other, N tokens in all:
+A shard holds sequences one after the other, N tokens in all; the LM head makes logits from the last layer's states:
 
     keys       [n, 2] int64     hash of each sequence's tokens
     ends       [n] int64        where each ends
     checksums  [n] int64        CRC-32 of each sequence's bytes in `states` and `scales`
     states     [N, L, D]        the layers' states: bfloat16, float32, or int8
     scales     [N, L] float32   with int8: what the D numbers are multiplied by
-
-Logits are not stored: the LM head makes them from the last layer's states.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...heads import DraftHead, TargetFeatures
 from ...inference import Target
-from ..config import TrainConfig
+from ..config import FeaturesConfig, TrainConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..data.batches import Batch, collate
+from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
 from ..engines import alone, any_process
@@ -38,7 +38,7 @@ def online_features(
     features_BTF, last_BTD = target.read(
         batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, _on(target, batch.positions_BT)
     )
-    return together(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
+    return target_features(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
 
 @dataclass
@@ -89,7 +89,7 @@ class CachedFeatures(OnlineFeatures):
             batch = self._stored(batch, self.fill(batch))
         states_BTLD = decoded(_on(self.target, batch.states_BTLD), _on(self.target, batch.scales_BTL)).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
-        return together(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
+        return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
         if epoch != self._epoch:  # a worker forked the cache as it was then
@@ -113,7 +113,8 @@ class CachedFeatures(OnlineFeatures):
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
         """Compute all missing states, each process its part; Ctrl-C and SIGTERM raise `Stopped` and lose nothing."""
         lengths = lengths_of(examples)
-        batches = by_length(lengths, BATCH_TOKENS)
+        longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        batches = budgeted(longest_first, lengths, BATCH_TOKENS)
         with StopRequest() as stop:
             with ProgressBar("tokens", sum(lengths)) as bar, suppress(Stopped):
                 for start in range(0, len(batches), accelerator.num_processes):
@@ -164,7 +165,8 @@ def feature_source(
     gib = cache_bytes(head, options.format) * sum(lengths_of(examples)) / 2**30
     if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
         return OnlineFeatures(target, head)
-    cached = CachedFeatures(target, head, open_cache(accelerator, target, head, provenance, config), accelerator)
+    cache = open_cache(accelerator, head, provenance, options, Path(config.output))
+    cached = CachedFeatures(target, head, cache, accelerator)
     log.info(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
     if options.from_server is not None:
         if accelerator.is_main_process:
@@ -178,19 +180,19 @@ def feature_source(
 
 
 def open_cache(
-    accelerator: Accelerator, target: Target, head: DraftHead, provenance: dict[str, Any], config: TrainConfig
+    accelerator: Accelerator, head: DraftHead, provenance: dict[str, Any], options: FeaturesConfig, output: Path
 ) -> FeatureCache:
-    """Open the run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
+    """Open a run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
     model = {name: provenance[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
     manifest = {
         **model,
         "layers": list(kept_layers(head.feature_layers)),
-        "hidden_size": target.info.hidden_size,
-        "format": config.features.format,
+        "hidden_size": head.target.hidden_size,
+        "format": options.format,
     }
-    folder = Path(config.features.folder or Path(config.output) / "features")
+    folder = Path(options.folder or output / "features")
     with accelerator.main_process_first():
-        if config.features.repair and accelerator.is_main_process:
+        if options.repair and accelerator.is_main_process:
             for path in corrupt_shards(folder):
                 log.info(f"{path} is corrupt and was removed")
                 path.unlink()
@@ -203,7 +205,7 @@ def cache_bytes(head: DraftHead, storage: str) -> int:
     return len(kept_layers(head.feature_layers)) * bytes_per_layer
 
 
-def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
+def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
     """Combine a batch with its states, on the target's device."""
     return TargetFeatures(
         features_BTF=features_BTF,
@@ -213,18 +215,6 @@ def together(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tenso
         modules=target.modules,
         positions_BT=_on(target, batch.positions_BT),
     )
-
-
-def by_length(lengths: list[int], tokens: int) -> list[list[int]]:
-    """Batch sequences of similar lengths, the longest first, to at most `tokens` with padding; return their indices."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    batches: list[list[int]] = []
-    first = 0
-    while first < len(order):
-        size = max(1, tokens // lengths[order[first]])
-        batches.append(order[first : first + size])
-        first += size
-    return batches
 
 
 def _on(target: Target, tensor: Tensor | None) -> Any:

@@ -52,10 +52,9 @@ def load_speculative_lm(
     target: str, head: str | None, dtype: str, shared: SharedTarget | None = None, **options: Any
 ) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
     """Load a tokenizer and a target, unless they are shared, and a drafter for it."""
+    tokenizer = (shared or SharedTarget(target, dtype)).tokenizer  # first: its errors come before a long download
     if shared is not None:
-        return SpeculativeLM.from_pretrained(shared.target, head, **options), shared.tokenizer
-    tokenizer = load_tokenizer(target)  # first: its errors come before a long download
-    check_tokenizer(tokenizer, target)
+        return SpeculativeLM.from_pretrained(shared.target, head, **options), tokenizer
     return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer
 
 

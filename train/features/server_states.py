@@ -7,8 +7,7 @@ hs_NUMBER.safetensors holds one sequence of T tokens; NUMBER is its index in the
                               the last block, before the final norm
 
 speculators numbers a layer by the block whose input it is: its k is our feature layer k - 1, and the number of blocks
-stands for the stream after the last one. The server and the trainer may be different machines; the trainer still loads
-the target for its embedding, LM head, final norm and the evaluation.
+stands for the stream after the last one. The trainer still loads the target, for its own modules and the evaluation.
 """
 
 from __future__ import annotations
