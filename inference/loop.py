@@ -39,7 +39,7 @@ from .sequences import Conversation, Sequences, shared_length
 from .target import Target, TargetOutput
 from .tree import DraftTree
 from .tuning.tree_spec import TreeShape
-from .verify import Verifier, emitted_tokens, point_mass
+from .verify import Verifier, emitted_tokens, greedy, point_mass
 
 if TYPE_CHECKING:
     from .compiled.graphs import CompiledFunction
@@ -63,8 +63,6 @@ class Decoding:
     process_logits: TreeLogitsProcessor
     sampler: Sampler
     """Source of randomness for drafts and for the acceptance rule."""
-    sampling: bool
-    """False for greedy decoding."""
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
@@ -131,10 +129,8 @@ class Verification:
     so that the graph can be replayed.
     """
 
-    def __init__(self, rule: Verifier, samples: bool = True) -> None:
-        """Take a rule; `samples` is False for one that draws no random numbers."""
-        self.rule, self.samples = rule, samples
-        self.one_draw_per_node = rule is point_mass
+    def __init__(self, rule: Verifier) -> None:
+        self.rule, self.samples, self.one_draw_per_node = rule, rule is not greedy, rule is point_mass
         self.graph: CompiledFunction | None = None
         self._shapes: set[TreeShape | None] = set()
 
@@ -177,7 +173,7 @@ class Verification:
                 rows, nodes = tree.tokens_BN.shape
                 sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
                 variant = (rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape)
-                verified = graph(variant, sizes, lambda: [cache] if compacted else [], *arguments)
+                verified = graph(variant, sizes, cache.sizes if compacted else list, *arguments)
             path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = verified
         with timed(stats, "cache"):
             if compacted:
@@ -201,11 +197,10 @@ class Verification:
             else:
                 numbers = PrecomputedSampler(uniform_BU=numbers)
         result = self.rule(tree, scores_BNV, numbers or UNUSED)
-        path_BA, emitted_BA, features_BAF = result.path_BA, result.emitted_BA, output.features_BNF
+        path_BA, features_BAF = result.path_BA, output.features_BNF
         if cache is not None and not tree.in_order:
             cache.compact(path_BA)
-        if emitted_BA is None:
-            emitted_BA = emitted_tokens(tree, result)
+        emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
         if tree.in_order:
             finite_BA = scores_BNV.amax(-1).isfinite()
         else:
@@ -272,7 +267,7 @@ def prefill(
     target, prompts = decoding.target, [sequences.prompts[row] for row in rows]
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
-    draft_probs = decoding.process_logits.draft_probs if decoding.sampling else None
+    draft_probs = decoding.process_logits.draft_probs if decoding.verification.samples else None
     noise, temperature = decoding.noise, decoding.process_logits.temperature
     # One position more is computed, which the rule needs.
     gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)

@@ -32,18 +32,10 @@ class Sequences:
         max_batch_size: int | None = None,
         callbacks: Sequence[Callable[[Sequences], None]] = (),
     ) -> None:
-        """Begin with the prompts.
+        """Begin with unpadded prompts [T], each to be continued by `new_tokens` at most.
 
-        Args:
-            prompts: unpadded tokens [T] of each row.
-            new_tokens: largest number of new tokens in each row.
-            eos_token_ids: tokens that end a row.
-            criteria: stopping criteria, called after each token with one row's unpadded tokens [1, T].
-            streamer: gets the tokens as they are accepted; one row only.
-            keep_scores: whether to keep the processed scores of every new token.
-            keep_logits: whether to keep its raw logits.
-            max_batch_size: rows that are decoded at once, the others waiting; None for all.
-            callbacks: called after prefill, and after every round.
+        Stopping criteria are called after each token with one row's unpadded tokens [1, T], `callbacks` after prefill
+        and after every round. Rows beyond `max_batch_size` wait.
         """
         self.prompts, self.callbacks, self.criteria, self.streamer = prompts, callbacks, criteria, streamer
         self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids

@@ -103,7 +103,7 @@ class SpeculativeLM:
         self.target = target
         self.drafter: Drafter = drafter or NoDraft()
         self.sampling_rule = Verification(choose_rule(verifier, self.drafter.kind, lossy))
-        self.greedy_rule = Verification(greedy, samples=False)
+        self.greedy_rule = Verification(greedy)
         self.verifier, self.lossy = verifier, lossy
         self.provenance: dict[str, Any] = {}
         """The target that the head was trained against, from the head's checkpoint."""
@@ -435,7 +435,7 @@ class SpeculativeLM:
                     callbacks=self.round_callbacks,
                 )
                 rule = self.sampling_rule if config.do_sample else self.greedy_rule
-                decoding = Decoding(target, rule, process_logits, sampler, bool(config.do_sample))
+                decoding = Decoding(target, rule, process_logits, sampler)
                 if past is not None and past.owner != (self, target.version):
                     past.forget()
                     past.owner = (self, target.version)
