@@ -115,7 +115,7 @@ def speculation_step(
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
         values_BK = drafter.host_values(step) if drafter.needs_host_values else None
-        step = sequences.add(step, scores_BNV, stats, values_BK)
+        step = sequences.add(sequences.active, step, scores_BNV, stats, values_BK)
     with timed(stats, "draft"):
         drafter.observe(step)
     return step
@@ -139,7 +139,7 @@ class Verification:
         if not cpu_kernels.serve(device):
             from .compiled.graphs import CompiledFunction  # imports torch's compiler
 
-            self.graph = self.graph or CompiledFunction(self._verify, "the acceptance rule", device, cuda_graph=True)
+            self.graph = self.graph or CompiledFunction(self.verify, "the acceptance rule", device, cuda_graph=True)
 
     def verify_and_commit(
         self,
@@ -158,7 +158,7 @@ class Verification:
             compacted = graph is not None and graph.cuda_graph
             arguments = (tree, output, scores_BNV, numbers, cache if compacted else None)
             if graph is None:
-                verified = self._verify(*arguments)
+                verified = self.verify(*arguments)
             else:
                 known = tree.structure  # computed here, so that no part of it is traced
 
@@ -174,15 +174,15 @@ class Verification:
                 sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
                 variant = (rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape)
                 verified = graph(variant, sizes, cache.sizes if compacted else list, *arguments)
-            path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = verified
+            step = StepResult(tree, output, *verified)
         with timed(stats, "cache"):
             if compacted:
-                cache.advance(lengths_B)
+                cache.advance(step.lengths_B)
             else:
-                cache.accept(path_BA, lengths_B, tree.in_order)
-        return StepResult(tree, output, path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA)
+                cache.accept(step.path_BA, step.lengths_B, tree.in_order)
+        return step
 
-    def _verify(
+    def verify(
         self,
         tree: DraftTree,
         output: TargetOutput,
@@ -289,16 +289,16 @@ def prefill(
     cache.lengths_B = lengths_B
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
-    logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
-    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences.text, rows)
+    output = TargetOutput(*(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1)))
+    scores_B1V = decoding.process_logits(output.logits_BNV, tree, sequences.text, rows)
     sampler = decoding.sampler
     if noise is not None:
         noise.move_to(rows)
         sampler = noise.sampler(tree)
-    roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
-    sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
-    drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
-    return cache, roots_B
+    step = StepResult(tree, output, *decoding.verification.verify(tree, output, scores_B1V, sampler, None))
+    sequences.add(rows, step, scores_B1V)
+    drafter.prefill(PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B))
+    return cache, step.next_tokens_B
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,6 @@ SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.start
     "prefix_allowed_tokens_fn",
 }
 """Settings that `SpeculativeLM.generate` passes to `model.generate`, which documents them."""
-NOT_RETURNED = ("output_attentions", "output_hidden_states")
-"""Settings for outputs that the loop does not keep."""
 
 
 @dataclass
@@ -580,7 +578,7 @@ def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: 
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         mode = config.get_generation_mode().value.replace("_", " ")
         raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
-    unsupported = [name for name in NOT_RETURNED if getattr(config, name, None)]
+    unsupported = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None)]
     if unsupported and config.return_dict_in_generate:
         raise ValueError(f"{unsupported[0]} is not supported; the output holds sequences, scores, logits and stats")
     if streamer is not None and rows > 1:

@@ -66,12 +66,11 @@ class CompiledFunction:
         if self.cuda_graph:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            if variant in self.variants:
-                value = self._run(arguments, known=True)
-            else:
+            known = variant in self.variants
+            if not known:
                 self._mark(sizes(), cache_sizes())
-                value = self._run(arguments, known=False)
-                self.variants.add(variant)
+            value = self._run(arguments, known)
+            self.variants.add(variant)
         except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
