@@ -237,16 +237,17 @@ def replace_ended(
     """
     while sequences.leaving and sequences.waiting:
         slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
-        rows = [sequences.waiting.popleft() for _ in range(min(len(slots), len(sequences.waiting)))]
-        sequences.leaving -= {sequences.active[slot] for slot in slots[: len(rows)]}
+        slots = slots[: len(sequences.waiting)]
+        rows = [sequences.waiting.popleft() for _ in slots]
+        sequences.leaving -= {sequences.active[slot] for slot in slots}
         fresh = drafter.fresh()
         fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
-        into_R = torch.tensor(slots[: len(rows)], device=roots_B.device)
+        into_R = torch.tensor(slots, device=roots_B.device)
         cache.replace(into_R, fresh_cache)
         fresh_cache.release()
         drafter.replace(into_R, fresh)
         roots_B = roots_B.index_copy(0, into_R, fresh_roots)
-        for slot, row in zip(slots, rows, strict=False):
+        for slot, row in zip(slots, rows, strict=True):
             sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
@@ -352,21 +353,21 @@ def _read_stage(
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
         output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        features_BTF = output.features_BNF
         if apart:
             width = target.info.hidden_size
-            of_last, of_layers = wanted.index(-1) * width, len(layers) * width
-            states_BTD = output.features_BNF[..., of_last : of_last + width]
+            states_BTD = features_BTF.split(width, dim=-1)[wanted.index(-1)]
             chosen_KD = torch.stack([states_BTD[index, end] for index, end in prompt_ends.items()])
             logits = target.logits(chosen_KD).unbind()
-            output = TargetOutput(output.logits_BNV, output.features_BNF[..., :of_layers])
+            features_BTF = features_BTF[..., : len(layers) * width]
         else:
             logits = tuple(output.logits_BNV[index, kept.index(end)] for index, end in prompt_ends.items())
         for (index, end), logits_V in zip(prompt_ends.items(), logits, strict=True):
-            last[index] = logits_V, output.features_BNF[index, end]
+            last[index] = logits_V, features_BTF[index, end]
         next_BT = tokens_BT[:, start + 1 : stop + 1]
         known = next_BT.shape[1]
         if known:  # the token after a prompt's last one is not known yet
-            features_BTF = output.features_BNF[:, :known] if together else output.features_BNF[of_row_B, :known]
+            features_BTF = features_BTF[:, :known] if together else features_BTF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
             drafter.prefill(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
     return last
