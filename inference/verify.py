@@ -253,9 +253,10 @@ _SPOKEN: dict[TreeKind, str] = {
 
 def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
     """Nodes that are not accepted, or have an ancestor that is not; the root always is, and padding never."""
+    accepted_BN = accepted_BN | (tree.parents_BN < 0)
     if tree.padding:
         accepted_BN = accepted_BN & (counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None])
-    return (tree.structure.ancestors_BNN[..., 1:] & ~accepted_BN[:, None, 1:]).any(-1)
+    return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
 
 
 def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:

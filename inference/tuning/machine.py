@@ -118,6 +118,7 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # the file is written whole or not at all
             written = Path(scratch) / "machine.json"
+            written.touch(mode=0o600)
             written.write_text(json.dumps(on_disk, indent=1), encoding="utf-8")
             written.replace(folder / "machine.json")
     except (OSError, RuntimeError) as error:
