@@ -130,7 +130,10 @@ class Verification:
     """
 
     def __init__(self, rule: Verifier) -> None:
-        self.rule, self.samples, self.one_draw_per_node = rule, rule is not greedy, rule is point_mass
+        self.rule = rule
+        self.samples = rule is not greedy
+        """Whether it is a rule for sampling."""
+        self.one_draw_per_node = rule is point_mass
         self.graph: CompiledFunction | None = None
         self._shapes: set[TreeShape | None] = set()
 
