@@ -192,7 +192,7 @@ class Verification:
         scores_BNV: Tensor,
         numbers: Tensor | Sampler | None,
         cache: TreeCache | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
         if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
             if numbers.ndim == 3:

@@ -207,7 +207,7 @@ class HeadDrafter(Drafter):
             return getattr(self if name == "draft" else self.head, name)(state, *given)
         tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
         variant = (len(given[0]) == 1, variant)
-        cache_sizes = list if state.cache is None else state.cache.sizes
+        cache_sizes: Callable[[], Any] = list if state.cache is None else state.cache.sizes
         return self._graphs[name](variant, lambda: [*state.sizes(), *tensors], cache_sizes, state, *given)
 
     def gumbel_noise(self, depth: int) -> Tensor:
