@@ -124,7 +124,7 @@ def speculation_step(
 class Verification:
     """Verification step: run the acceptance rule and commit the accepted KV entries.
 
-    A rule is some dozens of small operations, which take far longer to launch than to run: on an accelerator it is
+    A rule is dozens of small operations, which take far longer to launch than to run: on an accelerator it is
     compiled to one CUDA graph, together with the compaction of the KV cache. Its random numbers are drawn beforehand,
     so that the graph can be replayed.
     """

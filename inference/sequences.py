@@ -163,7 +163,7 @@ class Conversation:
         self.tokens, self.cache, self.draft_state = [], None, None
 
     def resume(self, context: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
-        """Crop the state to the text's common prefix with a prompt; begins the drafter if anything is kept.
+        """Crop the state to the prefix that text and prompt share, and resume the drafter if anything is kept.
 
         Returns:
             The target's KV cache and its length in tokens; None and 0 if the prompt must be read from its start.

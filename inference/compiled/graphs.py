@@ -91,7 +91,7 @@ class CompiledFunction:
                 torch._dynamo.mark_static_address(tensor)
 
     def _run(self, arguments: tuple[Any, ...], known: bool) -> Any:
-        """Call a known variant without setting the options, which takes longer than a small graph."""
+        """Call the function, for a known variant without setting the options: that takes longer than a small graph."""
         if known:
             with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # a guard failed within the variant
                 return self._compiled(*arguments)

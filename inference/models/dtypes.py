@@ -32,7 +32,7 @@ ROWS = (1, 8)
 REPEATS, LIMIT = 7, 1.0
 """Most calls of each, and seconds after which no further one starts."""
 SLOW = 1.25
-"""Ratio of the time in a named dtype to that in the fastest exact one from which on a warning is given."""
+"""Least ratio of the time in a named dtype to that in the fastest exact one that gives a warning."""
 ROOM = 0.8
 """Share of the free memory that weights in float32 may take; the rest is for caches and a head."""
 
