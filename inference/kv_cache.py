@@ -82,15 +82,9 @@ class TreeCache(Cache):
         rows: int = 0,
         pool: Pool | None = None,
     ) -> None:
-        """An empty cache.
+        """An empty cache for tokens on a device; `shapes` are those of each layer's keys, then of the values.
 
-        Args:
-            shapes: shapes of the keys of each layer, then of the values of each.
-            batch_size: number of rows.
-            device: device of the tokens.
-            tokens: expected length of each row; the cache grows beyond it.
-            rows: largest expected number of rows.
-            pool: source of the blocks.
+        It grows beyond the expected length of a row, `tokens`, and the expected number of rows.
         """
         layers = len(shapes) // 2
         super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])

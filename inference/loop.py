@@ -39,7 +39,7 @@ from .sequences import Conversation, Sequences, shared_length
 from .target import Target, TargetOutput
 from .tree import DraftTree
 from .tuning.tree_spec import TreeShape
-from .verify import Verifier, emitted_tokens, point_mass
+from .verify import Verifier, emitted_tokens, greedy, point_mass
 
 if TYPE_CHECKING:
     from .compiled.graphs import CompiledFunction
@@ -63,8 +63,6 @@ class Decoding:
     process_logits: TreeLogitsProcessor
     sampler: Sampler
     """Source of randomness for drafts and for the acceptance rule."""
-    sampling: bool
-    """False for greedy decoding."""
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
@@ -117,7 +115,7 @@ def speculation_step(
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
         values_BK = drafter.host_values(step) if drafter.needs_host_values else None
-        step = sequences.add(step, scores_BNV, stats, values_BK)
+        step = sequences.add(sequences.active, step, scores_BNV, stats, values_BK)
     with timed(stats, "draft"):
         drafter.observe(step)
     return step
@@ -126,14 +124,15 @@ def speculation_step(
 class Verification:
     """Verification step: run the acceptance rule and commit the accepted KV entries.
 
-    A rule is some dozens of small operations, which take far longer to launch than to run: on an accelerator it is
+    A rule is dozens of small operations, which take far longer to launch than to run: on an accelerator it is
     compiled to one CUDA graph, together with the compaction of the KV cache. Its random numbers are drawn beforehand,
     so that the graph can be replayed.
     """
 
-    def __init__(self, rule: Verifier, samples: bool = True) -> None:
-        """Take a rule; `samples` is False for one that draws no random numbers."""
-        self.rule, self.samples = rule, samples
+    def __init__(self, rule: Verifier) -> None:
+        self.rule = rule
+        self.samples = rule is not greedy
+        """Whether it is a rule for sampling."""
         self.one_draw_per_node = rule is point_mass
         self.graph: CompiledFunction | None = None
         self._shapes: set[TreeShape | None] = set()
@@ -143,7 +142,7 @@ class Verification:
         if not cpu_kernels.serve(device):
             from .compiled.graphs import CompiledFunction  # imports torch's compiler
 
-            self.graph = self.graph or CompiledFunction(self._verify, "the acceptance rule", device, cuda_graph=True)
+            self.graph = self.graph or CompiledFunction(self.verify, "the acceptance rule", device, cuda_graph=True)
 
     def verify_and_commit(
         self,
@@ -162,7 +161,7 @@ class Verification:
             compacted = graph is not None and graph.cuda_graph
             arguments = (tree, output, scores_BNV, numbers, cache if compacted else None)
             if graph is None:
-                verified = self._verify(*arguments)
+                verified = self.verify(*arguments)
             else:
                 known = tree.structure  # computed here, so that no part of it is traced
 
@@ -177,23 +176,23 @@ class Verification:
                 rows, nodes = tree.tokens_BN.shape
                 sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
                 variant = (rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape)
-                verified = graph(variant, sizes, lambda: [cache] if compacted else [], *arguments)
-            path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA = verified
+                verified = graph(variant, sizes, cache.sizes if compacted else list, *arguments)
+            step = StepResult(tree, output, *verified)
         with timed(stats, "cache"):
             if compacted:
-                cache.advance(lengths_B)
+                cache.advance(step.lengths_B)
             else:
-                cache.accept(path_BA, lengths_B, tree.in_order)
-        return StepResult(tree, output, path_BA, lengths_B, next_tokens_B, emitted_BA, features_BAF, finite_BA)
+                cache.accept(step.path_BA, step.lengths_B, tree.in_order)
+        return step
 
-    def _verify(
+    def verify(
         self,
         tree: DraftTree,
         output: TargetOutput,
         scores_BNV: Tensor,
         numbers: Tensor | Sampler | None,
         cache: TreeCache | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
         if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
             if numbers.ndim == 3:
@@ -201,11 +200,10 @@ class Verification:
             else:
                 numbers = PrecomputedSampler(uniform_BU=numbers)
         result = self.rule(tree, scores_BNV, numbers or UNUSED)
-        path_BA, emitted_BA, features_BAF = result.path_BA, result.emitted_BA, output.features_BNF
+        path_BA, features_BAF = result.path_BA, output.features_BNF
         if cache is not None and not tree.in_order:
             cache.compact(path_BA)
-        if emitted_BA is None:
-            emitted_BA = emitted_tokens(tree, result)
+        emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
         if tree.in_order:
             finite_BA = scores_BNV.amax(-1).isfinite()
         else:
@@ -242,16 +240,17 @@ def replace_ended(
     """
     while sequences.leaving and sequences.waiting:
         slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
-        rows = [sequences.waiting.popleft() for _ in range(min(len(slots), len(sequences.waiting)))]
-        sequences.leaving -= {sequences.active[slot] for slot in slots[: len(rows)]}
+        slots = slots[: len(sequences.waiting)]
+        rows = [sequences.waiting.popleft() for _ in slots]
+        sequences.leaving -= {sequences.active[slot] for slot in slots}
         fresh = drafter.fresh()
         fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
-        into_R = torch.tensor(slots[: len(rows)], device=roots_B.device)
+        into_R = torch.tensor(slots, device=roots_B.device)
         cache.replace(into_R, fresh_cache)
         fresh_cache.release()
         drafter.replace(into_R, fresh)
         roots_B = roots_B.index_copy(0, into_R, fresh_roots)
-        for slot, row in zip(slots, rows, strict=False):
+        for slot, row in zip(slots, rows, strict=True):
             sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
@@ -272,7 +271,7 @@ def prefill(
     target, prompts = decoding.target, [sequences.prompts[row] for row in rows]
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
-    draft_probs = decoding.process_logits.draft_probs if decoding.sampling else None
+    draft_probs = decoding.process_logits.draft_probs if decoding.verification.samples else None
     noise, temperature = decoding.noise, decoding.process_logits.temperature
     # One position more is computed, which the rule needs.
     gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
@@ -294,16 +293,16 @@ def prefill(
     cache.lengths_B = lengths_B
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
-    logits_B1V, features_B1F = (torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
-    scores_B1V = decoding.process_logits(logits_B1V, tree, sequences.text, rows)
+    output = TargetOutput(*(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1)))
+    scores_B1V = decoding.process_logits(output.logits_BNV, tree, sequences.text, rows)
     sampler = decoding.sampler
     if noise is not None:
         noise.move_to(rows)
         sampler = noise.sampler(tree)
-    roots_B = decoding.verification.rule(tree, scores_B1V, sampler).next_tokens_B
-    sequences.add_first(rows, roots_B, scores_B1V, logits_B1V)
-    drafter.prefill(PrefillChunk(last_tokens_B1, roots_B[:, None], features_B1F, torch.ones_like(lengths_B)))
-    return cache, roots_B
+    step = StepResult(tree, output, *decoding.verification.verify(tree, output, scores_B1V, sampler, None))
+    sequences.add(rows, step, scores_B1V)
+    drafter.prefill(PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B))
+    return cache, step.next_tokens_B
 
 
 @dataclass(frozen=True)
@@ -357,21 +356,21 @@ def _read_stage(
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
         output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        features_BTF = output.features_BNF
         if apart:
             width = target.info.hidden_size
-            of_last, of_layers = wanted.index(-1) * width, len(layers) * width
-            states_BTD = output.features_BNF[..., of_last : of_last + width]
+            states_BTD = features_BTF.split(width, dim=-1)[wanted.index(-1)]
             chosen_KD = torch.stack([states_BTD[index, end] for index, end in prompt_ends.items()])
             logits = target.logits(chosen_KD).unbind()
-            output = TargetOutput(output.logits_BNV, output.features_BNF[..., :of_layers])
+            features_BTF = features_BTF[..., : len(layers) * width]
         else:
             logits = tuple(output.logits_BNV[index, kept.index(end)] for index, end in prompt_ends.items())
         for (index, end), logits_V in zip(prompt_ends.items(), logits, strict=True):
-            last[index] = logits_V, output.features_BNF[index, end]
+            last[index] = logits_V, features_BTF[index, end]
         next_BT = tokens_BT[:, start + 1 : stop + 1]
         known = next_BT.shape[1]
         if known:  # the token after a prompt's last one is not known yet
-            features_BTF = output.features_BNF[:, :known] if together else output.features_BNF[of_row_B, :known]
+            features_BTF = features_BTF[:, :known] if together else features_BTF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
             drafter.prefill(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
     return last

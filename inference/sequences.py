@@ -32,18 +32,10 @@ class Sequences:
         max_batch_size: int | None = None,
         callbacks: Sequence[Callable[[Sequences], None]] = (),
     ) -> None:
-        """Begin with the prompts.
+        """Begin with unpadded prompts [T], each to be continued by `new_tokens` at most.
 
-        Args:
-            prompts: unpadded tokens [T] of each row.
-            new_tokens: largest number of new tokens in each row.
-            eos_token_ids: tokens that end a row.
-            criteria: stopping criteria, called after each token with one row's unpadded tokens [1, T].
-            streamer: gets the tokens as they are accepted; one row only.
-            keep_scores: whether to keep the processed scores of every new token.
-            keep_logits: whether to keep its raw logits.
-            max_batch_size: rows that are decoded at once, the others waiting; None for all.
-            callbacks: called after prefill, and after every round.
+        Stopping criteria are called after each token with one row's unpadded tokens [1, T], `callbacks` after prefill
+        and after every round. Rows beyond `max_batch_size` wait.
         """
         self.prompts, self.callbacks, self.criteria, self.streamer = prompts, callbacks, criteria, streamer
         self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids
@@ -71,22 +63,15 @@ class Sequences:
         prompt = self.prompts[row]
         return torch.cat([prompt, torch.tensor(self.rows[row], dtype=prompt.dtype, device=prompt.device)])
 
-    def add_first(self, rows: Sequence[int], roots_B: Tensor, scores_B1V: Tensor, logits_B1V: Tensor) -> None:
-        """Append the tokens that follow the prompts of `rows`."""
-        finite_B = scores_B1V[:, 0].amax(-1).isfinite()
-        tokens, finite = torch.stack([roots_B, finite_B.long()]).tolist()  # sync: the first tokens, once a call
-        for slot, (row, token, valid) in enumerate(zip(rows, tokens, finite, strict=True)):
-            if not valid:
-                self._refuse(row, logits_B1V[slot, 0])
-            self._append(row, [token])
-            for kept, values_B1V in ((self.scores, scores_B1V), (self.logits, logits_B1V)):
-                if kept is not None:
-                    kept[row].append(values_B1V[slot].clone())
-        for callback in self.callbacks:
-            callback(self)
-
-    def add(self, step: StepResult, scores_BNV: Tensor, stats: Stats, values_BK: Tensor | None = None) -> StepResult:
-        """Append the tokens that a step emitted.
+    def add(
+        self,
+        rows: Sequence[int],
+        step: StepResult,
+        scores_BNV: Tensor,
+        stats: Stats | None = None,
+        values_BK: Tensor | None = None,
+    ) -> StepResult:
+        """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
 
         Returns:
             The step with its tokens and the drafter's integers `values_BK` on the host.
@@ -98,7 +83,7 @@ class Sequences:
         # sync: the only one of a round; the host must know what to return and when to stop
         found = torch.cat([*columns, *([] if values_BK is None else [values_BK])], dim=1).tolist()
         most, emitted = step.emitted_BA.shape[1], []
-        for slot, (row, (length, *values)) in enumerate(zip(self.active, found, strict=True)):
+        for slot, (row, (length, *values)) in enumerate(zip(rows, found, strict=True)):
             emitted.append(values[most : most + length])
             valid = sum(accumulate(values[:most], min))  # up to the first that is not finite
             count = self._append(row, emitted[-1][:valid])
@@ -107,8 +92,9 @@ class Sequences:
             for kept, values_BNV in ((self.scores, scores_BNV), (self.logits, step.output.logits_BNV)):
                 if kept is not None:
                     kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
-            record = RoundRecord(length - 1, count, step.tree.max_depth, number=len(stats.round_seconds))
-            stats.rows[row].append(record)
+            if stats is not None:
+                record = RoundRecord(length - 1, count, step.tree.max_depth, number=len(stats.round_seconds))
+                stats.rows[row].append(record)
         for callback in self.callbacks:
             callback(self)
         return replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
@@ -177,7 +163,7 @@ class Conversation:
         self.tokens, self.cache, self.draft_state = [], None, None
 
     def resume(self, context: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
-        """Crop the state to the text's common prefix with a prompt; begins the drafter if anything is kept.
+        """Crop the state to the prefix that text and prompt share, and resume the drafter if anything is kept.
 
         Returns:
             The target's KV cache and its length in tokens; None and 0 if the prompt must be read from its start.

@@ -58,8 +58,6 @@ SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.start
     "prefix_allowed_tokens_fn",
 }
 """Settings that `SpeculativeLM.generate` passes to `model.generate`, which documents them."""
-NOT_RETURNED = ("output_attentions", "output_hidden_states")
-"""Settings for outputs that the loop does not keep."""
 
 
 @dataclass
@@ -103,7 +101,7 @@ class SpeculativeLM:
         self.target = target
         self.drafter: Drafter = drafter or NoDraft()
         self.sampling_rule = Verification(choose_rule(verifier, self.drafter.kind, lossy))
-        self.greedy_rule = Verification(greedy, samples=False)
+        self.greedy_rule = Verification(greedy)
         self.verifier, self.lossy = verifier, lossy
         self.provenance: dict[str, Any] = {}
         """The target that the head was trained against, from the head's checkpoint."""
@@ -435,7 +433,7 @@ class SpeculativeLM:
                     callbacks=self.round_callbacks,
                 )
                 rule = self.sampling_rule if config.do_sample else self.greedy_rule
-                decoding = Decoding(target, rule, process_logits, sampler, bool(config.do_sample))
+                decoding = Decoding(target, rule, process_logits, sampler)
                 if past is not None and past.owner != (self, target.version):
                     past.forget()
                     past.owner = (self, target.version)
@@ -580,7 +578,7 @@ def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: 
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         mode = config.get_generation_mode().value.replace("_", " ")
         raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
-    unsupported = [name for name in NOT_RETURNED if getattr(config, name, None)]
+    unsupported = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None)]
     if unsupported and config.return_dict_in_generate:
         raise ValueError(f"{unsupported[0]} is not supported; the output holds sequences, scores, logits and stats")
     if streamer is not None and rows > 1:

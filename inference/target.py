@@ -339,14 +339,9 @@ class Target:
     ) -> TargetOutput:
         """One forward over the last N of M uncommitted nodes, the others being in the cache already.
 
-        Args:
-            tokens_BN: tokens of the new nodes.
-            framed_BNX: `framed` tree attention of the new nodes.
-            depths_BM: positions relative to the first one behind the committed tokens.
-            longest: length of the longest row.
-            cache: receives the new nodes' entries.
-            layers: feature layers to return.
-            kept_K: the new nodes whose logits to return; None for all.
+        `framed_BNX` is the new nodes' tree attention, see `framed`; `depths_BM` are positions relative to the first one
+        behind the committed tokens, of which the longest row has `longest`. Returns the logits of the new nodes
+        `kept_K`, None for all.
         """
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.reserve(new, longest, nodes - new)
@@ -371,7 +366,7 @@ class Target:
                 return [*by_node, *by_mask, (kept_K, 0)]
 
             variant = (len(cache.lengths_B) == 1, new == 1, layers)
-            return TargetOutput(*self.graph(variant, sizes, lambda: [cache], *given, kept_K))
+            return TargetOutput(*self.graph(variant, sizes, cache.sizes, *given, kept_K))
 
     def visible_slots(
         self, framed_BNX: Tensor, depths_BM: Tensor, cache: TreeCache, longest: int
@@ -407,7 +402,7 @@ class Target:
         Returns features_BTF of `layers`, and last_BTD, the states after the final norm. In packed rows `positions_BT`
         is 0 at the start of every sequence, which attends to no other.
         """
-        indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
+        indices = [layer % self.info.num_layers + 1 for layer in layers]
         output = self.model(
             input_ids=tokens_BT,
             position_ids=positions_BT,  # transformers makes the mask of packed rows from them
@@ -433,7 +428,7 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Logits and features of a forward; this function is compiled."""
         # Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1.
-        indices = [self.info.num_layers if layer == -1 else layer + 1 for layer in layers]
+        indices = [layer % self.info.num_layers + 1 for layer in layers]
         output = (self.packed_model or self.model)(
             input_ids=tokens_BN,
             attention_mask=masks,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,8 +58,6 @@ EPSILON, DELTA = 0.09, 0.3
 
 def emitted_tokens(tree: DraftTree, result: VerifyResult) -> Tensor:
     """The tokens that follow each accepted node, [B, A], padded: the rest of the path, then the bonus token."""
-    if result.emitted_BA is not None:
-        return result.emitted_BA
     ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, result.path_BA)
     return ordered_BA.roll(-1, 1).scatter(1, result.lengths_B[:, None] - 1, result.next_tokens_B[:, None])
 
@@ -169,9 +167,7 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
     return VerifyResult(*tree.path_to(last_B), next_tokens_B)
 
 
-def typical(
-    tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, epsilon: float = EPSILON, delta: float = DELTA
-) -> VerifyResult:
+def typical(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
     """LOSSY: accept whatever the target finds plausible; does not keep the target's distribution.
 
     A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
@@ -179,7 +175,7 @@ def typical(
     """
     log_p_BNV = scores_BNV.log_softmax(-1)
     entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
-    threshold_BN = (delta * (-entropy_BN).exp()).clamp(max=epsilon)
+    threshold_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON)
     parents_BN = tree.structure.above_BN
     log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
@@ -257,20 +253,10 @@ _SPOKEN: dict[TreeKind, str] = {
 
 def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
     """Nodes that are not accepted, or have an ancestor that is not; the root always is, and padding never."""
-    nodes, device = accepted_BN.shape[1], accepted_BN.device
-    if torch.compiler.is_compiling():
-        accepted_BN = accepted_BN | (counting(nodes, device) == 0)
-    else:
-        accepted_BN = accepted_BN | _is_root(nodes, device, torch.is_inference_mode_enabled())
+    accepted_BN = accepted_BN | (tree.parents_BN < 0)
     if tree.padding:
-        accepted_BN = accepted_BN & (counting(nodes, device) < tree.sizes_B[:, None])
+        accepted_BN = accepted_BN & (counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None])
     return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
-
-
-@lru_cache(maxsize=256)
-def _is_root(nodes: int, device: torch.device, inference: bool) -> Tensor:
-    """True for the first node; tensors that are made in inference mode cannot be used outside of it."""
-    return torch.arange(nodes, device=device) == 0
 
 
 def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:

@@ -252,7 +252,7 @@ def write(
     sequences = Sequences(prompts, new_tokens, frozenset(), max_batch_size=slots)
     verification = rule if isinstance(rule, Verification) else Verification(rule)
     process_logits = TreeLogitsProcessor(processors, [0] * len(prompts))
-    decoding = Decoding(target, verification, process_logits, sampler, sampling=True)
+    decoding = Decoding(target, verification, process_logits, sampler)
     stats = speculate(decoding, drafter, sequences)
     return sequences.rows, stats
 

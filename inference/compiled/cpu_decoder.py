@@ -78,9 +78,19 @@ class PackedLayers:
 
         Values in the caches are rounded to `dtype`, float32 or bfloat16.
         """
-        first = layers[0].self_attn
-        self.eps, self.dtype, self.size = eps, dtype, int(first.head_dim)
-        self.scale = float(getattr(first, "scaling", self.size**-0.5))
+        first, self.dtype = layers[0].self_attn, dtype
+        self.size = int(first.head_dim)
+        heads, self.groups = (part.out_features // self.size for part in (first.q_proj, first.k_proj))
+        self.call = Call(
+            hidden=first.o_proj.out_features,
+            heads=heads,
+            groups=self.groups,
+            size=self.size,
+            inner=layers[0].mlp.up_proj.out_features,
+            eps=eps,
+            scale=getattr(first, "scaling", self.size**-0.5),
+            norm_before_residual=getattr(layers[0], "norm_before_residual", False),
+        )
         self.kept: list[Any] = []
         """Tensors to which the kernels hold pointers."""
         self.structs = (Layer * len(layers))()
@@ -99,10 +109,6 @@ class PackedLayers:
             struct.query_norm, struct.key_norm = (
                 self._vector(getattr(attention, f"{part}_norm", None)) for part in "qk"
             )
-        self.hidden = first.o_proj.out_features
-        self.heads, self.groups = (part.out_features // self.size for part in (first.q_proj, first.k_proj))
-        self.inner = layers[0].mlp.up_proj.out_features
-        self.norm_before_residual = bool(getattr(layers[0], "norm_before_residual", False))
 
     def _vector(self, module: Any) -> int | None:
         if not hasattr(module, "weight"):
@@ -121,16 +127,11 @@ class PackedLayers:
         features: dict[int, Tensor] | None = None,
         embeds_BND: Tensor | None = None,
     ) -> None:
-        """Run all layers over new tokens.
+        """Run all layers over new tokens; `state_BND`, float32 and contiguous, becomes the last layer's output.
 
-        Args:
-            state_BND: input, float32, contiguous; overwritten with the last layer's output.
-            rotary: cosines and sines, [B, N, head size].
-            caches: keys and values of each layer, [B, groups, capacity, head size], rows contiguous.
-            slots_BN: of the new entries.
-            seen_BNS: attention mask of each layer, bool; a token attends to itself, too.
-            features: output tensors [B, N, D] by layer number; their rows need not be contiguous.
-            embeds_BND: for a first layer that reads them beside its state.
+        `rotary` holds cosines and sines [B, N, head size], `caches` each layer's keys and values [B, groups, capacity,
+        head size] with contiguous rows, `seen_BNS` its attention mask, bool, in which a token attends to itself, too.
+        `features` are output tensors [B, N, D] by layer number; a first layer may read `embeds_BND` beside its state.
         """
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
@@ -147,27 +148,11 @@ class PackedLayers:
             struct.feature = pointer((features or {}).get(number))
         steps = {each.stride(1) for each in (features or {}).values()} or {0}
         assert len(steps) == 1
-        call = Call(
-            hidden=self.hidden,
-            heads=self.heads,
-            groups=self.groups,
-            size=self.size,
-            inner=self.inner,
-            batch=batch,
-            nodes=nodes,
-            slots=slots,
-            capacity=room,
-            feature_step=steps.pop(),
-            threads=torch.get_num_threads(),
-            eps=self.eps,
-            scale=self.scale,
-            norm_before_residual=self.norm_before_residual,
-            places=slots_BN.data_ptr(),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
-            embeds=pointer(embeds_BND),
-            state=state_BND.data_ptr(),
-        )
+        call = self.call
+        call.batch, call.nodes, call.slots, call.capacity = batch, nodes, slots, room
+        call.feature_step, call.threads = steps.pop(), torch.get_num_threads()
+        call.places, call.embeds, call.state = slots_BN.data_ptr(), pointer(embeds_BND), state_BND.data_ptr()
+        call.cosines, call.sines = cosines.data_ptr(), sines.data_ptr()
         kernels().headstart_decoder(ctypes.byref(call), self.structs, len(self.structs), self.dtype == torch.bfloat16)
 
 

@@ -50,12 +50,8 @@ class Weights(ctypes.Structure):
     """`Weights` in cpu_kernels.cpp."""
 
     _fields_ = (
-        ("format", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("words", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("format", "inputs", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "bias")),
     )
 
 
@@ -186,8 +182,8 @@ def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
     return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
 
 
-Held = tuple[Tensor, Tensor | None] | None
-"""Words, int32 [O, words of inputs], and scales with offsets [O, groups of inputs, 2]; None if not exact."""
+Held = tuple[Tensor, ...] | None
+"""Words, int32 [O, words of inputs], and of integers scales with offsets [O, groups of inputs, 2]; None if inexact."""
 
 
 def _held(parts: Sequence[Tensor], name: str, columns: int) -> list[Tensor] | None:
@@ -202,8 +198,7 @@ def _held(parts: Sequence[Tensor], name: str, columns: int) -> list[Tensor] | No
     for part in parts:
         if (found := hold(part.float())) is None:
             return None
-        whole = [values for values in found if values is not None]
-        held.append([values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in whole])
+        held.append([values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in found])
     return [torch.cat(values) for values in zip(*held, strict=True)]
 
 
@@ -241,14 +236,14 @@ def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
 
 def _bfloat16(weight_OI: Tensor) -> Held:
     halves = weight_OI.bfloat16()
-    return (halves.view(torch.int32), None) if torch.equal(halves.float(), weight_OI) else None
+    return (halves.view(torch.int32),) if torch.equal(halves.float(), weight_OI) else None
 
 
 FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
     "affine4": (GROUP, _affine4),
     "affine8": (GROUP, _affine8),
     "bfloat16": (2, _bfloat16),
-    "float32": (1, lambda weight_OI: (weight_OI.contiguous().view(torch.int32), None)),
+    "float32": (1, lambda weight_OI: (weight_OI.contiguous().view(torch.int32),)),
 }
 """Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a multiple of the first
 value; the second packs weights."""

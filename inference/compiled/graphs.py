@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +29,14 @@ Sizes = Sequence[tuple[Tensor, int]]
 """Tensors, each with a dimension whose size differs between calls."""
 
 
-class InPlace(Protocol):
-    """A cache that is allocated for a generation and written to in place."""
-
-    def sizes(self) -> Sizes:
-        """Its tensors and their dynamic dimensions."""
-
-
 class CompiledFunction:
     """A function of tensors, compiled at the first call of each variant."""
 
     def __init__(self, function: Callable[..., Any], what: str, device: torch.device, cuda_graph: bool = False) -> None:
-        """Prepare to compile.
+        """Prepare to compile a function, named `what` in warnings; what it reads beside its arguments must not change.
 
-        Args:
-            function: what it reads beside its arguments must never change.
-            what: its name, for warnings.
-            device: where it runs.
-            cuda_graph: whether to run it as a CUDA graph on a GPU; it returns a tuple of tensors then. One is captured
-                for each address of the caches, so a generation whose caches lie elsewhere captures again.
+        With `cuda_graph` it runs as a CUDA graph on a GPU, and returns a tuple of tensors. One is captured for each
+        address of the caches, so a generation whose caches lie elsewhere captures again.
         """
         self.function, self.what = function, what
 
@@ -65,24 +54,23 @@ class CompiledFunction:
         self._compiled = torch.compile(own, fullgraph=True, backend=backend, options=options)
 
     def __call__(
-        self, variant: Hashable, sizes: Callable[[], Sizes], caches: Callable[[], Sequence[InPlace]], *arguments: Any
+        self, variant: Hashable, sizes: Callable[[], Sizes], cache_sizes: Callable[[], Sizes], *arguments: Any
     ) -> Any:
         """Call the function; calls of one variant share a graph.
 
-        For a new variant `sizes` returns the dynamic dimensions, but for those of the caches, and `caches` the
-        arguments to which the function writes in place.
+        For a new variant `cache_sizes` returns the dynamic dimensions of the tensors to which the function writes in
+        place, and `sizes` those of the others.
         """
         if self.broken:
             return self.function(*arguments)
         if self.cuda_graph:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            if variant in self.variants:
-                value = self._run(arguments, known=True)
-            else:
-                self._mark(sizes(), caches())
-                value = self._run(arguments, known=False)
-                self.variants.add(variant)
+            known = variant in self.variants
+            if not known:
+                self._mark(sizes(), cache_sizes())
+            value = self._run(arguments, known)
+            self.variants.add(variant)
         except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
@@ -93,9 +81,8 @@ class CompiledFunction:
         # The next replay overwrites what this one returned.
         return tuple(tensor.clone() for tensor in value) if self.cuda_graph else value
 
-    def _mark(self, sizes: Sizes, caches: Sequence[InPlace]) -> None:
+    def _mark(self, sizes: Sizes, written: Sizes) -> None:
         """Tell torch which dimensions are dynamic, and which tensors are written in place."""
-        written = [each for cache in caches for each in cache.sizes()]
         for tensor, dimension in (*sizes, *written):
             if tensor.shape[dimension] > 1:
                 torch._dynamo.mark_dynamic(tensor, dimension)
@@ -104,7 +91,7 @@ class CompiledFunction:
                 torch._dynamo.mark_static_address(tensor)
 
     def _run(self, arguments: tuple[Any, ...], known: bool) -> Any:
-        """Call a known variant without setting the options, which takes longer than a small graph."""
+        """Call the function, for a known variant without setting the options: that takes longer than a small graph."""
         if known:
             with suppress(FailOnRecompileLimitHit, BackendCompilerFailed):  # a guard failed within the variant
                 return self._compiled(*arguments)

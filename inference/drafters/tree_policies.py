@@ -205,8 +205,8 @@ class HeadDrafter(Drafter):
             return getattr(self if name == "draft" else self.head, name)(state, *given)
         tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
         variant = (len(given[0]) == 1, variant)
-        caches = [] if state.cache is None else [state.cache]
-        return self._graphs[name](variant, lambda: [*state.sizes(), *tensors], lambda: caches, state, *given)
+        cache_sizes: Callable[[], Any] = list if state.cache is None else state.cache.sizes
+        return self._graphs[name](variant, lambda: [*state.sizes(), *tensors], cache_sizes, state, *given)
 
     def gumbel_noise(self, depth: int) -> Tensor:
         """`DraftContext.gumbel` for the next `depth` positions, over the draft vocabulary."""

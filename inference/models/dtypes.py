@@ -32,7 +32,7 @@ ROWS = (1, 8)
 REPEATS, LIMIT = 7, 1.0
 """Most calls of each, and seconds after which no further one starts."""
 SLOW = 1.25
-"""Ratio of the time in a named dtype to that in the fastest exact one from which on a warning is given."""
+"""Least ratio of the time in a named dtype to that in the fastest exact one that gives a warning."""
 ROOM = 0.8
 """Share of the free memory that weights in float32 may take; the rest is for caches and a head."""
 
@@ -107,23 +107,19 @@ def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
         )
 
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-"""Rows [R, in] and a weight [out, in] to [R, out]."""
-
-
-def against_float32(dtype: torch.dtype, linear: Linear = F.linear) -> float:
+def against_float32(dtype: torch.dtype) -> float:
     """Time of linear layers in `dtype` over that in float32, on this machine's CPU, measured once."""
-    name = f"{linear.__name__} of {ROWS} rows in {dtype_name(dtype)} over float32"
-    return measured_once(torch.device("cpu"), name, lambda: _timed(dtype, linear), positive)
+    name = f"linear of {ROWS} rows in {dtype_name(dtype)} over float32"
+    return measured_once(torch.device("cpu"), name, lambda: _timed(dtype), positive)
 
 
 @torch.inference_mode()
-def _timed(dtype: torch.dtype, linear: Linear) -> float:
+def _timed(dtype: torch.dtype) -> float:
     """The sum of the medians of all `ROWS`, over that in float32."""
 
     def forward(rows_RD: Tensor, weights: list[Tensor]) -> None:
         for weight_OI in weights:
-            rows_RD = linear(rows_RD, weight_OI)
+            rows_RD = F.linear(rows_RD, weight_OI)
 
     shapes = [(INNER, WIDTH), (WIDTH, INNER)] * (LAYERS // 2)
     calls: dict[tuple[torch.dtype, int], Callable[[], None]] = {}

@@ -28,8 +28,6 @@ def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[s
     """Whether a loaded model, a folder or a Hub id is one; False for what cannot be read: loading it tells why."""
     if isinstance(source, PreTrainedModel):
         return bool(source.config.is_encoder_decoder)
-    if isinstance(source, Target):
-        return isinstance(source, Seq2SeqTarget)
     try:
         config = config_of(source, revision, options)
     except ValueError:

@@ -128,15 +128,9 @@ def load_model(
     revision: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A target's model, frozen and in eval mode.
+    """A target's model, frozen and in eval mode; the arguments are those of `Target.from_pretrained`.
 
-    Args:
-        loader: AutoModelForCausalLM or AutoModelForSeq2SeqLM.
-        source: as in `Target.from_pretrained`.
-        dtype: dtype of the weights.
-        where: a device, accelerate's map of modules to devices, or one of `MAPS`.
-        revision: branch, tag or commit of a Hub id.
-        options: by the names in `MODEL_OPTIONS`.
+    `loader` is AutoModelForCausalLM or AutoModelForSeq2SeqLM; `options` are named in `MODEL_OPTIONS`.
     """
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})

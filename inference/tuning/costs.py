@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -52,7 +53,7 @@ class RoundCosts:
     def seconds(self, nodes: int, depth: int) -> float:
         """Seconds of a step with a tree, the root counted: linear between the measured sizes, and beyond the last."""
         sizes = list(self.forward)
-        after = min(max(next((i for i, size in enumerate(sizes) if size >= nodes), len(sizes)), 1), len(sizes) - 1)
+        after = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
         low, high = sizes[after - 1], sizes[after]
         slope = (self.forward[high] - self.forward[low]) / (high - low)
         return self.forward[low] + slope * (nodes - low) + self.draft * depth
@@ -124,12 +125,10 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     return RoundCosts(forward, taken[0] / depth if depth else 0.0)
 
 
-def forward_seconds(
-    target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...], repeats: int = 9
-) -> dict[int, float]:
+def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
     """Median seconds of a forward over a chain behind a text, by the chain's nodes; sizes are timed in turns."""
     check = checker(target, text_1T, layers)
-    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, repeats)
+    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, repeats=9)
     return {size: statistics.median(times) for size, times in taken.items()}
 
 

@@ -116,14 +116,11 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, partial = tempfile.mkstemp(dir=folder, prefix="machine.json")
-        try:  # the file is written whole or not at all
-            with open(number, "w", encoding="utf-8") as file:
-                file.write(json.dumps(on_disk, indent=1))
-            os.replace(partial, folder / "machine.json")
-        except OSError:
-            os.unlink(partial)
-            raise
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # the file is written whole or not at all
+            written = Path(scratch) / "machine.json"
+            written.touch(mode=0o600)
+            written.write_text(json.dumps(on_disk, indent=1), encoding="utf-8")
+            written.replace(folder / "machine.json")
     except (OSError, RuntimeError) as error:
         tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
     return read(found)

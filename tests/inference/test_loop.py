@@ -76,9 +76,7 @@ class Case:
 )
 def test_a_graph_decides_as_the_rule_does(rule, rows):
     """With the same random numbers; what the cache keeps, too."""
-    compiled, plain = (
-        Verification(RULES[rule].verify if rule in RULES else greedy, rule != "greedy") for _ in range(2)
-    )
+    compiled, plain = (Verification(RULES[rule].verify if rule in RULES else greedy) for _ in range(2))
     compiled.compile(CPU)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")
