@@ -1,4 +1,4 @@
-"""headstart COMMAND: data, features, train, tree, datastore, generate, bench, verify, push, import, export, demo."""
+"""headstart COMMAND: make data, train a draft head, find its tree, decode, measure, publish."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from headstart.scripts.command_line import run
 
 COMMANDS = {
+    "prompts": ("prompts", "make a mix of prompts by kind, with some of each held out"),
     "data": ("data", "make conversations: the model generates prompts and answers, or answers given prompts"),
     "features": ("features", "write the target's hidden states to disk, for training to read"),
     "train": ("train", "train a draft head on a frozen model"),
@@ -16,7 +17,7 @@ COMMANDS = {
     "datastore": ("datastore", "index a corpus, from which drafts are retrieved"),
     "generate": ("generate", "answer a prompt with a head, streaming"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
-    "verify": ("verify", "check a head against its target"),
+    "verify": ("checkpoints.verify", "check a head against its target"),
     "push": ("checkpoints.push", "publish a head on the Hugging Face Hub"),
     "import": ("checkpoints.import_head", "convert a head of another project to ours"),
     "export": ("checkpoints.export", "convert a head to another project's format"),

@@ -97,7 +97,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.inference import TreeShape, load_tokenizer
     from headstart.scripts.checkpoints.load_target import target_of
-    from headstart.scripts.verify import PROMPTS
+    from headstart.scripts.checkpoints.verify import PROMPTS
     from headstart.train.data.chat_template import prompt_ids
     from headstart.train.evaluate import greedy_answers
 

@@ -136,21 +136,27 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
-    """Read the prompts of a file, each as the messages before an answer.
+    """Read the prompts of a file, each as the messages before an answer."""
+    return [row["messages"] for row in read_prompt_rows(path, limit)]
+
+
+def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """Read the rows of a file of prompts, whose `messages` are those before an answer.
 
     A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
     (the first turn is the prompt), or {"prompt": ...}.
     """
-    prompts: list[Messages] = []
+    rows: list[dict[str, Any]] = []
     for where, row in itertools.islice(open_file(str(path)).read(), limit):
         turns = row.get("turns") if isinstance(row, dict) else None
         text = turns[0] if isinstance(turns, list) and turns else row.get("prompt") if isinstance(row, dict) else None
         if isinstance(text, str):
-            prompts.append([{"role": "user", "content": text}])
+            rows.append({**row, "messages": [{"role": "user", "content": text}]})
             continue
-        messages = check_conversation(row, where)["messages"]
-        prompts.append(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
-    return prompts
+        row = check_conversation(row, where)
+        messages = row["messages"]
+        rows.append({**row, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages})
+    return rows
 
 
 def distinct_share(tokens: Sequence[object], n: int = 4) -> float:

@@ -3,8 +3,8 @@
 A prompt is the model's continuation of its own chat template, truncated right behind the user tag (Magpie,
 arXiv:2406.08464).
 
-Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch is written whole or
-not at all, so a run that is stopped, even inside a batch, resumes and ends with the same file.
+Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch has one temperature
+and is written whole or not at all, so a run that is stopped, even inside a batch, resumes and ends with the same file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..console import ProgressBar, Stopped, StopRequest, log
 from ..features.placement import SharedTarget, load_speculative_lm
 from ..run_folder import check_options, write_whole
 from .chat_template import check_lengths, prompt_ids, render
-from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
+from .conversations import RESUME_ADVICE, distinct_share, read_prompt_rows
 
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts are dropped."""
@@ -50,6 +50,8 @@ class Progress:
     conversations: int = 0
     tokens: int = 0
     """Answer tokens."""
+    unfinished: int = 0
+    """Answers that were cut off."""
     size: int = 0
     """Bytes of the file that belong to whole batches."""
     ended: bool = False
@@ -59,14 +61,15 @@ class Progress:
 class _Output:
     """The file of conversations, and the state file beside it, by which it resumes."""
 
-    def __init__(self, config: SelfMadeConfig, prompts: list[Messages] | None) -> None:
+    def __init__(self, config: SelfMadeConfig, prompts: list[dict[str, Any]] | None) -> None:
         """Start the file, or cut off a half-written batch."""
         self.path, self.progress, self.seen = Path(config.output), Progress(), set[str]()
         self.state_path = self.path.with_name(self.path.name + ".state.json")
-        self.config, self.prompts = config, prompts
+        self.config, self.given = config, prompts is not None
         self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
         # Prompts between two writes: `WAVES` for each row of the batch, but at most a quarter of all.
         self.at_once = max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
+        self.batches = _batches(prompts or [], self.at_once, config.temperature)
         if not self.state_path.exists():
             if self.path.exists():
                 raise ValueError(f"{self.path} exists and was not written by this command; choose another output")
@@ -91,9 +94,10 @@ class _Output:
     def state(self) -> tuple[int, bool]:
         """Conversations made, or given prompts answered, and whether that is all."""
         progress = self.progress
-        done = progress.conversations if self.prompts is None else progress.batches * self.at_once
         ended = progress.ended or progress.conversations >= self.config.conversations
-        return done, ended or (self.prompts is not None and done >= len(self.prompts))
+        if not self.given:
+            return progress.conversations, ended
+        return sum(map(len, self.batches[: progress.batches])), ended or progress.batches >= len(self.batches)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Write the conversations of a batch."""
@@ -105,12 +109,27 @@ class _Output:
         self.progress.batches += 1
         self.progress.conversations += len(rows)
         self.progress.tokens += sum(row["tokens"] for row in rows)
+        self.progress.unfinished += sum(not row["finished"] for row in rows)
         self.write_state()
 
     def write_state(self) -> None:
         """Write options, progress and the prompts seen."""
         options, progress = dataclasses.asdict(self.config), dataclasses.asdict(self.progress)
         write_whole(self.state_path, json.dumps({"options": options, "progress": progress, "seen": sorted(self.seen)}))
+
+
+def _batches(prompts: list[dict[str, Any]], size: int, temperature: float) -> list[list[dict[str, Any]]]:
+    """Prompts in batches of one temperature each, in the order of their first prompts."""
+    batches: list[list[dict[str, Any]]] = []
+    filling: dict[float, list[dict[str, Any]]] = {}
+    for prompt in prompts:
+        batch = filling.setdefault(prompt.get("temperature", temperature), [])
+        if not batch:
+            batches.append(batch)
+        batch.append(prompt)
+        if len(batch) == size:
+            del filling[prompt.get("temperature", temperature)]
+    return batches
 
 
 class _TimeIsOver(Exception):
@@ -127,7 +146,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         from .server_answers import ask_server  # needs the package openai, which nothing else does
 
         return ask_server(config)
-    output = _Output(config, read_prompts(config.prompts) if config.prompts else None)
+    output = _Output(config, read_prompt_rows(config.prompts) if config.prompts else None)
     path, progress = output.path, output.progress
     if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
@@ -135,9 +154,8 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     lm, tokenizer = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
-    if output.prompts is not None:
-        ids = [prompt_ids(tokenizer, messages) for messages in output.prompts[: config.conversations]]
-        check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
+    ids = [prompt_ids(tokenizer, prompt["messages"]) for batch in output.batches for prompt in batch]
+    check_lengths(ids[: config.conversations], config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
         watch = _Watch(output, deadline)
         lm.round_callbacks.append(watch)
@@ -154,7 +172,10 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
                         "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
                     )
                 output.add(rows[: config.conversations - progress.conversations])
-        written = f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens"
+        written = (
+            f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens, {progress.unfinished} "
+            f"cut off after {config.answer_tokens}"
+        )
         if not output.state()[1]:
             if stop.wanted:
                 raise Stopped(f"stopped; {written}; the same command resumes from there")
@@ -171,7 +192,6 @@ class _Watch:
     def __init__(self, output: _Output, deadline: float) -> None:
         self.output, self.deadline = output, deadline
         self.bar = ProgressBar("conversations", output.total, min(output.state()[0], output.total))
-        self.parts = ["answers"] if output.prompts is not None else ["prompts", "answers"]  # of a batch
         self.began, self.tokens = time.monotonic(), 0
         self.batch_began, self.batches = self.began, -1
         self.generations: list[Sequences] = []  # of the batch in progress
@@ -180,6 +200,11 @@ class _Watch:
         """Start counting a batch, unless less time is left than half of what a batch has taken so far."""
         self.tokens += sum(out.tokens for out in self.generations)
         self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
+        self.parts = ["answers"] if self.output.given else ["prompts", "answers"]
+        if self.output.given and any(
+            "follow_up" in prompt for prompt in self.output.batches[self.output.progress.batches]
+        ):
+            self.parts.append("second turns")
         half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
         if self.output.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
             raise _TimeIsOver
@@ -219,49 +244,74 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
     """Generate the usable conversations of the next batch."""
     config, batch = output.config, output.progress.batches
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
-    if output.prompts is None:
-        prompts = _generate_prompts(lm, tokenizer, output, generator)
-    else:
-        prompts = output.prompts[batch * output.at_once : (batch + 1) * output.at_once]
+    prompts = output.batches[batch] if output.given else _generate_prompts(lm, tokenizer, output, generator)
     if not prompts:
         return []
-    texts = [render(tokenizer, messages, add_generation_prompt=True) for messages in prompts]
-    sampling = {"temperature": config.temperature, "top_k": 0, "top_p": 1.0} if config.temperature > 0 else {}
-    sampling["do_sample"] = config.temperature > 0
-    answers = _continue(lm, tokenizer, texts, config.batch_size, config.answer_tokens, generator, **sampling)
-    rows = []
-    for messages, (answer, finished) in zip(prompts, answers, strict=True):
-        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
-        if not text or distinct_share(answer) < config.min_distinct:
-            continue
-        rows.append(
-            {
-                "source": "self-made" if output.prompts is None else Path(str(config.prompts)).name,
-                "temperature": config.temperature,
-                "finished": finished,
-                "tokens": len(answer),
-                "messages": [*messages, {"role": "assistant", "content": text}],
-            }
-        )
+    temperature = prompts[0].get("temperature", config.temperature)
+    source = Path(str(config.prompts)).name if output.given else "self-made"
+    rows = [
+        {"source": source, "temperature": temperature, "finished": False, "tokens": 0}
+        | {name: prompt[name] for name in ("kind", "follow_up") if name in prompt}
+        | {"messages": list(prompt["messages"])}
+        for prompt in prompts
+    ]
+    rows = _answer(lm, tokenizer, rows, config, generator)
+    again = []
+    for row in rows:
+        follow_up = row.pop("follow_up", None)
+        longer = [*row["messages"], {"role": "user", "content": follow_up}]
+        room = lm.target.max_positions - config.answer_tokens
+        if follow_up is not None and row["finished"] and prompt_ids(tokenizer, longer).shape[1] <= room:
+            row["messages"] = longer
+            again.append(row)
+    if again:
+        _answer(lm, tokenizer, again, config, generator)
+    for row in again:
+        if row["messages"][-1]["role"] == "user":  # its answer was not usable
+            row["messages"].pop()
     return rows
+
+
+def _answer(
+    lm: SpeculativeLM,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[dict[str, Any]],
+    config: SelfMadeConfig,
+    generator: torch.Generator,
+) -> list[dict[str, Any]]:
+    """Add an answer to each row; return the rows whose answers are usable, the others stay without one."""
+    texts = [render(tokenizer, row["messages"], add_generation_prompt=True) for row in rows]
+    temperature = rows[0]["temperature"]
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
+    sampling["do_sample"] = temperature > 0
+    answers = _continue(lm, tokenizer, texts, config.batch_size, config.answer_tokens, generator, **sampling)
+    usable = []
+    for row, (answer, finished) in zip(rows, answers, strict=True):
+        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        degenerate = not text or distinct_share(answer) < config.min_distinct
+        if not degenerate and (finished or config.unfinished == "keep"):
+            row["messages"].append({"role": "assistant", "content": text})
+            row["tokens"], row["finished"] = row["tokens"] + len(answer), finished
+            usable.append(row)
+    return usable
 
 
 def _generate_prompts(
     lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, generator: torch.Generator
-) -> list[Messages]:
+) -> list[dict[str, Any]]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
     config, seen, prefixes = output.config, output.seen, [user_prefix(tokenizer)] * output.at_once
     sampling = {"temperature": config.prompt_temperature, "min_p": config.prompt_min_p, "top_k": 0, "top_p": 1.0}
     generated = _continue(
         lm, tokenizer, prefixes, config.batch_size, config.prompt_tokens, generator, do_sample=True, **sampling
     )
-    prompts: list[Messages] = []
+    prompts: list[dict[str, Any]] = []
     for tokens, finished in generated:
         text = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
         if finished and len(tokens) >= MIN_PROMPT_TOKENS and distinct_share(tokens) >= config.min_distinct:
             normalized = " ".join(text.lower().split())
             if normalized not in seen:
-                prompts.append([{"role": "user", "content": text}])
+                prompts.append({"messages": [{"role": "user", "content": text}]})
             seen.add(normalized)
     return prompts
 

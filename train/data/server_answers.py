@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletion
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..run_folder import check_options, whole_lines, write_whole
-from .conversations import RESUME_ADVICE, Messages, distinct_share, read_prompts
+from .conversations import RESUME_ADVICE, distinct_share, read_prompt_rows
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
@@ -35,7 +35,7 @@ KEY = "OPENAI_API_KEY"
 def ask_server(config: SelfMadeConfig) -> Path:
     """Write the file, or resume it; return its path."""
     path = Path(config.output)
-    prompts = read_prompts(str(config.prompts), config.conversations)
+    prompts = read_prompt_rows(str(config.prompts), config.conversations)
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
     state = path.with_name(path.name + ".state.json")
     answered: set[int] = set()
@@ -48,7 +48,7 @@ def ask_server(config: SelfMadeConfig) -> Path:
         before = json.loads(state.read_text(encoding="utf-8"))["options"]
         check_options(f"{path} was started with", before, options, RESUME_ADVICE)
         answered = {json.loads(line)["number"] for line in whole_lines(path)}
-    rest = ((number, messages) for number, messages in enumerate(prompts) if number not in answered)
+    rest = ((number, prompt) for number, prompt in enumerate(prompts) if number not in answered)
     bar = ProgressBar("conversations", len(prompts), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
         work = _Work(config, rest, file, stop, bar, done=len(answered), written=len(answered))
@@ -64,7 +64,7 @@ class _Work:
     """State shared by `batch_size` concurrent workers, each of which takes one prompt after the other."""
 
     config: SelfMadeConfig
-    prompts: Iterator[tuple[int, Messages]]
+    prompts: Iterator[tuple[int, dict[str, Any]]]
     file: TextIO
     stop: StopRequest
     bar: ProgressBar
@@ -84,11 +84,11 @@ class _Work:
             raise self.failure
 
     async def _work(self, client: AsyncOpenAI) -> None:
-        for number, messages in self.prompts:
+        for number, prompt in self.prompts:
             if self.stop.wanted or self.failure is not None:  # pending requests of other workers are still written
                 return
             try:
-                row = await self._answer(client, number, messages)
+                row = await self._converse(client, number, prompt)
             except ValueError as error:
                 self.failure = self.failure or error
                 return
@@ -100,13 +100,27 @@ class _Work:
             self.tokens += row["tokens"] if row else 0
             self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
 
-    async def _answer(self, client: AsyncOpenAI, number: int, messages: Messages) -> dict[str, Any] | None:
-        config = self.config
+    async def _converse(self, client: AsyncOpenAI, number: int, prompt: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer, and a second turn if the prompt has a `follow_up`; None if the first answer is not usable."""
+        row: dict[str, Any] = {"source": Path(str(self.config.prompts)).name, "number": number}
+        row |= {"kind": prompt["kind"]} if "kind" in prompt else {}
+        row |= {"temperature": prompt.get("temperature", self.config.temperature), "finished": False, "tokens": 0}
+        first = await self._answer(client, row, prompt["messages"])
+        if first is None or not first["finished"] or "follow_up" not in prompt:
+            return first
+        follow_up = {"role": "user", "content": prompt["follow_up"]}
+        return await self._answer(client, first, [*first["messages"], follow_up]) or first
+
+    async def _answer(
+        self, client: AsyncOpenAI, row: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """The row with the messages and their answer, or None if that is not usable."""
+        config, number = self.config, row["number"]
         try:
             reply: Any = await client.chat.completions.create(
                 model=config.target,
                 messages=messages,  # type: ignore[arg-type]
-                temperature=config.temperature,
+                temperature=row["temperature"],
                 max_tokens=config.answer_tokens,
                 seed=config.seed + number,
             )
@@ -123,14 +137,13 @@ class _Work:
                 f"{config.server} answered prompt {number} with {str(reply)[:200]!r}, which is no chat completion"
             )
         choice, usage = reply.choices[0], reply.usage
-        text = (choice.message.content or "").strip()
+        text, finished = (choice.message.content or "").strip(), choice.finish_reason == "stop"
         if not text or distinct_share(text.split()) < config.min_distinct:
             return None
-        return {
-            "source": Path(str(config.prompts)).name,
-            "number": number,
-            "temperature": config.temperature,
-            "finished": choice.finish_reason == "stop",
-            "tokens": usage.completion_tokens if usage else len(text.split()),
+        if not finished and config.unfinished == "drop":
+            return None
+        return row | {
+            "finished": finished,
+            "tokens": row["tokens"] + (usage.completion_tokens if usage else len(text.split())),
             "messages": [*messages, {"role": "assistant", "content": text}],
         }

@@ -188,6 +188,53 @@ def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_p
         assert prompts_in(found) == [f"abc {i}" for i in range(10)]
 
 
+@pytest.fixture
+def mixed(config, tmp_path):
+    """Prompts of two temperatures in any order, some with a second turn."""
+    path = tmp_path / "mixed.jsonl"
+    rows = [
+        {"kind": "even" if i % 2 == 0 else "odd", "temperature": 0.0 if i % 3 == 0 else 0.9, "prompt": f"question {i}"}
+        | ({"follow_up": "why?"} if i % 4 == 0 else {})
+        for i in range(24)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return changed(config, prompts=str(path), conversations=24, min_distinct=0.0, answer_tokens=40)
+
+
+def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypatch):
+    def answered(lm, tokenizer, texts, slots, new_tokens, generator, **sampling):
+        answer = f"at {sampling['temperature']}" if sampling["do_sample"] else "greedy"
+        return [(tokenizer.encode(answer), True) for _ in texts]
+
+    monkeypatch.setattr(selfmade, "_continue", answered)
+    rows = rows_of(made(mixed))
+    assert sorted(row["messages"][0]["content"] for row in rows) == sorted(f"question {i}" for i in range(24))
+    for row in rows:
+        number = int(row["messages"][0]["content"].split()[1])
+        assert row["kind"] == ("even" if number % 2 == 0 else "odd")
+        answer = {"role": "assistant", "content": "at 0.9" if number % 3 else "greedy"}
+        asked_on = [{"role": "user", "content": "why?"}, answer] if number % 4 == 0 else []
+        assert row["messages"][1:] == [answer, *asked_on]
+        assert row["tokens"] == len(answer["content"]) * (2 if asked_on else 1)  # a token each byte
+
+
+@pytest.mark.parametrize("state_write", range(2, 5))
+def test_prompts_of_two_temperatures_killed_come_out_the_same(mixed, monkeypatch, state_write):
+    whole = made(mixed, **elsewhere(mixed))
+    killed_at(monkeypatch, mixed, state_write, after=True)
+    assert made(mixed) == whole
+
+
+def test_answers_that_were_cut_off_are_dropped_where_wished_and_counted(mixed, capsys):
+    kept = rows_of(made(mixed))
+    cut = sum(not row["finished"] for row in kept)
+    assert 0 < cut < len(kept)
+    assert f"{cut} cut off after 40" in capsys.readouterr().out
+    finished = rows_of(made(mixed, **elsewhere(mixed), unfinished="drop"))
+    assert all(row["finished"] for row in finished) and 0 < len(finished) < len(kept)
+    assert "0 cut off after 40" in capsys.readouterr().out
+
+
 def test_a_finished_file_is_left_alone(config, monkeypatch):
     content = made(config)
     monkeypatch.setattr(selfmade, "load_speculative_lm", lambda *_: pytest.fail("loaded something"))

@@ -129,6 +129,17 @@ def test_every_prompt_is_asked_once_with_the_settings(config, server, tokenizer)
     assert len(server.asked) == asked
 
 
+def test_a_prompt_has_its_temperature_and_its_second_turn(config, server):
+    rows = [{"prompt": "one", "temperature": 0.0, "kind": "short"}, {"prompt": "two", "follow_up": "and then?"}]
+    Path(config.prompts).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    make_conversations(config)
+    one, two = sorted(rows_of(config), key=lambda row: row["number"])
+    assert (one["kind"], one["temperature"], len(one["messages"])) == ("short", 0.0, 2)
+    assert (two["temperature"], two["tokens"]) == (0.5, 5)  # "echo two" and "echo and then?"
+    assert [message["content"] for message in two["messages"]] == ["two", "echo two", "and then?", "echo and then?"]
+    assert sorted(body["temperature"] for body in server.asked) == [0.0, 0.5, 0.5]
+
+
 def test_as_many_are_asked_at_once_as_the_batch_is_large(config, server):
     everyone = threading.Barrier(4, timeout=20)
 

@@ -12,7 +12,7 @@ import torch
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
-from headstart.scripts.verify import VerifyConfig, verify_head, with_options
+from headstart.scripts.checkpoints.verify import VerifyConfig, verify_head, with_options
 from headstart.train.evaluate import FINGERPRINT_NOISE, FINGERPRINT_TIES, fingerprint, fingerprint_difference
 from headstart.train.loop import train
 

@@ -1,0 +1,134 @@
+"""A mix of prompts: kinds in their shares, and nothing to train on that is measured on."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from headstart.train.config import KindConfig, PromptMixConfig
+from headstart.train.data.conversations import read_prompt_rows, read_prompts
+from headstart.train.data.prompt_mix import grams, mix_prompts, paragraphs, topic, write_prompts
+
+WORDS = [
+    first + middle + last for first in "bdfgklmnprst" for middle in ("a", "e", "i", "o") for last in ("lo", "ru", "mi")
+]
+
+
+WORDING = "Given this text, would you recommend it to a friend of yours or not"
+
+
+def sentence(chance: random.Random, count: int = 12) -> str:
+    return " ".join(chance.choice(WORDS) for _ in range(count)).capitalize() + "."
+
+
+def passage(chance: random.Random) -> str:
+    return " ".join(sentence(chance) for _ in range(5))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """Sums, questions about passages in T0's wording, the model's answers, and an evaluation file."""
+    chance = random.Random(0)
+    sums = [f"What is {i} plus {i + 1}? {sentence(chance)}" for i in range(60)]
+    questions = [f"{WORDING}?\n\n{passage(chance)}" for _ in range(60)]
+    answers = [f"Sure!\n\n{passage(chance)}" for _ in range(60)]
+    rows = [
+        {"source": "sums", "prompt": text, "completion": answer} for text, answer in zip(sums, answers, strict=True)
+    ]
+    rows += [{"source": "t0", "prompt": text, "completion": "Yes."} for text in questions]
+    evaluation = [{"turns": [f"{sums[7]} Say it."]}, {"turns": [questions[3][-80:]]}]
+    written = {"sources": rows, "evaluation": evaluation}
+    for name, each in written.items():
+        Path(tmp_path, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each), encoding="utf-8")
+    return {name: Path(tmp_path, f"{name}.jsonl") for name in written}
+
+
+def config(files: dict[str, Path], **options: object) -> PromptMixConfig:
+    kinds = {
+        "math": KindConfig(share=1, sources=["sums"]),
+        "questions": KindConfig(share=1, match="friend"),
+        "summaries": KindConfig(
+            share=2, templates=["Sum up: {passage}", "{passage} What of {topic}, {how}?"], values={"how": ["briefly"]}
+        ),
+    }
+    given = {
+        "output": str(files["sources"].with_name("mix.jsonl")),
+        "sources": [str(files["sources"])],
+        "exclude": [str(files["evaluation"])],
+        "kinds": kinds,
+        "prompts": 100,
+        "held_out": 4,
+    }
+    return PromptMixConfig(**(given | options))
+
+
+def test_kinds_have_their_shares_and_held_out_prompts(files):
+    mix = mix_prompts(config(files))
+    assert {kind: len(texts) for kind, texts in mix.training.items()} == {"math": 25, "questions": 25, "summaries": 50}
+    assert {len(texts) for texts in mix.held_out.values()} == {4}
+    assert all(len(set(texts)) == len(texts) for texts in mix.training.values())
+
+
+def test_nothing_to_train_on_shares_words_with_what_is_measured(files):
+    everything = config(files, prompts=10_000, held_out=6)
+    mix = mix_prompts(everything)
+    training = {gram for texts in mix.training.values() for text in texts for gram in grams(text)}
+    held_out = {gram for texts in mix.held_out.values() for text in texts for gram in grams(text)}
+    evaluation = {gram for messages in read_prompts(files["evaluation"]) for gram in grams(messages[-1]["content"])}
+    assert training.isdisjoint(evaluation)
+    assert training & held_out == grams(WORDING)  # which says what to do, not with what
+    assert mix.left_out >= 2
+    assert len(mix.training["math"]) == 60 - 6 - 1  # the sum in the evaluation file is left out
+
+
+def test_prompts_are_written_with_what_their_answers_need(files):
+    options = {"temperatures": [0.0, 1.0], "systems": ["Be brief."], "system_share": 0.5, "follow_ups": ["Why?"]}
+    folder = write_prompts(config(files, follow_up_share=0.5, **options))
+    rows = read_prompt_rows(files["sources"].with_name("mix.jsonl"))
+    assert (
+        {row["kind"] for row in rows} == {"math", "questions", "summaries"} == {path.stem for path in folder.iterdir()}
+    )
+    assert {row["temperature"] for row in rows} == {0.0, 1.0}
+    assert {row.get("follow_up") for row in rows} == {None, "Why?"}
+    assert {row["messages"][0]["role"] for row in rows} == {"system", "user"}
+    before = files["sources"].with_name("mix.jsonl").read_bytes()
+    write_prompts(config(files, follow_up_share=0.5, **options))
+    assert files["sources"].with_name("mix.jsonl").read_bytes() == before
+
+
+def test_several_passages_are_joined_to_a_long_context(files):
+    kinds = {"long": KindConfig(words=[150, 260], templates=["Read: {passage}"])}
+    texts = mix_prompts(config(files, kinds=kinds, held_out=0)).training["long"]
+    assert texts and all(150 <= len(text.split()) - 1 <= 260 for text in texts)
+
+
+def test_a_kind_that_holds_nothing_is_named(files):
+    with pytest.raises(ValueError, match="kind 'code' holds no prompt to train on: 0 prompts"):
+        mix_prompts(config(files, kinds={"code": KindConfig(sources=["github"])}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"templates": ["Sum up."]}, r"template 'Sum up.' needs \{passage\}"),
+        ({"templates": ["{passage} {language}"]}, "takes the names"),
+        ({"share": 0}, "share must be above 0"),
+        ({"words": [9, 3]}, "fewest and the most"),
+    ],
+)
+def test_a_kind_is_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        KindConfig(**options)
+
+
+def test_passages_are_prose():
+    prose = passage(random.Random(1))
+    assert paragraphs(f"Sure!\n\n{prose}\n\n- {prose}\n\n{prose[:-1]}?\n\n{prose} 1 2 3 4 5.\n\n`{prose}`") == [prose]
+
+
+def test_a_topic_is_a_name_or_a_long_word():
+    assert topic("In the morning Marie met Marie and Paul.") == "Marie"
+    assert topic("the weather and the weather and a bottle") == "weather"

@@ -1,0 +1,198 @@
+"""A mix of prompts by kind: taken from files, and made out of passages where a kind is rare.
+
+A head accepts much on the kinds of prompt that it was trained on and little on others, so its training data should
+hold a share of every kind that users ask. A kind takes prompts of files, by their source or wording, or fills its
+templates ("Summarize this text: {passage}") with paragraphs of prompts and of the model's own long answers.
+
+What is measured on must not be trained on: prompts that share eight words in a row with an evaluation file are left
+out, and some prompts of each kind, with the passages in them, are held out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import KindConfig, PromptMixConfig
+from ..console import log
+from ..run_folder import write_whole
+from .conversations import check_conversation, open_file, read_prompts
+
+GRAM = 8
+"""Words in a row that two independent texts hardly share."""
+WORDING = 5
+"""An n-gram of this many prompts is the wording of a task and no sign of shared content."""
+PASSAGE_WORDS = (40, 250)
+"""Words of a passage; longer contexts join several."""
+HELD_OUT_PASSAGES = 0.05
+"""Share of the passages from which held-out prompts are made, and no others."""
+
+
+@dataclass
+class Mix:
+    """Prompts by kind."""
+
+    training: dict[str, list[str]]
+    held_out: dict[str, list[str]]
+    left_out: int
+    """Prompts and passages that share `GRAM` words with an evaluation file or with a held-out prompt."""
+
+
+def write_prompts(config: PromptMixConfig) -> Path:
+    """Write the mix to `output`, and its held-out prompts to a folder beside it; return the folder."""
+    mix, chance = mix_prompts(config), random.Random(config.seed)
+    rows = []
+    for kind, texts in mix.training.items():
+        for text in texts:
+            system = [{"role": "system", "content": chance.choice(config.systems)}] if config.systems else []
+            messages = [*(system if chance.random() < config.system_share else []), {"role": "user", "content": text}]
+            row = {"kind": kind, "temperature": chance.choice(config.temperatures), "messages": messages}
+            if config.follow_ups and chance.random() < config.follow_up_share:
+                row["follow_up"] = chance.choice(config.follow_ups)
+            rows.append(row)
+    chance.shuffle(rows)
+    output = Path(config.output)
+    folder = output.with_name(f"{output.stem}-held-out")
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, texts in mix.held_out.items():
+        _write(folder / f"{kind}.jsonl", [{"kind": kind, "prompt": text} for text in texts])
+        log.info(f"{kind}: {len(mix.training[kind])} prompts, {len(texts)} held out")
+    _write(output, rows)
+    log.info(
+        f"{output}: {len(rows)} prompts; {mix.left_out} left out that share {GRAM} words in a row with an evaluation "
+        f"file or a held-out prompt; the held-out ones are in {folder}"
+    )
+    return folder
+
+
+def mix_prompts(config: PromptMixConfig) -> Mix:
+    """Choose and make the prompts of every kind.
+
+    Raises:
+        ValueError: a kind that holds no prompt to train on.
+    """
+    chance = random.Random(config.seed)
+    evaluation = {gram for path in config.exclude for row in read_prompts(path) for gram in grams(row[-1]["content"])}
+    found, passages, left_out = _read(config, evaluation)
+    for texts in (passages, *found.values()):
+        chance.shuffle(texts)
+    held_out = {name: texts[: config.held_out] for name, texts in found.items()}
+    apart = passages[: round(HELD_OUT_PASSAGES * len(passages))]
+    counts = Counter(gram for texts in found.values() for text in texts for gram in grams(text))
+    measured = itertools.chain(apart, *held_out.values())
+    kept_apart = {gram for text in measured for gram in grams(text) if counts[gram] < WORDING}
+
+    def others(texts: list[str]) -> list[str]:
+        kept = [text for text in texts if kept_apart.isdisjoint(grams(text))]
+        nonlocal left_out
+        left_out += len(texts) - len(kept)
+        return kept
+
+    passages, training = others(passages[len(apart) :]), {}
+    total = sum(kind.share for kind in config.kinds.values())
+    for name, kind in config.kinds.items():
+        wanted = max(1, round(config.prompts * kind.share / total))
+        if kind.templates:
+            held_out[name] = fill(kind, apart, config.held_out, chance)
+            training[name] = fill(kind, passages, wanted, chance)
+        else:
+            training[name] = others(found[name][config.held_out :])[:wanted]
+        if not training[name]:
+            raise ValueError(
+                f"kind {name!r} holds no prompt to train on: {len(found[name])} prompts and {len(passages)} passages "
+                f"were found, and {len(held_out[name])} prompts are held out"
+            )
+        if len(training[name]) < wanted:
+            log.info(f"{name}: {len(training[name])} prompts where its share of the mix would be {wanted}")
+    return Mix(training, held_out, left_out)
+
+
+def _read(config: PromptMixConfig, evaluation: set[str]) -> tuple[dict[str, list[str]], list[str], int]:
+    """Prompts by kind, passages, and how many texts were left out because an evaluation file shares n-grams."""
+    found: dict[str, list[str]] = {name: [] for name in config.kinds}
+    passages: dict[str, None] = {}
+    seen, left_out = set[str](), 0
+    for path in config.sources:
+        for where, row in open_file(path).read():
+            messages = check_conversation(row, where)["messages"]
+            texts = [message["content"] for message in messages if message["role"] in ("user", "assistant")]
+            if any(not evaluation.isdisjoint(grams(text)) for text in texts):
+                left_out += 1
+                continue
+            passages |= {part: None for text in texts for part in paragraphs(text)}
+            key = " ".join(words(texts[0]))
+            if key in seen:
+                continue
+            seen.add(key)
+            for name, kind in config.kinds.items():
+                if not kind.templates and takes(kind, row.get("source", ""), texts[0]):
+                    found[name].append(texts[0])
+                    break
+    return found, list(passages), left_out
+
+
+def takes(kind: KindConfig, source: str, text: str) -> bool:
+    """Whether a prompt is of this kind: the first one of the mix that takes it has it."""
+    return (not kind.sources or source in kind.sources) and re.search(kind.match, text) is not None
+
+
+def fill(kind: KindConfig, passages: list[str], count: int, chance: random.Random) -> list[str]:
+    """Make at most `count` different prompts; a passage meets each template once."""
+    low, high = kind.words
+    pairs = [(template, text) for text in _contexts(passages, low, high) for template in kind.templates]
+    chance.shuffle(pairs)
+    prompts = (
+        template.format(
+            passage=text, topic=topic(text), **{name: chance.choice(each) for name, each in kind.values.items()}
+        )
+        for template, text in pairs
+    )
+    return list(dict.fromkeys(itertools.islice(prompts, count)))
+
+
+def _contexts(passages: list[str], low: int, high: int) -> Iterator[str]:
+    """Texts of `low` to `high` words: a passage, or several until there are enough words."""
+    joined: list[str] = []
+    for passage in passages:
+        joined.append(passage)
+        size = sum(len(part.split()) for part in joined)
+        if size >= low:
+            if size <= high:
+                yield "\n\n".join(joined)
+            joined = []
+
+
+def topic(text: str) -> str:
+    """A name in the text, or else its commonest long word."""
+    names = re.findall(r"(?<=[a-z,] )[A-Z][a-z]{3,}", text)
+    return Counter(names or re.findall(r"[A-Za-z]{6,}", text) or ["this"]).most_common(1)[0][0]
+
+
+def paragraphs(text: str) -> list[str]:
+    """Passages of a text: paragraphs of `PASSAGE_WORDS` that end as a sentence does, without lists, sums and tasks."""
+    fewest, most = PASSAGE_WORDS
+    parts = [part.strip() for part in re.split(r"\n\s*\n", text)]
+    prose = re.compile(r"(?!.*[{}`?=])(?!(.*\b\d+\b){4})[^-*\d].*[.!\"”]", re.DOTALL)
+    return [part for part in parts if fewest <= len(part.split()) <= most and prose.fullmatch(part)]
+
+
+def words(text: str) -> list[str]:
+    """Words of a text in lower case, without punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
+def grams(text: str) -> set[str]:
+    """The text's n-grams of `GRAM` words."""
+    all_words = words(text)
+    return {" ".join(all_words[i : i + GRAM]) for i in range(len(all_words) - GRAM + 1)}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
