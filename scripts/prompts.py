@@ -9,7 +9,7 @@ from headstart.scripts.command_line import options
 from headstart.train.config import PromptMixConfig
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Parse and make prompts."""
     config = options(PromptMixConfig, "prompts", __doc__, arguments)
     from headstart.train.data.prompt_mix import write_prompts  # not before the options are known to be good
