@@ -167,7 +167,9 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
     return VerifyResult(*tree.path_to(last_B), next_tokens_B)
 
 
-def typical(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
+def typical(
+    tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, epsilon: float = EPSILON, delta: float = DELTA
+) -> VerifyResult:
     """LOSSY: accept whatever the target finds plausible; does not keep the target's distribution.
 
     A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
@@ -175,7 +177,7 @@ def typical(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResu
     """
     log_p_BNV = scores_BNV.log_softmax(-1)
     entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
-    threshold_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON)
+    threshold_BN = (delta * (-entropy_BN).exp()).clamp(max=epsilon)
     parents_BN = tree.structure.above_BN
     log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
@@ -222,11 +224,14 @@ BEST: dict[TreeKind, str] = {
 def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
     """The rule for sampling of this name; "auto" for the exact rule that accepts most.
 
+    `typical:EPSILON:DELTA` sets the thresholds of typical acceptance.
+
     Raises:
         ValueError: an unknown name, a rule that would be biased for such trees, or a lossy rule without agreement.
     """
     if name == "auto":
         return RULES[BEST[kind]].verify
+    name, *thresholds = name.split(":")
     if name not in RULES:
         raise ValueError(f"unknown verifier {name!r}; choose from auto, {', '.join(RULES)}")
     rule = RULES[name]
@@ -240,7 +245,20 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
             f"the verifier {name!r} is lossy: it does not keep the target's distribution; say lossy=True if that is "
             f"wanted, or choose {BEST[kind]!r}"
         )
-    return rule.verify
+    return rule.verify if not thresholds else _with_thresholds(name, thresholds)
+
+
+def _with_thresholds(name: str, thresholds: list[str]) -> Verifier:
+    try:
+        epsilon, delta = map(float, thresholds)
+    except ValueError:
+        epsilon = delta = -1.0
+    if name != "typical" or not (0 < epsilon <= 1 and delta > 0):
+        raise ValueError(
+            f"unknown options {':'.join(thresholds)!r} of the verifier {name!r}; only typical takes any: "
+            f"typical:EPSILON:DELTA with 0 < epsilon <= 1 and delta > 0, by default typical:{EPSILON}:{DELTA}"
+        )
+    return partial(typical, epsilon=epsilon, delta=delta)
 
 
 _SPOKEN: dict[TreeKind, str] = {

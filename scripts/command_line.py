@@ -83,7 +83,7 @@ class SpeculativeOptions(DecodingOptions):
     `independent:` with replacement; several separated by |, of which each round takes the one that has been fastest."""
     verifier: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
-    without_replacement, block, traversal, or typical, which is LOSSY."""
+    without_replacement, block, traversal, or typical[:EPSILON:DELTA], which is LOSSY."""
     lossy: bool = False
     """Confirm that a lossy acceptance rule (typical) may change the output."""
     drafter: str | None = None

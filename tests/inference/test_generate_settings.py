@@ -215,6 +215,29 @@ def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
         assert token in best[:3]
 
 
+def test_thresholds_of_typical_acceptance_decide_how_much_is_accepted(tiny_target):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    row_1T = ROWS[1][None]
+    lengths = []
+    for verifier in ("typical:1:1e9", "typical", "typical:0.09:0.3", "typical:1e-9:1"):
+        lm = SpeculativeLM.from_pretrained(target, head=a_head(target), verifier=verifier, lossy=True, fallback=False)
+        out = lm.generate(row_1T, torch.ones_like(row_1T), **PLAIN | {"do_sample": True})
+        lengths.append(out.stats.acceptance_length)
+        if verifier == "typical:1:1e9":  # no probability is above 1
+            assert out.sequences[0, row_1T.shape[1] :].tolist() == stock(target, ROWS[1]).tolist()
+    assert lengths[0] == 1.0 < lengths[3] and lengths[1] == lengths[2]
+
+
+@pytest.mark.parametrize(
+    "verifier", ["typical:0.1", "typical:0:0.3", "typical:2:0.3", "typical:0.1:x", "block:0.1:0.3"]
+)
+def test_thresholds_that_are_none_are_named(tiny_target, verifier):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    tree = "drawn:chain:3" if verifier.startswith("block") else "chain:3"
+    with pytest.raises(ValueError, match=f"unknown options '{verifier.partition(':')[2]}' of the verifier"):
+        SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier, lossy=True)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
 @pytest.mark.parametrize("reader", ["target", "head"])
 @pytest.mark.parametrize("size", [1, 4, 5])
