@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .layers.draft_cache import DraftCache, KVEntries, counting
-from .layers.draft_vocab import check_ids, check_size
+from .layers.draft_vocab import check_ids
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,11 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config, self.target = config, target
         size = getattr(config, "draft_vocab_size", None)
-        check_size(size, target.vocab_size)
+        if size is not None and not 1 <= size <= target.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {size} is out of range: the target's vocabulary has {target.vocab_size} tokens; "
+                "choose from 1 to that, or null for all of them"
+            )
         self.draft_vocab_size: int = size or target.vocab_size
         """Number of tokens that the head can draft."""
         self.unread_by: dict[str, str] = {}

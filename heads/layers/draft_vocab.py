@@ -9,15 +9,6 @@ import torch
 from torch import Tensor
 
 
-def check_size(size: int | None, vocab_size: int) -> None:
-    """Refuse a size below 1 or above the target's vocabulary, with a ValueError; None is the whole vocabulary."""
-    if size is not None and not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"draft_vocab_size {size} is out of range: the target's vocabulary has {vocab_size} tokens; choose from 1 "
-            "to that, or null for all of them"
-        )
-
-
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     """The `size` most frequent tokens as sorted target ids, with a ValueError if the data has fewer."""
     seen = int((token_counts_V > 0).sum())
