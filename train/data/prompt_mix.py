@@ -23,7 +23,7 @@ from typing import Any
 from ..config import KindConfig, PromptMixConfig
 from ..console import log
 from ..run_folder import write_whole
-from .conversations import check_conversation, open_file, read_prompts
+from .conversations import check_conversation, open_file
 
 GRAM = 8
 """Words in a row that two independent texts hardly share."""
@@ -42,7 +42,7 @@ class Mix:
     training: dict[str, list[str]]
     held_out: dict[str, list[str]]
     left_out: int
-    """Prompts and passages that share `GRAM` words with an evaluation file or with a held-out prompt."""
+    """Rows and passages that share `GRAM` words with an evaluation file or with a held-out prompt."""
 
 
 def write_prompts(config: PromptMixConfig) -> Path:
@@ -79,31 +79,25 @@ def mix_prompts(config: PromptMixConfig) -> Mix:
         ValueError: a kind that holds no prompt to train on.
     """
     chance = random.Random(config.seed)
-    evaluation = {gram for path in config.exclude for row in read_prompts(path) for gram in grams(row[-1]["content"])}
-    found, passages, left_out = _read(config, evaluation)
+    found, passages, left_out = _read(config)
     for texts in (passages, *found.values()):
         chance.shuffle(texts)
     held_out = {name: texts[: config.held_out] for name, texts in found.items()}
     apart = passages[: round(HELD_OUT_PASSAGES * len(passages))]
     counts = Counter(gram for texts in found.values() for text in texts for gram in grams(text))
-    measured = itertools.chain(apart, *held_out.values())
-    kept_apart = {gram for text in measured for gram in grams(text) if counts[gram] < WORDING}
-
-    def others(texts: list[str]) -> list[str]:
-        kept = [text for text in texts if kept_apart.isdisjoint(grams(text))]
-        nonlocal left_out
-        left_out += len(texts) - len(kept)
-        return kept
-
-    passages, training = others(passages[len(apart) :]), {}
-    total = sum(kind.share for kind in config.kinds.values())
+    measured = {gram for text in itertools.chain(apart, *held_out.values()) for gram in grams(text)}
+    measured -= {gram for gram, count in counts.items() if count >= WORDING}
+    others = {name: texts[config.held_out :] for name, texts in found.items()}
+    rest = {name: [text for text in texts if measured.isdisjoint(grams(text))] for name, texts in others.items()}
+    usable = [text for text in passages[len(apart) :] if measured.isdisjoint(grams(text))]
+    left_out += sum(len(others[name]) - len(rest[name]) for name in found) + len(passages) - len(apart) - len(usable)
+    training, total = {}, sum(kind.share for kind in config.kinds.values())
     for name, kind in config.kinds.items():
         wanted = max(1, round(config.prompts * kind.share / total))
+        training[name] = rest[name][:wanted]
         if kind.templates:
             held_out[name] = fill(kind, apart, config.held_out, chance)
-            training[name] = fill(kind, passages, wanted, chance)
-        else:
-            training[name] = others(found[name][config.held_out :])[:wanted]
+            training[name] = fill(kind, usable, wanted, chance)
         if not training[name]:
             raise ValueError(
                 f"kind {name!r} holds no prompt to train on: {len(found[name])} prompts and {len(passages)} passages "
@@ -114,28 +108,42 @@ def mix_prompts(config: PromptMixConfig) -> Mix:
     return Mix(training, held_out, left_out)
 
 
-def _read(config: PromptMixConfig, evaluation: set[str]) -> tuple[dict[str, list[str]], list[str], int]:
-    """Prompts by kind, passages, and how many texts were left out because an evaluation file shares n-grams."""
+def _read(config: PromptMixConfig) -> tuple[dict[str, list[str]], list[str], int]:
+    """Prompts by kind, passages, and how many rows were left out because an evaluation file shares n-grams."""
+    evaluation = {gram for _, texts in _texts(config.exclude) for text in texts for gram in grams(text)}
     found: dict[str, list[str]] = {name: [] for name in config.kinds}
     passages: dict[str, None] = {}
     seen, left_out = set[str](), 0
-    for path in config.sources:
-        for where, row in open_file(path).read():
-            messages = check_conversation(row, where)["messages"]
-            texts = [message["content"] for message in messages if message["role"] in ("user", "assistant")]
-            if any(not evaluation.isdisjoint(grams(text)) for text in texts):
-                left_out += 1
-                continue
-            passages |= {part: None for text in texts for part in paragraphs(text)}
-            key = " ".join(words(texts[0]))
-            if key in seen:
-                continue
-            seen.add(key)
-            for name, kind in config.kinds.items():
-                if not kind.templates and takes(kind, row.get("source", ""), texts[0]):
-                    found[name].append(texts[0])
-                    break
+    for source, texts in _texts(config.sources):
+        if any(not evaluation.isdisjoint(grams(text)) for text in texts):
+            left_out += 1
+            continue
+        passages |= {part: None for text in texts for part in paragraphs(text)}
+        prompt, key = texts[0], " ".join(words(texts[0]))
+        if key in seen:
+            continue
+        seen.add(key)
+        for name, kind in config.kinds.items():
+            if not kind.templates and takes(kind, source, prompt):
+                found[name].append(prompt)
+                break
     return found, list(passages), left_out
+
+
+def _texts(paths: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The column `source` of each row, and its texts: all prompts and answers, of which the first is a prompt."""
+    for path in paths:
+        for where, row in open_file(path).read():
+            if isinstance(row, dict) and isinstance(row.get("turns"), list):  # Spec-Bench
+                texts = row["turns"]
+            elif isinstance(row, dict) and isinstance(row.get("prompt"), str) and "completion" not in row:
+                texts = [row["prompt"]]
+            else:
+                messages = check_conversation(row, where)["messages"]
+                texts = [each["content"] for each in messages if each["role"] in ("user", "assistant")]
+            texts = [text for text in texts if isinstance(text, str) and text]
+            if texts:
+                yield str(row.get("source", "")), texts
 
 
 def takes(kind: KindConfig, source: str, text: str) -> bool:

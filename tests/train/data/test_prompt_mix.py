@@ -80,8 +80,15 @@ def test_nothing_to_train_on_shares_words_with_what_is_measured(files):
     evaluation = {gram for messages in read_prompts(files["evaluation"]) for gram in grams(messages[-1]["content"])}
     assert training.isdisjoint(evaluation)
     assert training & held_out == grams(WORDING)  # which says what to do, not with what
-    assert mix.left_out >= 2
     assert len(mix.training["math"]) == 60 - 6 - 1  # the sum in the evaluation file is left out
+    assert mix.left_out >= 2  # that one, and the question about a passage of which it has a part
+
+
+def test_every_turn_of_an_evaluation_file_counts(files):
+    row = {"turns": ["Hello.", json.loads(files["evaluation"].read_text(encoding="utf-8").splitlines()[0])["turns"][0]]}
+    files["evaluation"].write_text(json.dumps(row) + "\n", encoding="utf-8")
+    mix = mix_prompts(config(files, prompts=10_000, held_out=6))
+    assert len(mix.training["math"]) == 60 - 6 - 1
 
 
 def test_prompts_are_written_with_what_their_answers_need(files):
@@ -132,3 +139,13 @@ def test_passages_are_prose():
 def test_a_topic_is_a_name_or_a_long_word():
     assert topic("In the morning Marie met Marie and Paul.") == "Marie"
     assert topic("the weather and the weather and a bottle") == "weather"
+
+
+def test_a_held_out_prompt_of_few_words_is_not_trained_on(tmp_path):
+    rows = [{"source": "chat", "prompt": f"Why is number {i} odd?"} for i in range(9)]
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    given = PromptMixConfig(output="o", sources=[str(path)], kinds={"chat": KindConfig()}, held_out=3)
+    mix = mix_prompts(given)
+    assert len(mix.training["chat"]) == 6 and len(mix.held_out["chat"]) == 3
+    assert not set(mix.training["chat"]) & set(mix.held_out["chat"])
