@@ -8,6 +8,7 @@ import typing
 from typing import Any
 
 from .base import DraftHead, TargetInfo
+from .dflash import DFlashHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead, HydraPlusPlusHead
@@ -16,6 +17,7 @@ from .truncated import TruncatedHead
 
 HEADS: dict[str, type[DraftHead]] = {
     "cut": TruncatedHead,
+    "dflash": DFlashHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,

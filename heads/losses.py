@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -97,8 +97,8 @@ class DraftPositions:
     A draft position is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at
     depth k, from 0, is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
 
-    Draft positions are sorted, and draft k of position n, where valid, is judged where draft 0 of position n + k is, so
-    that the target's distributions at `rows_NK[:, 0]` are enough.
+    Draft positions are sorted. If they are `all` that there are, draft k of position n, where valid, is judged where
+    draft 0 of position n + k is, so that the target's distributions at `rows_NK[:, 0]` are enough.
     """
 
     index_N: Tensor
@@ -106,19 +106,29 @@ class DraftPositions:
     """The position whose target state judges the draft; the token after it is the true one."""
     valid_NK: Tensor
     """True where the root and all drafts up to depth k lie in one answer."""
+    per_row: tuple[int, ...] = ()
+    """Draft positions of each row of the batch, on the host."""
+    all: bool = True
+    """Whether no position that has a draft to judge is left out."""
 
     @classmethod
-    def of(cls, features: TargetFeatures, depths: int) -> DraftPositions:
-        """The positions of a batch that have at least one draft to judge."""
+    def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
+        """The positions of a batch that have at least one draft to judge, or `at_most` of each row, at random."""
         loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
         valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
-        index_N = valid_BTK[..., 0].flatten().nonzero()[:, 0]
+        has_draft_BT = valid_BTK[..., 0]
+        if at_most is not None:  # the random numbers are torch's global ones, on the host
+            order_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 2.0).argsort(1).argsort(1)
+            has_draft_BT = has_draft_BT & (order_BT < at_most)
+        index_N = has_draft_BT.flatten().nonzero()[:, 0]
         # Past the end any row serves: nothing is valid there.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
-        return cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N])._to(features.tokens_BT.device)
+        per_row = tuple(has_draft_BT.sum(1).tolist())
+        positions = cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N], per_row, at_most is None)
+        return positions._to(features.tokens_BT.device)
 
     @classmethod
     def of_answers(cls, features: TargetFeatures) -> DraftPositions:
@@ -133,7 +143,8 @@ class DraftPositions:
         tensors = [self.index_N, self.rows_NK, self.valid_NK]
         if device.type == "cuda":  # a copy from pageable memory may wait for what the device is doing
             tensors = [tensor.pin_memory() for tensor in tensors]
-        return DraftPositions(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        index_N, rows_NK, valid_NK = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return replace(self, index_N=index_N, rows_NK=rows_NK, valid_NK=valid_NK)
 
 
 def draft_loss(
@@ -167,7 +178,7 @@ def draft_loss(
     target_logits = objective.target_logits(len(modules.lm_head.weight), widest)
     target_probs = _target_probs(features, vocabulary_V, objective) if target_logits else None
     tokens_R = features.tokens_BT.flatten()
-    size = positions_at_once(device, max(target_logits, widest))
+    size = positions_at_once(device, max(target_logits * (1 if positions.all else depths), widest))
     count = len(positions.index_N)
 
     def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
@@ -187,8 +198,11 @@ def draft_loss(
         valid_NK = positions.valid_NK[start:stop] & (labels_NK >= 0)
         probs_U = None
         if target_probs is not None:
-            judging_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
-            probs_U = target_probs(positions.rows_NK[judging_U, 0])
+            if positions.all:
+                judging_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
+                probs_U = target_probs(positions.rows_NK[judging_U, 0])
+            else:
+                probs_U = target_probs(positions.rows_NK[start:stop].T.flatten())
         of_depths = (logits(k, hidden[k][start:stop], heads[k]) for k in range(depths))
         weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
@@ -199,8 +213,9 @@ def draft_loss(
             else:
                 best_NI = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
             hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
+            first = k if positions.all else k * (stop - start)
             probs_N = probs_U and TargetProbs._make(
-                each if each is None else each[k : k + stop - start] for each in probs_U
+                each if each is None else each[first : first + stop - start] for each in probs_U
             )
             log_q_NV = logits_NV.log_softmax(-1)
             loss_N = log_q_NV.new_zeros(stop - start)

@@ -123,7 +123,8 @@ class KVEntries:
     first: int = 0
     drafts_N: Tensor | None = None
 
-    def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+    def store(self, layer: int, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new entries into the cache; return all keys and values of the layer."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for states, new in ((keys, key_BGTE), (values, value_BGTE)):
             if self.slots_BT is None:
@@ -131,5 +132,9 @@ class KVEntries:
             else:  # not by `scatter_`, which would copy the whole cache on a CPU
                 rows_B1 = counting(len(new), new.device, column=True)
                 states.transpose(1, 2)[rows_B1, self.slots_BT] = new.transpose(1, 2)
+        return keys, values
+
+    def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+        keys, values = self.store(layer, key_BGTE, value_BGTE)
         attended = self.mask_BTS.shape[-1]
         return masked_attention(query_BHTE, keys[:, :, :attended], values[:, :, :attended], self.mask_BTS[:, None])

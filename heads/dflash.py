@@ -1,0 +1,272 @@
+"""DFlash (arXiv:2602.06036): a block of drafts in one pass, from mask tokens behind the root.
+
+With g_t the target's features after some of its blocks, and x_p the root, the newest token:
+
+    c_t = hidden_norm(fc(g_t))                                    context, t < p, the same for all layers
+    h   = [embed(x_p), embed(MASK), ..., embed(MASK)]             block, at positions p, p + 1, ...
+    h   = h + attention(q(norm(h)), k([c, norm(h)]), v([c, norm(h)]));  h = h + mlp(norm(h))      in each layer
+    logits of slot k = lm_head(norm(h_k))
+
+Slots attend to the whole context and to the whole block. Slot k drafts x_{p+k}, slot 0 nothing; with
+`sample_from_anchor` slot k drafts x_{p+k+1}. Training draws anchors a, the roots, among the answers' positions; the
+block behind an anchor attends to the context before it and is judged by the target's distributions along the text.
+Tensor names are those that vLLM and SGLang read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import rotate_half
+
+from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
+from .layers.draft_cache import DraftCache, KVEntries, counting
+from .layers.draft_vocab import most_frequent
+from .layers.starting_values import norm_gain, start_layer, target_layer_weights
+from .losses import DraftPositions, Objective, draft_loss
+
+
+@dataclass(frozen=True)
+class DFlashConfig(Objective):
+    """Options of a DFlash head; null takes the target's own value."""
+
+    mask_token_id: int | None = None
+    """Token that stands for what is to be drafted, which texts should not hold; null for the last of the vocabulary."""
+    block_size: int = 8
+    """Slots of a block, the root's included."""
+    sample_from_anchor: bool = False
+    """Whether the root's slot drafts too (DSpark): block_size drafts instead of one fewer."""
+    num_layers: int = 2
+    """Decoder layers."""
+    feature_layers: list[int] | None = None
+    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers, spread out."""
+    draft_vocab_size: int | None = None
+    """Tokens that can be drafted, the most frequent in the training data; null for all, by the target's LM head."""
+    max_anchors: int = 128
+    """Anchors of a batch's row at most, drawn anew in every step."""
+    qk_norm: bool = True
+    """RMSNorm on queries and keys, as in Qwen3, which servers expect."""
+    intermediate_size: int | None = None
+    """Width of the MLP."""
+    num_attention_heads: int | None = None
+    """Query heads."""
+    num_key_value_heads: int | None = None
+    """Key and value heads."""
+    head_dim: int | None = None
+    """Width of a head."""
+    rms_norm_eps: float | None = None
+    """Added to the variance in every norm."""
+    rope_parameters: dict[str, Any] | None = None
+    """Rotary positions, as in a transformers config; null for the target's."""
+    start: str | int = "random"
+    """Starting values of the decoder layers: random, last (the target's last blocks), or a block's number."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2 or self.num_layers < 1 or self.max_anchors < 1:
+            raise ValueError(
+                "dflash needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
+                f"{self.block_size}, {self.num_layers} and {self.max_anchors}"
+            )
+        if isinstance(self.start, str) and self.start not in ("random", "last"):
+            raise ValueError(f"dflash start must be random, last or the number of a block, not {self.start!r}")
+        self.check("dflash")
+
+
+@dataclass(frozen=True)
+class DFlashState(DraftState):
+    """Committed context in the cache, and the block's output after the round's first `expand`."""
+
+    cache: DraftCache = field(kw_only=True)
+    lengths_B: Tensor
+    """Committed tokens of each row, which is the root's position."""
+    slots_BKD: Tensor
+    """Final-norm outputs of the block's slots that draft, by depth."""
+
+
+class DFlashHead(DraftHead):
+    """DFlash head."""
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig, target: TargetInfo) -> None:
+        super().__init__(config, target)
+        self.max_depth = config.block_size - (not config.sample_from_anchor)
+        self.mask_token = target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
+        if not 0 <= self.mask_token < target.vocab_size:
+            raise ValueError(
+                f"dflash mask_token_id {self.mask_token} is out of range: choose one of the target's "
+                f"{target.vocab_size} tokens"
+            )
+        self.feature_layers = _feature_layers(config, target)
+        self.shape, self.cached_layers = LayerShape.of(target, config), config.num_layers
+        width, eps = target.hidden_size, self.shape.rms_norm_eps
+        self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(config.num_layers))
+        self.norm = RMSNorm(width, eps=eps)
+        if config.draft_vocab_size is None:
+            self.served_names = ("lm_head.weight",)
+        else:
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+            self.token_map = torch.arange(config.draft_vocab_size)
+        self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
+
+    @torch.no_grad()
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
+        if self.token_map is not None:
+            self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, "dflash"))
+            self.lm_head.weight.copy_(modules.lm_head_rows(self.token_map))
+        gain_D = norm_gain(modules.norm, self.target.hidden_size)
+        if gain_D is not None:
+            self.norm.weight.copy_(gain_D)
+        if self.config.start == "random":
+            return
+        count = len(self.layers)
+        first = self.target.num_layers - count if self.config.start == "last" else int(self.config.start)
+        for number, layer in enumerate(self.layers):
+            block = target_layer_weights(modules.blocks, first + number, self.target, "dflash")
+            start_layer(layer, block, f"layer {number}", "dflash")
+        self.fc.weight.zero_()  # the identity on the last feature
+        self.fc.weight[:, -self.target.hidden_size :].copy_(torch.eye(self.target.hidden_size))
+
+    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+        depths = self.max_depth
+        positions = DraftPositions.of(features, depths, self.config.max_anchors if self.training else None)
+        time = features.tokens_BT.shape[1]
+        rows_N, times_N = positions.index_N // time, positions.index_N % time
+        context = self._context(features.features_BTF, features.position_ids_BT)
+        seen_NT = counting(time, rows_N.device) <= times_N[:, None]
+        if features.sequences_BT is not None:
+            own_NT = features.sequences_BT[rows_N]
+            seen_NT = seen_NT & (own_NT == own_NT.gather(1, times_N[:, None]))
+        roots_N = features.tokens_BT.flatten()[positions.index_N + 1]
+        first_N = features.position_ids_BT.flatten()[positions.index_N] + 1
+        kv = AnchorView(context, seen_NT, positions.per_row)
+        slots_NKD = self._block(roots_N, first_N, kv, features.modules)
+        weight_VD = features.modules.lm_head.weight if self.token_map is None else self.lm_head.weight
+        hiddens = [slots_NKD[:, k].to(weight_VD.dtype) for k in range(depths)]
+        return draft_loss(hiddens, [weight_VD] * depths, self.token_map, features, positions, self.config, ranks)
+
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DFlashState:
+        like = next(self.parameters())
+        return DFlashState(
+            modules,
+            depth=0,
+            max_depth=max_depth,
+            cache=self.empty_cache(batch_size, self.config.block_size, capacity),
+            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
+            slots_BKD=like.new_zeros(batch_size, self.max_depth, self.target.hidden_size),
+        )
+
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DFlashState:
+        assert isinstance(state, DFlashState)
+        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+        for number, (key, value) in enumerate(self._context(features_BAF, positions_BA)):
+            kv.store(number, key, value)
+        return replace(state, depth=0, lengths_B=state.lengths_B + lengths_B)
+
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DFlashState]:
+        assert isinstance(state, DFlashState)
+        if state.depth == 0:
+            cache, device = state.cache, tokens_BW.device
+            slots = cache.keys[0].shape[2]
+            attended = slots if cache.attended is None else min(slots, cache.attended)
+            seen_BS = counting(attended, device) < cache.nodes + state.lengths_B[:, None]  # the block, and the context
+            kv = KVEntries(cache, seen_BS[:, None].expand(-1, cache.nodes, -1), None)
+            state = replace(state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, kv, state.modules))
+        hidden_B1D = state.slots_BKD[:, state.depth : state.depth + 1]
+        logits_B1V = state.modules.logits(hidden_B1D) if self.token_map is None else self.lm_head(hidden_B1D)
+        return logits_B1V, replace(state, depth=state.depth + 1)
+
+    def _context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, G, T, E] of the context in each layer."""
+        context_BTD = self.hidden_norm(self.fc(features_BTF))
+        cos_B1TE, sin_B1TE = (part[:, None] for part in self.rotary(positions_BT, context_BTD.dtype))
+        found = []
+        for layer in self.layers:
+            attention = layer.self_attn
+            key, value = (
+                projection(context_BTD).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+                for projection in (attention.k_proj, attention.v_proj)
+            )
+            key = attention.k_norm(key)
+            found.append((key * cos_B1TE + rotate_half(key) * sin_B1TE, value))
+        return found
+
+    def _block(self, roots_N: Tensor, positions_N: Tensor, kv: KVView, modules: TargetModules) -> Tensor:
+        """Final-norm outputs [N, K, D] of the slots that draft, for blocks behind roots at some positions."""
+        size = self.config.block_size
+        tokens_NK = torch.full((len(roots_N), size), self.mask_token, device=roots_N.device)
+        tokens_NK[:, 0] = roots_N
+        state_NKD = modules.embed(tokens_NK).to(self.norm.weight.dtype)
+        rotary = self.rotary(positions_N[:, None] + counting(size, roots_N.device), state_NKD.dtype)
+        for number, layer in enumerate(self.layers):
+            state_NKD = layer(state_NKD, rotary, kv, number)
+        return self.norm(state_NKD[:, size - self.max_depth :])
+
+    def server_config(self) -> dict[str, Any]:
+        shape = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)
+        return {
+            "architectures": ["DFlashDraftModel"],
+            **shape,
+            "model_type": "qwen3",
+            "draft_vocab_size": self.draft_vocab_size,
+            "block_size": self.config.block_size,
+            "num_target_layers": self.target.num_layers,
+            "dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": list(self.feature_layers)},
+        }
+
+
+def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]:
+    """The chosen blocks; by default spread from the second to the fourth from the end, the middle one for one layer."""
+    blocks, count = target.num_layers, config.num_layers
+    if config.feature_layers is not None:
+        layers = tuple(config.feature_layers)
+    elif count == 1:
+        layers = (blocks // 2,)
+    else:
+        layers = tuple(round(1 + i * (blocks - 4) / (count - 1)) for i in range(count))
+    if not layers or min(layers) < 0 or max(layers) > blocks - 2 or list(layers) != sorted(set(layers)):
+        raise ValueError(
+            f"dflash feature_layers {list(layers)} are out of range, out of order or coincide for {target.name!r} with "
+            f"{blocks} blocks; choose different numbers from 0 to {blocks - 2}, in order"
+        )
+    return layers
+
+
+class AnchorView:
+    """KV view of training: N blocks, each of which attends to the context before its anchor and to itself.
+
+    Letters in tensor names: K slots, H query heads of a group, G groups, E head size, T time.
+    """
+
+    drafts_N: Tensor | None = None
+
+    def __init__(self, context: list[tuple[Tensor, Tensor]], seen_NT: Tensor, per_row: Sequence[int]) -> None:
+        """Take each layer's keys and values [B, G, T, E], the context that each block sees, and the blocks of a row."""
+        self.context, self.seen_NT, self.per_row = context, seen_NT, per_row
+
+    def attend(self, layer: int, query_NHKE: Tensor, key_NGKE: Tensor, value_NGKE: Tensor) -> Tensor:
+        """Attention output [N, H, K, E]; all queries of a row read its context in one product."""
+        keys_BGTE, values_BGTE = self.context[layer]
+        heads, time = query_NHKE.shape[1] // key_NGKE.shape[1], keys_BGTE.shape[2]
+        query_NGXE = (query_NHKE * query_NHKE.shape[-1] ** -0.5).unflatten(1, (-1, heads)).flatten(2, 3)
+        blocks = (query_NGXE, query_NGXE @ key_NGKE.transpose(-1, -2), value_NGKE, self.seen_NT)
+        found = []
+        for row, parts in enumerate(zip(*(each.split(self.per_row) for each in blocks), strict=True)):
+            query_GNXE, own_GNXK, value_GNKE = (part.transpose(0, 1) for part in parts[:3])
+            scores_GNXT = query_GNXE @ keys_BGTE[row, :, None].transpose(-1, -2)
+            scores_GNXT = scores_GNXT.masked_fill(~parts[3][:, None], -torch.inf)
+            scores = torch.cat([scores_GNXT, own_GNXK], dim=-1)
+            weights = scores.softmax(-1, dtype=at_least_fp32(scores[:0]).dtype).to(scores.dtype)
+            out_GNXE = weights[..., :time] @ values_BGTE[row, :, None] + weights[..., time:] @ value_GNKE
+            found.append(out_GNXE.transpose(0, 1))
+        return torch.cat(found).unflatten(2, (heads, -1)).flatten(1, 2)
