@@ -422,6 +422,44 @@ class DraftHead(nn.Module, ABC):
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
 
 
+class OffsetVocabularyHead(DraftHead):
+    """A head whose draft vocabulary, if it has one, is saved as servers read it: `d2t` and `t2d`."""
+
+    d2t: Tensor
+    """Difference of target id and draft id, by draft id."""
+    t2d: Tensor
+    """True at the target ids of the draft vocabulary."""
+
+    def __init__(self, config: Any, target: TargetInfo) -> None:
+        super().__init__(config, target)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(target.vocab_size) < config.draft_vocab_size)
+
+    @property
+    def vocabulary_V(self) -> Tensor | None:
+        """Sorted target ids of the draft vocabulary; None for all of them."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def choose_vocabulary(self, chosen_V: Tensor) -> None:
+        """Take these sorted target ids."""
+        chosen_V = chosen_V.to(self.d2t.device)
+        self.d2t.copy_(chosen_V - torch.arange(len(chosen_V), device=chosen_V.device))
+        self.t2d.zero_()[chosen_V] = True
+
+    def check_loaded(self) -> None:
+        ids_V = self.vocabulary_V
+        if ids_V is not None:
+            check_ids(ids_V, self.target.vocab_size, "d2t")
+            if not torch.equal(self.t2d.nonzero()[:, 0], ids_V):
+                raise ValueError("d2t and t2d name different tokens")
+
+    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
+        return draft_tokens if self.config.draft_vocab_size is None else draft_tokens + self.d2t[draft_tokens]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as users and configs write it: float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")

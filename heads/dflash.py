@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import DraftState, HeadOutput, OffsetVocabularyHead, TargetFeatures, TargetInfo, TargetModules
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
 from .layers.draft_cache import DraftCache, KVEntries, counting
 from .layers.draft_vocab import most_frequent
@@ -88,7 +88,7 @@ class DFlashState(DraftState):
     """Final-norm outputs of the block's slots that draft, by depth."""
 
 
-class DFlashHead(DraftHead):
+class DFlashHead(OffsetVocabularyHead):
     """DFlash head."""
 
     config_class = DFlashConfig
@@ -114,14 +114,13 @@ class DFlashHead(DraftHead):
             self.served_names = ("lm_head.weight",)
         else:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-            self.token_map = torch.arange(config.draft_vocab_size)
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        if self.token_map is not None:
-            self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, "dflash"))
-            self.lm_head.weight.copy_(modules.lm_head_rows(self.token_map))
+        if self.config.draft_vocab_size is not None:
+            self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, "dflash"))
+            self.lm_head.weight.copy_(modules.lm_head_rows(self.vocabulary_V))
         gain_D = norm_gain(modules.norm, self.target.hidden_size)
         if gain_D is not None:
             self.norm.weight.copy_(gain_D)
@@ -149,9 +148,10 @@ class DFlashHead(DraftHead):
         first_N = features.position_ids_BT.flatten()[positions.index_N] + 1
         kv = AnchorView(context, seen_NT, positions.per_row)
         slots_NKD = self._block(roots_N, first_N, kv, features.modules)
-        weight_VD = features.modules.lm_head.weight if self.token_map is None else self.lm_head.weight
+        whole = self.config.draft_vocab_size is None
+        weight_VD = features.modules.lm_head.weight if whole else self.lm_head.weight
         hiddens = [slots_NKD[:, k].to(weight_VD.dtype) for k in range(depths)]
-        return draft_loss(hiddens, [weight_VD] * depths, self.token_map, features, positions, self.config, ranks)
+        return draft_loss(hiddens, [weight_VD] * depths, self.vocabulary_V, features, positions, self.config, ranks)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DFlashState:
         like = next(self.parameters())
@@ -183,7 +183,8 @@ class DFlashHead(DraftHead):
             kv = KVEntries(cache, seen_BS[:, None].expand(-1, cache.nodes, -1), None)
             state = replace(state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, kv, state.modules))
         hidden_B1D = state.slots_BKD[:, state.depth : state.depth + 1]
-        logits_B1V = state.modules.logits(hidden_B1D) if self.token_map is None else self.lm_head(hidden_B1D)
+        whole = self.config.draft_vocab_size is None
+        logits_B1V = state.modules.logits(hidden_B1D) if whole else self.lm_head(hidden_B1D)
         return logits_B1V, replace(state, depth=state.depth + 1)
 
     def _context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -19,10 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import (
+    DraftState,
+    DraftTreeState,
+    HeadOutput,
+    OffsetVocabularyHead,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
 from .eagle import LayersConfig
 from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.draft_vocab import check_ids, most_frequent
+from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
 from .losses import DraftPositions, draft_loss
@@ -85,15 +93,11 @@ class FusionLayer(nn.Module):
         return state_BTD + self.mlp(self.post_attention_layernorm(state_BTD))
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(OffsetVocabularyHead):
     """EAGLE-3 head."""
 
     config_class = Eagle3Config
     config: Eagle3Config
-    d2t: Tensor
-    """Difference of target id and draft id, by draft id."""
-    t2d: Tensor
-    """True at the target ids of the draft vocabulary."""
 
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
@@ -126,9 +130,6 @@ class Eagle3Head(DraftHead):
         self.own_embedding = config.own_embedding or shape.hidden_size != target.hidden_size
         if self.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
-        if config.draft_vocab_size is not None:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(target.vocab_size) < config.draft_vocab_size)
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
         unknown = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(config, name)]
         unknown += ["num_layers above 1"] if config.num_layers > 1 else []
@@ -137,19 +138,10 @@ class Eagle3Head(DraftHead):
         elif unknown:
             self.unread_by = {"sglang": f"it does not know {', '.join(unknown)}"}
 
-    @property
-    def vocabulary_V(self) -> Tensor | None:
-        """Sorted target ids of the draft vocabulary; None for all of them."""
-        if self.config.draft_vocab_size is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.config.draft_vocab_size is not None:
-            chosen = most_frequent(token_counts_V, self.draft_vocab_size, "eagle3").to(self.d2t.device)
-            self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
-            self.t2d.zero_()[chosen] = True
+            self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, "eagle3"))
         same_width = self.shape.hidden_size == self.target.hidden_size
         if self.config.own_embedding and same_width:
             tokens_V = torch.arange(self.target.vocab_size, device=self.embed_tokens.weight.device)
@@ -240,13 +232,3 @@ class Eagle3Head(DraftHead):
                 "use_aux_hidden_state": True,
             },
         }
-
-    def check_loaded(self) -> None:
-        ids_V = self.vocabulary_V
-        if ids_V is not None:
-            check_ids(ids_V, self.target.vocab_size, "d2t")
-            if not torch.equal(self.t2d.nonzero()[:, 0], ids_V):
-                raise ValueError("d2t and t2d name different tokens")
-
-    def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        return draft_tokens if self.config.draft_vocab_size is None else draft_tokens + self.d2t[draft_tokens]
