@@ -110,11 +110,12 @@ class DFlashHead(OffsetVocabularyHead):
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, eps=eps)
-        if config.draft_vocab_size is None:
-            self.served_names = ("lm_head.weight",)
-        else:
+        if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
+        if config.sample_from_anchor or not config.qk_norm:
+            reason = "it does not know " + ("sample_from_anchor" if config.sample_from_anchor else "qk_norm: false")
+            self.unread_by = dict.fromkeys(("vllm", "sglang"), reason)
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -218,9 +219,10 @@ class DFlashHead(OffsetVocabularyHead):
         return {
             "architectures": ["DFlashDraftModel"],
             **shape,
-            "model_type": "qwen3",
+            "model_type": "qwen3" if self.config.qk_norm else "llama",
             "draft_vocab_size": self.draft_vocab_size,
             "block_size": self.config.block_size,
+            "sample_from_anchor": self.config.sample_from_anchor,
             "num_target_layers": self.target.num_layers,
             "dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": list(self.feature_layers)},
         }

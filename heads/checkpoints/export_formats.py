@@ -11,14 +11,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..base import DraftHead, dtype_name
+from ..dflash import DFlashHead
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
 from .files import CONFIG_FILE, WEIGHTS_FILE, new_folder
-from .formats import EAGLE3, FORMATS, LLAMA, places
+from .formats import DFLASH, EAGLE3, FORMATS, LLAMA, places
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
-    "speculators": {Eagle3Head: "speculators", EagleHead: "speculators-eagle"},
+    "speculators": {
+        Eagle3Head: "speculators",
+        EagleHead: "speculators-eagle",
+        DFlashHead: "speculators-dflash",
+    },
     "fasterdecoding": {MedusaHead: "fasterdecoding"},
     "safeailab": {Eagle3Head: "eagle3", EagleHead: "eagle"},
 }
@@ -59,7 +64,7 @@ def export_head(
     if missing:
         raise ValueError(f"{project} has no place for {', '.join(sorted(missing))}")
     tensors = {place.theirs: place.tensor.cpu().contiguous() for place in found}
-    if "embed_tokens.weight" not in tensors and name not in ("fasterdecoding", "speculators-eagle"):
+    if "embed_tokens.weight" not in tensors and name in ("speculators", "eagle3", "eagle"):
         if embedding_VD is None:
             raise ValueError(f"{project} keeps the target's embedding in the file: it is needed")
         tensors["embed_tokens.weight"] = embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
@@ -103,20 +108,27 @@ def _fasterdecoding_config(head: DraftHead) -> dict[str, Any]:
 
 
 def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict[str, Any]:
-    native, eagle3 = head.server_config(), isinstance(head, Eagle3Head)
+    native = head.server_config()
     layer = {name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}}
     layer["model_type"] = "qwen3" if head.shape.qk_norm else "llama"
-    if eagle3:
+    if isinstance(head, Eagle3Head):
+        kind, version, classes = "eagle3", "0.3.0", ["Eagle3DraftModel"]
         own = {name: native[name] for name in EAGLE3}
+    elif isinstance(head, DFlashHead):
+        kind, version, classes = "dflash", "0.9.0", ["DFlashSpeculator"]
+        own = {name: native[name] for name in DFLASH} | {
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in head.feature_layers],
+            "mask_token_id": head.mask_token,
+        }
     else:
-        layer_class = "LlamaDecoderLayer"
-        own = {"layernorms": False, "fusion_bias": native["bias"], "transformer_layer_architecture": layer_class}
+        kind, version, classes = "eagle", "0.3.0", ["EagleSpeculator", "LlamaDecoderLayer"]
+        own = {"layernorms": False, "fusion_bias": native["bias"], "transformer_layer_architecture": classes[1]}
     return {
-        "architectures": ["Eagle3DraftModel"] if eagle3 else ["EagleSpeculator", "LlamaDecoderLayer"],
-        "speculators_model_type": "eagle3" if eagle3 else "eagle",
-        "speculators_version": "0.3.0",
+        "architectures": classes,
+        "speculators_model_type": kind,
+        "speculators_version": version,
         "speculators_config": {
-            "algorithm": "eagle3" if eagle3 else "eagle",
+            "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.max_depth}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": head.target.name, "architectures": list(architectures)},

@@ -106,6 +106,22 @@ EAGLE_CONFIG = {
     "parallel_draft_heads_num_layers": Key("ModelOpt: of parallel drafting", None),
 }
 """Keys of `eagle_config`."""
+DFLASH = {
+    "block_size": Key("slots of a block, the root's included"),
+    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
+    "sample_from_anchor": Key("whether the root's slot drafts", False),
+}
+DFLASH_CONFIG = {
+    "mask_token_id": Key("token of the slots behind the root"),
+    "target_layer_ids": Key("feature layers, each by the block whose output it is"),
+    "sample_from_anchor": Key("as at the top level", False),
+    "causal": Key("whether a slot sees only the slots before it", False, only=(False,)),
+    "use_swa": Key("whether layers see a window of the context", False, only=(False,)),
+    "swa_window_size": Key("of use_swa", None),
+    "attention_sink_bias": Key("a bias of attention", False, only=(False, None)),
+    "projector_type": Key("another way to join features", None, only=(None,)),
+}
+"""Keys of `dflash_config`."""
 
 SPECULATORS = {
     **{name: TRANSFORMERS[name] for name in ("architectures", "auto_map", "dtype", "model_type", "torch_dtype")},
@@ -150,6 +166,16 @@ def _eagle3(first: str) -> dict[str, Row]:
         "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
     }
 
+
+_DFLASH = {
+    "fc.weight": Row("fc.weight", "joins the features, the shallowest first"),
+    "hidden_norm.weight": Row("hidden_norm.weight", "norm of the context"),
+    **_layer("layers.{l}", "layers.{l}"),
+    "norm.weight": Row("norm.weight", "norm before the LM head"),
+    "lm_head.weight": Row("lm_head.weight", "LM head over the draft vocabulary"),
+    "d2t": Row("d2t", "target id minus draft id"),
+    "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
+}
 
 FORMATS: dict[str, Format] = {
     "eagle3": Format(
@@ -239,6 +265,32 @@ FORMATS: dict[str, Format] = {
         },
         ignored=("embed_tokens.", "lm_head."),
     ),
+    "dflash": Format(
+        ("dflash",),
+        {
+            **LLAMA,
+            **DFLASH,
+            "num_target_layers": Key("blocks of the target", None),
+            "dflash_config": Key("more options"),
+        },
+        _DFLASH,
+        ignored=("embed_tokens.",),
+    ),
+    "speculators-dflash": Format(
+        ("dflash",),
+        {
+            **SPECULATORS,
+            **DFLASH,
+            "speculators_model_type": Key("dflash"),
+            "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
+            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is"),
+            "mask_token_id": Key("token of the slots behind the root"),
+            "target_hidden_size": Key("width of the target; hidden_size where absent", None),
+            "sliding_window_non_causal": Key("of sliding layers", False, only=(False,)),
+        },
+        _DFLASH,
+        ignored=("embed_tokens.",),
+    ),
     "hydra": Format(
         ("hydra", "hydra++"),
         {
@@ -270,7 +322,7 @@ FORMATS: dict[str, Format] = {
         ),
     ),
 }
-"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle` and `medusa`, the native formats here;
+"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle`, `medusa` and `dflash`, as saved here;
 SafeAILab, SpecForge and ModelOpt write the first two as well."""
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from ..base import DraftHead, TargetInfo
 from ..by_name import build_head
-from .formats import EAGLE_CONFIG, FORMATS, LLAMA, NEEDED, Format, Key, places
+from .formats import DFLASH_CONFIG, EAGLE_CONFIG, FORMATS, LLAMA, NEEDED, Format, Key, places
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a head's weights may have."""
@@ -70,7 +70,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
     """The row of `FORMATS` that a config.json and the names of its tensors belong to."""
     kind = config.get("speculators_model_type")
     if kind is not None:
-        forms = {"eagle3": "speculators", "eagle": "speculators-eagle"}
+        forms = {"eagle3": "speculators", "eagle": "speculators-eagle", "dflash": "speculators-dflash"}
         if kind not in forms:
             raise ValueError(f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}")
         return forms[kind]
@@ -78,6 +78,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
         "hydra": lambda name: name.startswith("hydra_"),
         "fasterdecoding": lambda name: re.fullmatch(r"(medusa_head\.)?\d+\.\d+(\.linear)?\.(weight|bias)", name),
         "medusa": lambda name: name.startswith("blocks.0.layers."),
+        "dflash": lambda name: name == "hidden_norm.weight",
         "eagle3": lambda name: name.endswith(".hidden_norm.weight"),
         "eagle": lambda name: name == "fc.weight",
     }
@@ -167,6 +168,32 @@ def _eagle_options(source: Source) -> dict[str, Any]:
     return options
 
 
+def _dflash_options(source: Source) -> dict[str, Any]:
+    keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
+    native = source.form == "dflash"
+    options = _llama_options(keys if native else _layer_keys(keys), target, remarks)
+    if options.pop("hidden_size") is not None or keys.get("target_hidden_size") not in (None, target.hidden_size):
+        raise ValueError(f"{keys.where}: a DFlash head is as wide as its target, which is {target.hidden_size} wide")
+    nested = Keys(DFLASH_CONFIG, keys["dflash_config"], "dflash_config") if native else keys
+    size = keys["draft_vocab_size"]
+    if size is None and "lm_head.weight" in tensors:
+        size = len(tensors["lm_head.weight"])
+    inputs, outputs = (None, nested["target_layer_ids"]) if native else (keys["aux_hidden_state_layer_ids"], None)
+    if native and keys["num_target_layers"] not in (None, target.num_layers):
+        raise ValueError(
+            f"{keys.where}: num_target_layers is {keys['num_target_layers']}, and {target.num_layers} in the target "
+            f"{target.name!r}"
+        )
+    return options | {
+        "block_size": keys["block_size"],
+        "draft_vocab_size": size,
+        "feature_layers": _feature_layers(inputs, outputs, target, remarks),
+        "mask_token_id": nested["mask_token_id"],
+        "qk_norm": any(name.endswith("q_norm.weight") for name in tensors),
+        "sample_from_anchor": bool(keys["sample_from_anchor"] or nested["sample_from_anchor"]),
+    }
+
+
 def _medusa_options(source: Source) -> dict[str, Any]:
     keys, target = source.keys, source.target
     keys.check_target(target, "hidden_size", "vocab_size")
@@ -218,6 +245,8 @@ READERS: dict[str, Callable[[Source], dict[str, Any]]] = {
     "fasterdecoding": _fasterdecoding_options,
     "speculators": _eagle3_options,
     "speculators-eagle": _eagle_options,
+    "dflash": _dflash_options,
+    "speculators-dflash": _dflash_options,
     "hydra": _hydra_options,
 }
 """By a row of `FORMATS`."""

@@ -10,11 +10,13 @@ import sys
 
 import torch
 from speculators import SpeculatorModel, SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
+from speculators.models.dflash import DFlashDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
-LENGTH = 11
+LENGTH = 16
 
 
 def own_model() -> Eagle3DraftModel:
@@ -51,6 +53,24 @@ def own_model() -> Eagle3DraftModel:
     return model
 
 
+def dflash(model: DFlashDraftModel, out: str) -> None:
+    """Draft logits [anchors, block, V] and the training loss, behind every anchor with a whole block after it."""
+    features = torch.randn(1, LENGTH, model.fc.in_features)
+    last = torch.randn(1, LENGTH, model.norm.weight.numel())
+    # Where the true token cannot be drafted, headstart has no loss.
+    tokens = torch.arange(40) if model.t2d is None else model.t2d.nonzero()[:, 0]
+    tokens = tokens[torch.randint(len(tokens), (1, LENGTH))]
+    mask = torch.ones(1, LENGTH)
+    mask[:, 0] = 0  # an anchor without context
+    anchors = LENGTH - model.block_size - 1
+    given = (features, tokens, mask, last, torch.zeros(1, LENGTH, dtype=torch.long))
+    with torch.no_grad():
+        logits = model._backbone_forward(*given, max_anchors=anchors)[1]
+        loss = model(*given, max_anchors=anchors, loss_config=resolve_loss_config("kl_div", "eager"))[1]
+    logits = logits.unflatten(1, (anchors, -1))[0]
+    torch.save({"features": features, "last": last, "tokens": tokens, "logits": logits, "loss": loss}, out)
+
+
 def main(what: str, folder: str, out: str) -> None:
     """Write features, tokens and logits for the other side to compare."""
     torch.manual_seed(0)
@@ -60,6 +80,9 @@ def main(what: str, folder: str, out: str) -> None:
     else:
         model = SpeculatorModel.from_pretrained(folder, attn_implementation="eager")
     model = model.eval().float()
+    if isinstance(model, DFlashDraftModel):
+        dflash(model, out)
+        return
     features = torch.randn(1, LENGTH, model.fc.in_features)
     tokens = torch.randint(40, (1, LENGTH))
     found = []

@@ -5,6 +5,7 @@ It lives in an environment of its own, `make peers`; without one these tests are
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from dataclasses import replace
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import DraftHead, TargetModules, build_head
+from headstart.heads import DraftHead, TargetFeatures, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.import_formats import import_head
+from headstart.heads.losses import DraftPositions
 
 PEERS = Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"
@@ -77,6 +79,60 @@ def test_speculators_drafts_with_our_export_as_we_do(options: dict[str, Any], tm
     theirs = peer("load", tmp_path / "head", tmp_path / "out.pt")
     ours = drafts(head, embedding_VD, theirs["features"], theirs["tokens"])
     torch.testing.assert_close(ours, theirs["logits"], rtol=1e-4, atol=1e-4)
+
+
+@needs_peers
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_vocab_size": 7, "num_layers": 3, "block_size": 4, "mask_token_id": 5},
+        {"sample_from_anchor": True, "num_layers": 1, "feature_layers": [0, 4, 10]},
+    ],
+)
+def test_speculators_drafts_and_trains_blocks_as_we_do(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 40}
+    target = LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=False, **sizes))
+    target.save_pretrained(tmp_path / "target")
+    decay = {"loss": {"kl": 1.0}, "decay": math.exp(-1 / 4)}
+    head = build_head("dflash", options | decay, replace(INFO, name=str(tmp_path / "target")))
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    rows_V = torch.arange(40)
+    if "draft_vocab_size" in options:
+        rows_V = torch.arange(7) * 3 + 2
+        head.choose_vocabulary(rows_V)
+        head.lm_head.weight.data.copy_(target.lm_head.weight[rows_V])
+    export_head(head, "speculators", tmp_path / "head")
+    theirs = peer("load", tmp_path / "head", tmp_path / "out.pt")
+    tokens_1T, features_1TF, anchors = theirs["tokens"], theirs["features"], len(theirs["logits"])
+    modules = TargetModules(target.get_input_embeddings(), target.lm_head, target.model.norm, ())
+    for number in range(anchors):
+        length = torch.tensor([number + 1])
+        state = head.begin(modules, 1, 32, head.max_depth, 1)
+        state = head.observe(state, features_1TF[:, : number + 1], tokens_1T[:, 1 : number + 2], length)
+        for slot in range(head.config.block_size - head.max_depth, head.config.block_size):
+            logits_11V, state = head.expand(state, tokens_1T[:, number + 1 : number + 2], torch.full((1, 1), -1))
+            torch.testing.assert_close(logits_11V[0, 0], theirs["logits"][number, slot], rtol=1e-5, atol=1e-5)
+    mask_1T = torch.ones_like(tokens_1T, dtype=torch.bool)
+    last_1TD = target.model.norm(theirs["last"])
+    features = TargetFeatures(features_1TF, last_1TD, tokens_1T, mask_1T, modules)
+    found = DraftPositions.of(features, head.max_depth)
+    whole = replace(
+        found,
+        index_N=found.index_N[:anchors],
+        rows_NK=found.rows_NK[:anchors],
+        valid_NK=found.valid_NK[:anchors],
+        per_row=(anchors,),
+        all=False,
+    )
+    assert bool(whole.valid_NK.all())
+    monkeypatch.setattr(DraftPositions, "of", lambda *_: whole)
+    loss = head.eval()(features).loss / whole.valid_NK.sum()
+    torch.testing.assert_close(loss, theirs["loss"], rtol=1e-5, atol=1e-5)
 
 
 @needs_peers

@@ -26,6 +26,17 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("eagle3", {"own_embedding": True, "norm_before_fc": True, "intermediate_size": 20, "rms_norm_eps": 1e-3}),
         ("eagle3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     ],
+    "dflash": [
+        ("dflash", {}),
+        ("dflash", {"draft_vocab_size": 7, "block_size": 5, "num_layers": 3, "mask_token_id": 3}),
+        ("dflash", {"sample_from_anchor": True, "feature_layers": [0, 5], "num_layers": 1, "intermediate_size": 20}),
+        ("dflash", {"qk_norm": False, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+    "speculators-dflash": [
+        ("dflash", {"draft_vocab_size": 7}),
+        ("dflash", {"sample_from_anchor": True, "feature_layers": [2], "num_layers": 2, "head_dim": 2}),
+        ("dflash", {"block_size": 3, "mask_token_id": 0, "qk_norm": False}),
+    ],
     "eagle": [("eagle", {}), ("eagle", {"num_layers": 2, "fc_bias": True, "num_key_value_heads": 1})],
     "medusa": [
         ("medusa", {}),
