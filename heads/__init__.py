@@ -3,6 +3,7 @@
 from .base import CheckpointMetadata, DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .by_name import HEADS, build_head
 from .checkpoints import save_load
+from .dflash import DFlashConfig, DFlashHead
 from .eagle import EagleConfig, EagleHead
 from .eagle3 import Eagle3Config, Eagle3Head
 from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHead
@@ -19,6 +20,8 @@ __all__ = [
     "CheckpointMetadata",
     "CutConfig",
     "CutHead",
+    "DFlashConfig",
+    "DFlashHead",
     "DraftHead",
     "DraftState",
     "Eagle3Config",

@@ -271,6 +271,8 @@ class DraftHead(nn.Module, ABC):
     """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
     cached_layers: int = 0
     """Decoder layers with a KV cache while decoding."""
+    whole_layers: bool = True
+    """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
 
     metadata: CheckpointMetadata | None = None
     """Set on a head that was loaded by `from_pretrained`."""

@@ -44,7 +44,8 @@ class DFlashConfig(Objective):
     num_layers: int = 2
     """Decoder layers."""
     feature_layers: list[int] | None = None
-    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers, spread out."""
+    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers, spread out, as far as
+    the target has them."""
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all, by the target's LM head."""
     max_anchors: int = 128
@@ -93,6 +94,7 @@ class DFlashHead(OffsetVocabularyHead):
 
     config_class = DFlashConfig
     config: DFlashConfig
+    whole_layers = False
 
     def __init__(self, config: DFlashConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
@@ -231,12 +233,9 @@ class DFlashHead(OffsetVocabularyHead):
 def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]:
     """The chosen blocks; by default spread from the second to the fourth from the end, the middle one for one layer."""
     blocks, count = target.num_layers, config.num_layers
-    if config.feature_layers is not None:
-        layers = tuple(config.feature_layers)
-    elif count == 1:
-        layers = (blocks // 2,)
-    else:
-        layers = tuple(round(1 + i * (blocks - 4) / (count - 1)) for i in range(count))
+    spread = [round(1 + i * (blocks - 4) / (count - 1)) for i in range(count)] if count > 1 else [blocks // 2]
+    default = sorted({min(max(layer, 0), blocks - 2) for layer in spread})  # fewer where the target has few blocks
+    layers = tuple(default if config.feature_layers is None else config.feature_layers)
     if not layers or min(layers) < 0 or max(layers) > blocks - 2 or list(layers) != sorted(set(layers)):
         raise ValueError(
             f"dflash feature_layers {list(layers)} are out of range, out of order or coincide for {target.name!r} with "

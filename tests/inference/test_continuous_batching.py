@@ -13,6 +13,7 @@ from headstart.inference import SpeculativeLM
 VOCAB = 20
 HEADS = {
     "plain": None,
+    "dflash": {"block_size": 4},
     "medusa": {"num_heads": 3},
     "hydra++": {"num_heads": 3},
     "eagle": {"depth": 3},

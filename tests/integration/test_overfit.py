@@ -24,6 +24,10 @@ ANSWER = 1 + ROUNDS * (DEPTH + 1)
 PROMPTS = (3, 6, 4, 5, 3, 6, 4, 5)
 SETTINGS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "dflash": {
+        "plain": {"block_size": DEPTH + 1, "num_layers": 2, "feature_layers": [0, 1]},
+        "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "draft_vocab_size": SAID, "num_layers": 1},
+    },
     "eagle": {
         # Trained on true features alone: the noise stands in for its own errors, which by heart it hardly sees.
         "plain": {"depth": DEPTH, "noise": 0.3, "intermediate_size": 96},

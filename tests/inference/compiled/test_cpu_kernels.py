@@ -287,6 +287,7 @@ def test_a_prompt_is_read_alike_in_pieces_of_any_size():
 
 
 HEADS = {
+    "dflash": {"block_size": 4},
     "eagle3": {"depth": 3, "feature_layers": [0, 1, -1]},
     "eagle": {"depth": 3},
     "cut": {"depth": 3},
