@@ -44,8 +44,7 @@ class DFlashConfig(Objective):
     num_layers: int = 2
     """Decoder layers."""
     feature_layers: list[int] | None = None
-    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers, spread out, as far as
-    the target has them."""
+    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers, spread out."""
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all, by the target's LM head."""
     max_anchors: int = 128
@@ -115,9 +114,7 @@ class DFlashHead(OffsetVocabularyHead):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
-        if config.sample_from_anchor or not config.qk_norm:
-            reason = "it does not know " + ("sample_from_anchor" if config.sample_from_anchor else "qk_norm: false")
-            self.unread_by = dict.fromkeys(("vllm", "sglang"), reason)
+        self.unread_by = dict.fromkeys(("vllm", "sglang"), "heads of this kind have not been tried there")
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
