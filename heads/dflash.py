@@ -193,6 +193,7 @@ class DFlashHead(OffsetVocabularyHead):
         cos_B1TE, sin_B1TE = (part[:, None] for part in self.rotary(positions_BT, context_BTD.dtype))
         found = []
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
             attention = layer.self_attn
             key, value = (
                 projection(context_BTD).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)

@@ -232,8 +232,9 @@ def packed_head(head: DraftHead) -> DraftHead:
     """A copy of a head that drafts in the kernels; the head itself where they do not apply."""
 
     def block(module: nn.Module) -> nn.Module | None:
-        known = head.whole_layers and isinstance(module, DecoderLayer | FusionLayer)
-        return PackedBlock(module) if known and _fits(module) and type(module.mlp.act) is SILU else None
+        if head.whole_layers and isinstance(module, DecoderLayer | FusionLayer) and _fits(module):
+            return PackedBlock(module) if type(module.mlp.act) is SILU else None
+        return None
 
     if library() is None or any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules()):
         return head
