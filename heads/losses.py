@@ -114,7 +114,7 @@ class DraftPositions:
     @classmethod
     def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
         """The positions of a batch that have at least one draft to judge, or `at_most` of each row, at random."""
-        loss_mask_BT = features.loss_mask_BT
+        loss_mask_BT = features.loss_mask_BT.cpu()  # where it is, but in tests
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k

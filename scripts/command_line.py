@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import itertools
 import json
+import os
 import re
 import sys
 import typing
@@ -171,3 +173,9 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     except Stopped as stopped:
         print(stopped)
         gc.freeze()  # Python's last garbage collection takes a second, or several on a busy machine
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Threads of torch's gloo may abort a process while its interpreter ends (pytorch/pytorch#179291).
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -32,7 +32,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cut": {"plain": {"depth": DEPTH}, "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"}},
     "dflash": {
         "plain": {"block_size": DEPTH + 1},
-        "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "draft_vocab_size": 3, "num_layers": 1},
+        "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "num_layers": 1},
+        "truncated": {"block_size": DEPTH + 1, "draft_vocab_size": 3, "num_layers": 2},
         "as Llama": {"block_size": DEPTH + 2, "qk_norm": False, "mask_token_id": 2, "num_key_value_heads": 1},
     },
     # Noise would make training's states other than decoding's, as it is meant to.

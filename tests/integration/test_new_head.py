@@ -40,6 +40,7 @@ VOCAB = 60
 OPTIONS: dict[str, dict[str, Any]] = {
     # Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall.
     "cut": {"loss": {"ce": 1.0}},
+    "dflash": {"block_size": 4, "feature_layers": [0], "loss": {"ce": 1.0}},
     "eagle3": {"feature_layers": [0, -1], "loss": {"ce": 1.0}},
     "hydra++": {"loss": {"ce": 1.0}},
 }
@@ -181,7 +182,7 @@ def test_a_new_head_is_one_class_and_one_row(
         ValueError, match="unknown bigram head option 'heads'; choose from depth, feature_layers, width"
     ):
         build_head("bigram", {"heads": 1}, target.info)
-    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, cut, eagle"):
+    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, cut, dflash, eagle"):
         build_head("bigrams", {}, target.info)
 
 

@@ -146,7 +146,8 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         from .server_answers import ask_server  # needs the package openai, which nothing else does
 
         return ask_server(config)
-    output = _Output(config, read_prompt_rows(config.prompts) if config.prompts else None)
+    prompts = read_prompt_rows(config.prompts) if config.prompts else None
+    output = _Output(config, prompts)
     path, progress = output.path, output.progress
     if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
@@ -154,8 +155,8 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     lm, tokenizer = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
-    ids = [prompt_ids(tokenizer, prompt["messages"]) for batch in output.batches for prompt in batch]
-    check_lengths(ids[: config.conversations], config.answer_tokens, lm.target.max_positions, str(config.prompts))
+    ids = [prompt_ids(tokenizer, prompt["messages"]) for prompt in (prompts or ())[: config.conversations]]
+    check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
         watch = _Watch(output, deadline)
         lm.round_callbacks.append(watch)

@@ -308,7 +308,10 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config: config["headstart"].update(head="medsua"), "unknown head 'medsua'; choose from cut, eagle"),
+        (
+            lambda config: config["headstart"].update(head="medsua"),
+            "unknown head 'medsua'; choose from cut, dflash, eagle",
+        ),
         (
             lambda config: config["headstart"]["options"].update(heads=3),
             "unknown medusa head option 'heads'; choose from",
