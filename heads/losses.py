@@ -107,14 +107,14 @@ class DraftPositions:
     valid_NK: Tensor
     """True where the root and all drafts up to depth k lie in one answer."""
     per_row: tuple[int, ...] = ()
-    """Draft positions of each row of the batch, on the host."""
+    """Draft positions of each row of the batch, if the loss mask is on the host, as in training."""
     all: bool = True
     """Whether no position that has a draft to judge is left out."""
 
     @classmethod
     def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
         """The positions of a batch that have at least one draft to judge, or `at_most` of each row, at random."""
-        loss_mask_BT = features.loss_mask_BT.cpu()  # where it is, but in tests
+        loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
@@ -126,7 +126,7 @@ class DraftPositions:
         index_N = has_draft_BT.flatten().nonzero()[:, 0]
         # Past the end any row serves: nothing is valid there.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
-        per_row = tuple(has_draft_BT.sum(1).tolist())
+        per_row = tuple(has_draft_BT.sum(1).tolist()) if has_draft_BT.device.type == "cpu" else ()
         positions = cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N], per_row, at_most is None)
         return positions._to(features.tokens_BT.device)
 
