@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .base import DraftState, HeadOutput, OffsetVocabularyHead, TargetFeatures, TargetInfo, TargetModules
+from .eagle import BlocksConfig
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
 from .layers.draft_cache import DraftCache, KVEntries, counting
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import DraftPositions, draft_loss
 
 
 @dataclass(frozen=True)
-class DFlashConfig(Objective):
+class DFlashConfig(BlocksConfig):
     """Options of a DFlash head; null takes the target's own value."""
 
     mask_token_id: int | None = None
@@ -51,18 +52,6 @@ class DFlashConfig(Objective):
     """Anchors of a batch's row at most, drawn anew in every step."""
     qk_norm: bool = True
     """RMSNorm on queries and keys, as in Qwen3, which servers expect."""
-    intermediate_size: int | None = None
-    """Width of the MLP."""
-    num_attention_heads: int | None = None
-    """Query heads."""
-    num_key_value_heads: int | None = None
-    """Key and value heads."""
-    head_dim: int | None = None
-    """Width of a head."""
-    rms_norm_eps: float | None = None
-    """Added to the variance in every norm."""
-    rope_parameters: dict[str, Any] | None = None
-    """Rotary positions, as in a transformers config; null for the target's."""
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last blocks), or a block's number."""
 
@@ -72,8 +61,6 @@ class DFlashConfig(Objective):
                 "dflash needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
                 f"{self.block_size}, {self.num_layers} and {self.max_anchors}"
             )
-        if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"dflash start must be random, last or the number of a block, not {self.start!r}")
         self.check("dflash")
 
 

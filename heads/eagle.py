@@ -32,13 +32,9 @@ STEP = 0.25
 
 
 @dataclass(frozen=True)
-class LayersConfig(Objective):
-    """Options that EAGLE and EAGLE-3 share; null takes the target's own value."""
+class BlocksConfig(Objective):
+    """Options of a head made of decoder layers; null takes the target's own value."""
 
-    depth: int = 5
-    """Maximum draft length: tokens drafted after the root."""
-    train_steps: int | None = None
-    """Steps of training-time test; null for `depth`."""
     num_layers: int = 1
     """Decoder layers; those after the first are Llama blocks."""
     intermediate_size: int | None = None
@@ -57,13 +53,26 @@ class LayersConfig(Objective):
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
 
     def check(self, head: str, predicts_features: bool = False) -> None:
+        if isinstance(self.start, str) and self.start not in ("random", "last"):
+            raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
+        super().check(head, predicts_features)
+
+
+@dataclass(frozen=True)
+class LayersConfig(BlocksConfig):
+    """Options that EAGLE and EAGLE-3 share: their layers read their own outputs."""
+
+    depth: int = 5
+    """Maximum draft length: tokens drafted after the root."""
+    train_steps: int | None = None
+    """Steps of training-time test; null for `depth`."""
+
+    def check(self, head: str, predicts_features: bool = False) -> None:
         depth, layers = self.depth, self.num_layers
         if depth < 1 or layers < 1:
             raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
             raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
-        if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
         super().check(head, predicts_features)
 
 
