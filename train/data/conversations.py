@@ -148,15 +148,23 @@ def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[st
     """
     rows: list[dict[str, Any]] = []
     for where, row in itertools.islice(open_file(str(path)).read(), limit):
-        turns = row.get("turns") if isinstance(row, dict) else None
-        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt") if isinstance(row, dict) else None
-        if isinstance(text, str):
-            rows.append({**row, "messages": [{"role": "user", "content": text}]})
+        turns = user_turns(row)
+        if turns and isinstance(turns[0], str):
+            rows.append({**row, "messages": [{"role": "user", "content": turns[0]}]})
             continue
         row = check_conversation(row, where)
         messages = row["messages"]
         rows.append({**row, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages})
     return rows
+
+
+def user_turns(row: Any) -> list[Any]:
+    """The user's turns in a row without messages: Spec-Bench's `turns`, or its `prompt`; empty for any other row."""
+    if not isinstance(row, dict):
+        return []
+    if isinstance(row.get("turns"), list) and row["turns"]:
+        return row["turns"]
+    return [row["prompt"]] if isinstance(row.get("prompt"), str) else []
 
 
 def distinct_share(tokens: Sequence[object], n: int = 4) -> float:

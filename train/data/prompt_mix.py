@@ -23,7 +23,7 @@ from typing import Any
 from ..config import KindConfig, PromptMixConfig
 from ..console import log
 from ..run_folder import write_whole
-from .conversations import check_conversation, open_file
+from .conversations import check_conversation, open_file, user_turns
 
 GRAM = 8
 """Words in a row that two independent texts hardly share."""
@@ -134,11 +134,8 @@ def _texts(paths: list[str]) -> Iterator[tuple[str, list[str]]]:
     """The column `source` of each row, and its texts: all prompts and answers, of which the first is a prompt."""
     for path in paths:
         for where, row in open_file(path).read():
-            if isinstance(row, dict) and isinstance(row.get("turns"), list):  # Spec-Bench
-                texts = row["turns"]
-            elif isinstance(row, dict) and isinstance(row.get("prompt"), str) and "completion" not in row:
-                texts = [row["prompt"]]
-            else:
+            texts = user_turns(row)
+            if not texts or "completion" in row:
                 messages = check_conversation(row, where)["messages"]
                 texts = [each["content"] for each in messages if each["role"] in ("user", "assistant")]
             texts = [text for text in texts if isinstance(text, str) and text]
