@@ -327,7 +327,15 @@ def _continue(
     **sampling: Any,
 ) -> list[tuple[list[int], bool]]:
     """Continue each text; new tokens without the end token, and whether the model ended by itself."""
-    encoded = tokenizer(texts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    longest_first = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)  # little padding among the first
+    encoded = tokenizer(
+        [texts[row] for row in longest_first],
+        add_special_tokens=False,
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+    )
     device = lm.target.device
     try:
         output = lm.generate(
@@ -343,8 +351,8 @@ def _continue(
     except _TimeIsOver as over:
         rows = over.args[0]
     ends = lm.target.end_tokens
-    written = []
-    for row in rows:
-        stop = next((i for i, token in enumerate(row) if token in ends), None)
-        written.append((row[:stop], stop is not None))
+    written: list[tuple[list[int], bool]] = [([], False)] * len(texts)
+    for row, tokens in zip(longest_first, rows, strict=True):
+        stop = next((i for i, token in enumerate(tokens) if token in ends), None)
+        written[row] = tokens[:stop], stop is not None
     return written
