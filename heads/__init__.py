@@ -4,6 +4,7 @@ from .base import CheckpointMetadata, DraftHead, DraftState, HeadOutput, TargetF
 from .by_name import HEADS, build_head
 from .checkpoints import save_load
 from .dflash import DFlashConfig, DFlashHead
+from .dspark import DSparkConfig, DSparkHead
 from .eagle import EagleConfig, EagleHead
 from .eagle3 import Eagle3Config, Eagle3Head
 from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHead
@@ -22,6 +23,8 @@ __all__ = [
     "CutHead",
     "DFlashConfig",
     "DFlashHead",
+    "DSparkConfig",
+    "DSparkHead",
     "DraftHead",
     "DraftState",
     "Eagle3Config",

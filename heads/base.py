@@ -166,6 +166,8 @@ class DraftState:
     """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the root."""
     max_depth: int
     """Maximum number of `expand` calls in a round."""
+    confidence_BW: Tensor | None = field(default=None, kw_only=True)
+    """Logits of a head's own estimate of its acceptance rate after each node of the frontier, if it makes one."""
     cache: DraftCache | None = field(default=None, kw_only=True)
 
     def sizes(self) -> list[tuple[Tensor, int]]:

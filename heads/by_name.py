@@ -9,6 +9,7 @@ from typing import Any
 
 from .base import DraftHead, TargetInfo
 from .dflash import DFlashHead
+from .dspark import DSparkHead
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead, HydraPlusPlusHead
@@ -18,6 +19,7 @@ from .truncated import TruncatedHead
 HEADS: dict[str, type[DraftHead]] = {
     "cut": TruncatedHead,
     "dflash": DFlashHead,
+    "dspark": DSparkHead,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "hydra": HydraHead,

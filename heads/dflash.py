@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from .losses import DraftPositions, draft_loss
 class DFlashConfig(BlocksConfig):
     """Options of a DFlash head; null takes the target's own value."""
 
+    name: ClassVar[str] = "dflash"
     mask_token_id: int | None = None
     """Token that stands for what is to be drafted, which texts should not hold; null for the last of the vocabulary."""
     block_size: int = 8
@@ -58,10 +59,10 @@ class DFlashConfig(BlocksConfig):
     def __post_init__(self) -> None:
         if self.block_size < 2 or self.num_layers < 1 or self.max_anchors < 1:
             raise ValueError(
-                "dflash needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
+                f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
                 f"{self.block_size}, {self.num_layers} and {self.max_anchors}"
             )
-        self.check("dflash")
+        self.check(self.name)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class DFlashHead(OffsetVocabularyHead):
         self.mask_token = target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
         if not 0 <= self.mask_token < target.vocab_size:
             raise ValueError(
-                f"dflash mask_token_id {self.mask_token} is out of range: choose one of the target's "
+                f"{config.name} mask_token_id {self.mask_token} is out of range: choose one of the target's "
                 f"{target.vocab_size} tokens"
             )
         self.feature_layers = _feature_layers(config, target)
@@ -106,7 +107,7 @@ class DFlashHead(OffsetVocabularyHead):
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.config.draft_vocab_size is not None:
-            self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, "dflash"))
+            self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, self.config.name))
             self.lm_head.weight.copy_(modules.lm_head_rows(self.vocabulary_V))
         gain_D = norm_gain(modules.norm, self.target.hidden_size)
         if gain_D is not None:
@@ -116,14 +117,18 @@ class DFlashHead(OffsetVocabularyHead):
         count = len(self.layers)
         first = self.target.num_layers - count if self.config.start == "last" else int(self.config.start)
         for number, layer in enumerate(self.layers):
-            block = target_layer_weights(modules.blocks, first + number, self.target, "dflash")
-            start_layer(layer, block, f"layer {number}", "dflash")
+            block = target_layer_weights(modules.blocks, first + number, self.target, self.config.name)
+            start_layer(layer, block, f"layer {number}", self.config.name)
         self.fc.weight.zero_()  # the identity on the last feature
         self.fc.weight[:, -self.target.hidden_size :].copy_(torch.eye(self.target.hidden_size))
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        depths = self.max_depth
-        positions = DraftPositions.of(features, depths, self.config.max_anchors if self.training else None)
+        positions, slots_NKD = self.training_blocks(features)
+        return draft_loss(*self._lm_heads(slots_NKD, features), features, positions, self.config, ranks)
+
+    def training_blocks(self, features: TargetFeatures) -> tuple[DraftPositions, Tensor]:
+        """Draft positions, the anchors among them, and final-norm outputs [N, K, D] of the slots that draft there."""
+        positions = DraftPositions.of(features, self.max_depth, self.config.max_anchors if self.training else None)
         time = features.tokens_BT.shape[1]
         rows_N, times_N = positions.index_N // time, positions.index_N % time
         context = self._context(features.features_BTF, features.position_ids_BT)
@@ -134,11 +139,16 @@ class DFlashHead(OffsetVocabularyHead):
         roots_N = features.tokens_BT.flatten()[positions.index_N + 1]
         first_N = features.position_ids_BT.flatten()[positions.index_N] + 1
         kv = AnchorView(context, seen_NT, positions.per_row)
-        slots_NKD = self._block(roots_N, first_N, kv, features.modules)
+        return positions, self._block(roots_N, first_N, kv, features.modules)
+
+    def _lm_heads(
+        self, slots_NKD: Tensor, features: TargetFeatures
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Inputs of the LM head by depth, its weights by depth, and the draft vocabulary: arguments of `draft_loss`."""
         whole = self.config.draft_vocab_size is None
         weight_VD = features.modules.lm_head.weight if whole else self.lm_head.weight
-        hiddens = [slots_NKD[:, k].to(weight_VD.dtype) for k in range(depths)]
-        return draft_loss(hiddens, [weight_VD] * depths, self.vocabulary_V, features, positions, self.config, ranks)
+        hiddens = [slots_NKD[:, k].to(weight_VD.dtype) for k in range(self.max_depth)]
+        return hiddens, [weight_VD] * self.max_depth, self.vocabulary_V
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DFlashState:
         like = next(self.parameters())
@@ -223,8 +233,8 @@ def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]
     layers = tuple(default if config.feature_layers is None else config.feature_layers)
     if not layers or min(layers) < 0 or max(layers) > blocks - 2 or list(layers) != sorted(set(layers)):
         raise ValueError(
-            f"dflash feature_layers {list(layers)} are out of range, out of order or coincide for {target.name!r} with "
-            f"{blocks} blocks; choose different numbers from 0 to {blocks - 2}, in order"
+            f"{config.name} feature_layers {list(layers)} are out of range, out of order or coincide for "
+            f"{target.name!r} with {blocks} blocks; choose different numbers from 0 to {blocks - 2}, in order"
         )
     return layers
 

@@ -52,10 +52,10 @@ class BlocksConfig(Objective):
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
 
-    def check(self, head: str, predicts_features: bool = False) -> None:
+    def check(self, head: str, *own: str) -> None:
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
-        super().check(head, predicts_features)
+        super().check(head, *own)
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class LayersConfig(BlocksConfig):
     train_steps: int | None = None
     """Steps of training-time test; null for `depth`."""
 
-    def check(self, head: str, predicts_features: bool = False) -> None:
+    def check(self, head: str, *own: str) -> None:
         depth, layers = self.depth, self.num_layers
         if depth < 1 or layers < 1:
             raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
             raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
-        super().check(head, predicts_features)
+        super().check(head, *own)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class EagleConfig(LayersConfig):
     """Losses and their weights; see losses.py. `depth_weights: d_pace` leaves smooth_l1 to decay."""
 
     def __post_init__(self) -> None:
-        self.check("eagle", predicts_features=True)
+        self.check("eagle", "smooth_l1")
         if self.noise < 0:
             raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
 

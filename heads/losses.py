@@ -10,9 +10,10 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     lk_alpha     -log sum min(p, q)       (LK losses, arXiv:2602.23881)
     lk_lambda    s kl + (1 - s) tv,  s = exp(-3 sum min(p, q)) held constant: kl first, then acceptance itself
     smooth_l1    between predicted and true features, for heads that predict features (EAGLE-1, arXiv:2401.15077)
+    confidence   cross-entropy of a head's estimate of its acceptance rate with sum min(p, q), held constant (DSpark)
 
-tv and lk use p as it is: what lies outside the draft vocabulary can never be accepted. The others need no logits of the
-target outside it, which are most of the cost. Positions whose token lies outside carry no loss.
+tv, lk and confidence use p as it is: what lies outside the draft vocabulary can never be accepted. The others need no
+logits of the target outside it, which are most of the cost. Positions whose token lies outside carry no loss.
 
 Letters in tensor names: N draft positions, K depths, R positions of the flattened batch, U those that judge a chunk,
 D hidden size, V vocabulary, and in the target's distribution its tokens: the draft vocabulary or the most likely ones.
@@ -53,6 +54,8 @@ class Objective:
     target_top_k: int | None = None
     """Number of the target's most likely tokens to which its distribution is truncated, renormalised where the loss
     renormalises; null for the whole draft vocabulary."""
+    d_pace_smoothing: float = 0.0
+    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep tokens count early."""
 
     @property
     def over_vocabulary(self) -> list[str]:
@@ -61,20 +64,25 @@ class Objective:
 
     def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
         """Number of the target's logits that are computed at a position."""
-        losses = self.over_vocabulary
-        if losses in ([], ["ce"]):
-            return 0
-        return draft_vocab_size if NEED_MASS.isdisjoint(losses) else vocab_size
+        if self.needs_mass:
+            return vocab_size
+        return 0 if self.over_vocabulary in ([], ["ce"]) else draft_vocab_size
 
-    def check(self, head: str, predicts_features: bool = False) -> None:
-        """Refuse losses and weights that the head cannot be trained on, with a ValueError that names them."""
-        valid = ", ".join((*LOSSES, "smooth_l1") if predicts_features else LOSSES)
+    @property
+    def needs_mass(self) -> bool:
+        """Whether a loss uses the target's probabilities as they are, and so its logits of the whole vocabulary."""
+        return any(self.loss.get(name, 0) > 0 for name in NEED_MASS)
+
+    def check(self, head: str, *own: str) -> None:
+        """Refuse losses and weights that the head cannot be trained on, with a ValueError that names them.
+
+        `own` are losses from `NEED_HEAD` that it can have.
+        """
+        valid = ", ".join((*LOSSES, *own))
         for name, weight in self.loss.items():
-            if name == "smooth_l1" and not predicts_features:
-                raise ValueError(
-                    f"{head} cannot have the loss 'smooth_l1': it predicts no features; choose from {valid}"
-                )
-            if name not in LOSSES and not (predicts_features and name == "smooth_l1"):
+            if name in NEED_HEAD and name not in own:
+                raise ValueError(f"{head} cannot have the loss {name!r}: it {NEED_HEAD[name]}; choose from {valid}")
+            if name not in (*LOSSES, *own):
                 raise ValueError(f"unknown {head} loss {name!r}; choose from {valid}")
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight < 0:
                 raise ValueError(f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}")
@@ -82,6 +90,8 @@ class Objective:
             raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
         if self.depth_weights not in ("decay", "d_pace"):
             raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
+        if not 0 <= self.d_pace_smoothing <= 1:
+            raise ValueError(f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}")
         if self.decay <= 0:
             raise ValueError(f"{head} decay must be above 0, not {self.decay}")
         if self.target_top_k is not None and self.target_top_k < 1:
@@ -147,6 +157,16 @@ class DraftPositions:
         return replace(self, index_N=index_N, rows_NK=rows_NK, valid_NK=valid_NK)
 
 
+class BlockTerms(NamedTuple):
+    """Terms of a head that corrects its drafts by the token before each (DSpark)."""
+
+    latents: list[Tensor]
+    """latent_NR of each depth: weight_VR latent is added to the logits."""
+    weight_VR: Tensor
+    confidences: list[Tensor]
+    """Logits [N] of the head's estimate of its acceptance rate, by depth; empty without one."""
+
+
 def draft_loss(
     hiddens: Sequence[Tensor],
     lm_heads: Sequence[Tensor],
@@ -155,6 +175,7 @@ def draft_loss(
     positions: DraftPositions,
     objective: Objective,
     ranks: int = 1,
+    block: BlockTerms | None = None,
 ) -> HeadOutput:
     """The loss of drafts at all depths, but for `smooth_l1`.
 
@@ -163,7 +184,8 @@ def draft_loss(
 
     `hiddens` holds hidden_ND of each depth, the input of its LM head at every draft position; `lm_heads` the weights
     [V, D], where depths may share a tensor. `vocabulary_V` are the sorted target ids of the draft vocabulary, None for
-    all. The `ranks` best tokens of a draft are counted as hits.
+    all. The `ranks` best tokens of a draft are counted as hits. `block` corrects the logits, and adds the loss
+    `confidence`, which has the depth weights of `decay` and counts where the true token cannot be drafted, too.
     """
     depths = len(hiddens)
     weights = list({id(weight): weight for weight in lm_heads}.values())
@@ -181,10 +203,7 @@ def draft_loss(
     size = positions_at_once(device, max(target_logits * (1 if positions.all else depths), widest))
     count = len(positions.index_N)
 
-    def logits(k: int, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        if shared[k]:
-            return at_least_fp32(modules.logits(hidden_ND, weight_VD, modules.lm_head.bias))
-        return at_least_fp32(F.linear(hidden_ND, weight_VD))
+    terms = [] if block is None else [*block.latents, block.weight_VR, *block.confidences]
 
     def of_chunk(start: int, leaves: Sequence[Tensor]) -> Iterator[Tensor]:
         """The weighted loss of each depth, one after the other.
@@ -193,7 +212,18 @@ def draft_loss(
         out the host would have to wait for the accelerator.
         """
         hidden, heads = leaves[:depths], [leaves[depths + i] for i in which]
+        rest = leaves[depths + len(weights) :]
+        latents, corrections = rest[:depths], rest[depths:]
         stop = min(start + size, count)
+
+        def logits(k: int) -> Tensor:
+            hidden_ND, weight_VD = hidden[k][start:stop], heads[k]
+            if shared[k]:
+                logits_NV = at_least_fp32(modules.logits(hidden_ND, weight_VD, modules.lm_head.bias))
+            else:
+                logits_NV = at_least_fp32(F.linear(hidden_ND, weight_VD))
+            return logits_NV + F.linear(latents[k][start:stop], corrections[0]) if latents else logits_NV
+
         labels_NK = draft_ids(tokens_R[positions.rows_NK[start:stop] + 1], vocabulary_V)
         valid_NK = positions.valid_NK[start:stop] & (labels_NK >= 0)
         probs_U = None
@@ -203,10 +233,10 @@ def draft_loss(
                 probs_U = target_probs(positions.rows_NK[judging_U, 0])
             else:
                 probs_U = target_probs(positions.rows_NK[start:stop].T.flatten())
-        of_depths = (logits(k, hidden[k][start:stop], heads[k]) for k in range(depths))
+        of_depths = (logits(k) for k in range(depths))
         weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
-            logits_NV = logits(k, hidden[k][start:stop], heads[k])
+            logits_NV = logits(k)
             labels_N, valid_N = labels_NK[:, k], valid_NK[:, k]
             if ranks == 1:  # an argmax takes a fraction of the time of `topk`
                 best_NI = logits_NV.detach().argmax(-1, keepdim=True)
@@ -222,9 +252,16 @@ def draft_loss(
             for name in objective.over_vocabulary:
                 loss_N = loss_N + objective.loss[name] * _loss(name, log_q_NV, labels_N, probs_N)
             losses_K[k] += (loss_N.detach() * valid_N).sum()
-            yield (loss_N * weights_NK[:, k]).sum()
+            loss = (loss_N * weights_NK[:, k]).sum()
+            if corrections[1:]:
+                confidence_N, rate_N = corrections[1 + k][start:stop], _overlap(log_q_NV, probs_N).detach()
+                wrong_N = F.binary_cross_entropy_with_logits(confidence_N.to(dtype), rate_N, reduction="none")
+                wrong = objective.loss["confidence"] * (wrong_N * positions.valid_NK[start:stop, k]).sum()
+                losses_K[k] += wrong.detach()
+                loss = loss + objective.decay**k * wrong
+            yield loss
 
-    loss = _Summed.apply(of_chunk, range(0, count, size), torch.is_grad_enabled(), *hiddens, *weights)
+    loss = _Summed.apply(of_chunk, range(0, count, size), torch.is_grad_enabled(), *hiddens, *weights, *terms)
     return HeadOutput(loss, losses_K, positions.valid_NK.sum(0), hits_KI)
 
 
@@ -254,7 +291,7 @@ def _target_probs(
     """A function from positions of the flattened batch to the target's probabilities there, for all depths."""
     modules, losses = features.modules, objective.over_vocabulary
     states_RD = features.last_BTD.flatten(0, 1)
-    needs_mass = not NEED_MASS.isdisjoint(losses)
+    needs_mass = objective.needs_mass
     weight_VD: Tensor = modules.lm_head.weight.detach()
     bias_V: Tensor | None = modules.lm_head.bias
     if vocabulary_V is not None and not needs_mass:
@@ -284,7 +321,9 @@ def _target_probs(
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
 """Losses over the vocabulary."""
-NEED_MASS = {"tv", "lk_alpha", "lk_lambda"}
+NEED_HEAD = {"smooth_l1": "predicts no features", "confidence": "does not estimate its acceptance rate"}
+"""Losses that only some heads have, and what is said of the others."""
+NEED_MASS = {"tv", "lk_alpha", "lk_lambda", "confidence"}
 """Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
 NEED_ENTROPY = {"kl", "lk_lambda"}
 """Losses with the target's entropy, which does not depend on the draft."""
@@ -306,14 +345,20 @@ def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | N
     if name == "kl":
         assert target.plogp_N is not None
         return target.plogp_N - torch.linalg.vecdot(probs_NV, log_q_NT)
-    assert target.mass_N1 is not None
-    overlap_N = torch.minimum(probs_NV * target.mass_N1, log_q_NT.exp()).sum(-1)
+    overlap_N = _overlap(log_q_NV, target)
     if name == "tv":
         return 1 - overlap_N
     if name == "lk_alpha":
         return -overlap_N.clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
     share_N = (-3 * overlap_N.detach()).exp()
     return share_N * _loss("kl", log_q_NV, labels_N, target) + (1 - share_N) * (1 - overlap_N)
+
+
+def _overlap(log_q_NV: Tensor, target: TargetProbs | None) -> Tensor:
+    """Overlap sum min(p, q), the probability with which exact verification accepts a sampled draft."""
+    assert target is not None and target.mass_N1 is not None
+    log_q_NT = log_q_NV if target.tokens_NV is None else log_q_NV.gather(1, target.tokens_NV)
+    return torch.minimum(target.renormalised_NV * target.mass_N1, log_q_NT.exp()).sum(-1)
 
 
 def _depth_weights(
@@ -327,7 +372,8 @@ def _depth_weights(
         nll_NK = torch.stack(
             [_loss("ce", logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
         )
-        reach_NK = torch.where(valid_NK, (-nll_NK).exp(), 0).cumprod(-1)
+        least = objective.d_pace_smoothing
+        reach_NK = torch.where(valid_NK, least + (1 - least) * (-nll_NK).exp(), 0).cumprod(-1)
         return reach_NK.flip(-1).cumsum(-1).flip(-1)
 
 

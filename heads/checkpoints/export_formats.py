@@ -12,17 +12,19 @@ from torch import Tensor
 
 from ..base import DraftHead, dtype_name
 from ..dflash import DFlashHead
+from ..dspark import DSparkHead
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
 from .files import CONFIG_FILE, WEIGHTS_FILE, new_folder
-from .formats import DFLASH, EAGLE3, FORMATS, LLAMA, places
+from .formats import DFLASH, DSPARK, EAGLE3, FORMATS, LLAMA, places
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "speculators": {
         Eagle3Head: "speculators",
         EagleHead: "speculators-eagle",
         DFlashHead: "speculators-dflash",
+        DSparkHead: "speculators-dspark",
     },
     "fasterdecoding": {MedusaHead: "fasterdecoding"},
     "safeailab": {Eagle3Head: "eagle3", EagleHead: "eagle"},
@@ -115,8 +117,10 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
         kind, version, classes = "eagle3", "0.3.0", ["Eagle3DraftModel"]
         own = {name: native[name] for name in EAGLE3}
     elif isinstance(head, DFlashHead):
-        kind, version, classes = "dflash", "0.9.0", ["DFlashSpeculator"]
-        own = {name: native[name] for name in DFLASH} | {
+        kind, version, classes = ("dflash", "0.9.0", ["DFlashSpeculator"])
+        if isinstance(head, DSparkHead):
+            kind, classes = "dspark", ["DSparkSpeculator"]
+        own = {name: native[name] for name in (DFLASH | DSPARK) if name in native} | {
             "aux_hidden_state_layer_ids": [layer + 1 for layer in head.feature_layers],
             "mask_token_id": head.mask_token,
         }

@@ -111,6 +111,12 @@ DFLASH = {
     "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
     "sample_from_anchor": Key("whether the root's slot drafts", False),
 }
+DSPARK = {
+    "markov_rank": Key("width of the dependence on the token before; 0 would be DFlash"),
+    "markov_head_type": Key("its kind: vanilla, gated or rnn", "vanilla"),
+    "enable_confidence_head": Key("whether the head estimates its acceptance rate", False),
+    "confidence_head_with_markov": Key("whether that estimate sees the token before", False),
+}
 DFLASH_CONFIG = {
     "mask_token_id": Key("token of the slots behind the root"),
     "target_layer_ids": Key("feature layers, each by the block whose output it is"),
@@ -175,6 +181,17 @@ _DFLASH = {
     "lm_head.weight": Row("lm_head.weight", "LM head over the draft vocabulary"),
     "d2t": Row("d2t", "target id minus draft id"),
     "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
+}
+_DSPARK = {
+    **_DFLASH,
+    "markov_head.markov_w1.weight": Row("markov_head.markov_w1.weight", "embedding of the token before a draft"),
+    "markov_head.markov_w2.weight": Row("markov_head.markov_w2.weight", "correction of the logits by it"),
+    "markov_head.gate_proj.weight": Row("markov_head.gate_proj.weight", "gate of the correction"),
+    "markov_head.gate_proj.bias": Row("markov_head.gate_proj.bias", "its bias"),
+    "markov_head.joint_proj.weight": Row("markov_head.joint_proj.weight", "gate, candidate and output of the RNN"),
+    "markov_head.joint_proj.bias": Row("markov_head.joint_proj.bias", "their bias"),
+    "confidence_head.proj.weight": Row("confidence_head.proj.weight", "estimate of the acceptance rate"),
+    "confidence_head.proj.bias": Row("confidence_head.proj.bias", "its bias"),
 }
 
 FORMATS: dict[str, Format] = {
@@ -291,6 +308,38 @@ FORMATS: dict[str, Format] = {
         _DFLASH,
         ignored=("embed_tokens.",),
     ),
+    "speculators-dspark": Format(
+        ("dspark",),
+        {
+            **SPECULATORS,
+            **DFLASH,
+            **DSPARK,
+            "sample_from_anchor": Key("whether the root's slot drafts", True),
+            "speculators_model_type": Key("dspark"),
+            "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
+            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is"),
+            "mask_token_id": Key("token of the slots behind the root"),
+            "target_hidden_size": Key("width of the target; hidden_size where absent", None),
+            "sliding_window_non_causal": Key("of sliding layers", False, only=(False,)),
+        },
+        _DSPARK,
+        ignored=("embed_tokens.",),
+    ),
+    "dspark": Format(
+        ("dspark",),
+        {
+            **LLAMA,
+            **DFLASH,
+            **DSPARK,
+            "sample_from_anchor": Key("whether the root's slot drafts", True),
+            "num_target_layers": Key("blocks of the target", None),
+            "mask_token_id": DFLASH_CONFIG["mask_token_id"],
+            "target_layer_ids": DFLASH_CONFIG["target_layer_ids"],
+            "num_anchors": Key("training only", None),
+        },
+        _DSPARK,
+        ignored=("embed_tokens.",),
+    ),
     "hydra": Format(
         ("hydra", "hydra++"),
         {
@@ -322,8 +371,8 @@ FORMATS: dict[str, Format] = {
         ),
     ),
 }
-"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle`, `medusa` and `dflash`, as saved here;
-SafeAILab, SpecForge and ModelOpt write the first two as well."""
+"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle`, `medusa`, `dflash` and `dspark` as saved
+here; SafeAILab, SpecForge and ModelOpt write the first two as well."""
 
 
 class Place(NamedTuple):

@@ -70,7 +70,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
     """The row of `FORMATS` that a config.json and the names of its tensors belong to."""
     kind = config.get("speculators_model_type")
     if kind is not None:
-        forms = {"eagle3": "speculators", "eagle": "speculators-eagle", "dflash": "speculators-dflash"}
+        forms = {"eagle3": "speculators"} | {name: f"speculators-{name}" for name in ("eagle", "dflash", "dspark")}
         if kind not in forms:
             raise ValueError(f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}")
         return forms[kind]
@@ -78,6 +78,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
         "hydra": lambda name: name.startswith("hydra_"),
         "fasterdecoding": lambda name: re.fullmatch(r"(medusa_head\.)?\d+\.\d+(\.linear)?\.(weight|bias)", name),
         "medusa": lambda name: name.startswith("blocks.0.layers."),
+        "dspark": lambda name: name.startswith("markov_head."),
         "dflash": lambda name: name == "hidden_norm.weight",
         "eagle3": lambda name: name.endswith(".hidden_norm.weight"),
         "eagle": lambda name: name == "fc.weight",
@@ -170,11 +171,11 @@ def _eagle_options(source: Source) -> dict[str, Any]:
 
 def _dflash_options(source: Source) -> dict[str, Any]:
     keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
-    native = source.form == "dflash"
+    native = not source.form.startswith("speculators")
     options = _llama_options(keys if native else _layer_keys(keys), target, remarks)
     if options.pop("hidden_size") is not None or keys.get("target_hidden_size") not in (None, target.hidden_size):
         raise ValueError(f"{keys.where}: a DFlash head is as wide as its target, which is {target.hidden_size} wide")
-    nested = Keys(DFLASH_CONFIG, keys["dflash_config"], "dflash_config") if native else keys
+    nested = Keys(DFLASH_CONFIG, keys["dflash_config"], "dflash_config") if source.form == "dflash" else keys
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
         size = len(tensors["lm_head.weight"])
@@ -192,6 +193,20 @@ def _dflash_options(source: Source) -> dict[str, Any]:
         "qk_norm": any(name.endswith("q_norm.weight") for name in tensors),
         "sample_from_anchor": bool(keys["sample_from_anchor"] or nested["sample_from_anchor"]),
     }
+
+
+def _dspark_options(source: Source) -> dict[str, Any]:
+    keys = source.keys
+    estimates = bool(keys["enable_confidence_head"])
+    options = _dflash_options(source) | {
+        "markov": keys["markov_head_type"],
+        "markov_rank": keys["markov_rank"],
+        "confidence": estimates,
+        "confidence_with_markov": bool(keys["confidence_head_with_markov"]),
+    }
+    if not estimates:
+        options["loss"] = {"ce": 0.1, "tv": 0.9}
+    return options
 
 
 def _medusa_options(source: Source) -> dict[str, Any]:
@@ -247,6 +262,8 @@ READERS: dict[str, Callable[[Source], dict[str, Any]]] = {
     "speculators-eagle": _eagle_options,
     "dflash": _dflash_options,
     "speculators-dflash": _dflash_options,
+    "dspark": _dspark_options,
+    "speculators-dspark": _dspark_options,
     "hydra": _hydra_options,
 }
 """By a row of `FORMATS`."""

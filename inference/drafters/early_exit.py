@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ...heads import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
@@ -22,16 +23,21 @@ from .base import NoDraft, constant
 from .tree_policies import DraftModel, HeadDrafter
 
 
-def exit_features(logits_BV: Tensor, depth: int) -> Tensor:
-    """Features of a draft's next token, [B, 4]: log-probability of the best token, entropy, depth, and 1."""
+def exit_features(logits_BV: Tensor, depth: int, confidence_B: Tensor | None = None) -> Tensor:
+    """Features of a draft's next token, [B, 4]: log-probability of its acceptance, entropy, depth, and 1.
+
+    The first is the head's own estimate if it makes one, `confidence_B` (its logits), which the logistic regression
+    then calibrates, depth by depth; else it is the log-probability of the draft's best token.
+    """
     log_q_BV = at_least_fp32(logits_BV).log_softmax(-1)
     entropy_B = -(log_q_BV.exp() * log_q_BV.nan_to_num(neginf=0.0)).sum(-1)
     depth_B = torch.full_like(entropy_B, depth)
-    return torch.stack([log_q_BV.amax(-1), entropy_B, depth_B, torch.ones_like(depth_B)], dim=-1)
+    log_rate_B = log_q_BV.amax(-1) if confidence_B is None else logsigmoid(at_least_fp32(confidence_B))
+    return torch.stack([log_rate_B, entropy_B, depth_B, torch.ones_like(depth_B)], dim=-1)
 
 
 def confidence(features_BX: Tensor, weights: tuple[float, ...] | None) -> Tensor:
-    """Probability that the next token is accepted: by logistic regression, or the draft's own for its best token."""
+    """Probability that the next token is accepted: by logistic regression, or as the draft itself estimates it."""
     if weights is None:
         return features_BX[:, 0].exp()
     return (features_BX @ constant(weights, features_BX.dtype, features_BX.device)).sigmoid()
@@ -66,7 +72,8 @@ class EarlyExitChain(HeadDrafter):
             logits_B1V, state = self.head.expand(state, tokens[-1][:, None], parents_B1)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
-            features_BX = exit_features(logits_B1V[:, 0], depth)
+            estimated_BW = getattr(state, "confidence_BW", None)  # which other models' states lack
+            features_BX = exit_features(logits_B1V[:, 0], depth, None if estimated_BW is None else estimated_BW[:, 0])
             if self.features_K is not None:
                 self.features_K.append(features_BX)
             confident = (confidence(features_BX, self.shape.weights) >= self.shape.threshold).any()

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import helpers
 import pytest
 import torch
-from torch import Tensor, nn
+from block_heads import INFO, TIME, VOCAB, batch, build
 
-from headstart.heads import DFlashHead, TargetFeatures, TargetModules, build_head
+from headstart.heads import DFlashHead, build_head
 from headstart.heads.losses import LOSSES, DraftPositions
 
-VOCAB, WIDTH, TIME = 23, 12, 19
-INFO = dataclasses.replace(
-    helpers.INFO, hidden_size=WIDTH, vocab_size=VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=6
-)
 OPTIONS = [
     {"block_size": 4},
     {"block_size": 3, "sample_from_anchor": True, "draft_vocab_size": 9, "num_layers": 1},
     {"block_size": 5, "num_layers": 3, "qk_norm": False, "mask_token_id": 4, "feature_layers": [0, 7]},
 ]
-
-
-def build(options: dict[str, object], **more: object) -> DFlashHead:
-    torch.manual_seed(0)
-    head = build_head("dflash", {**options, **more}, INFO).double()
-    assert isinstance(head, DFlashHead)
-    for parameter in head.parameters():
-        nn.init.normal_(parameter)
-    if head.config.draft_vocab_size is not None:
-        head.choose_vocabulary(torch.arange(head.config.draft_vocab_size) * 2 + 1)
-    return head
-
-
-def modules() -> TargetModules:
-    torch.manual_seed(1)
-    embed, lm_head = nn.Embedding(VOCAB, WIDTH).double(), nn.Linear(WIDTH, VOCAB, bias=False).double()
-    return TargetModules(embed.requires_grad_(False), lm_head.requires_grad_(False), nn.Identity(), ())
-
-
-def batch(head: DFlashHead, positions_BT: Tensor | None = None) -> TargetFeatures:
-    torch.manual_seed(2)
-    mask_BT = torch.ones(3, TIME, dtype=torch.bool)
-    mask_BT[0, :6] = mask_BT[1, 12:] = False
-    return TargetFeatures(
-        features_BTF=torch.randn(3, TIME, WIDTH * len(head.feature_layers)).double(),
-        last_BTD=torch.randn(3, TIME, WIDTH).double(),
-        tokens_BT=torch.randint(VOCAB, (3, TIME)),
-        loss_mask_BT=mask_BT,
-        modules=modules(),
-        positions_BT=positions_BT,
-    )
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.heads import HeadOutput, TargetFeatures, TargetModules, losses
-from headstart.heads.losses import LOSSES, DraftPositions, Objective, draft_loss
+from headstart.heads.losses import LOSSES, NEED_HEAD, DraftPositions, Objective, draft_loss
 
 WIDTH, TARGET_WIDTH, VOCAB, ROWS = 5, 6, 21, 64
 """A draft's states may be narrower than the target's; no chunk is smaller than ROWS."""
@@ -226,7 +226,7 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
 def test_every_word_of_the_docstring_is_a_loss_and_the_other_way_round() -> None:
     lines = (losses.__doc__ or "").splitlines()
     words = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert sorted(words) == sorted([*LOSSES, "smooth_l1"])
+    assert sorted(words) == sorted([*LOSSES, *NEED_HEAD])
 
 
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
@@ -621,6 +621,6 @@ def test_what_cannot_be_trained_on_is_refused_by_name(objective: Any, message: s
 
 
 def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
-    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", predicts_features=True)
+    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", "smooth_l1")
     with pytest.raises(ValueError, match=r"unknown eagle loss 'l1'; choose from .*, smooth_l1"):
-        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", predicts_features=True)
+        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", "smooth_l1")

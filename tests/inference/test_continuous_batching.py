@@ -14,6 +14,7 @@ VOCAB = 20
 HEADS = {
     "plain": None,
     "dflash": {"block_size": 4},
+    "dspark": {"block_size": 3, "markov": "rnn", "markov_rank": 4},
     "medusa": {"num_heads": 3},
     "hydra++": {"num_heads": 3},
     "eagle": {"depth": 3},

@@ -36,6 +36,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "truncated": {"block_size": DEPTH + 1, "draft_vocab_size": 3, "num_layers": 2},
         "as Llama": {"block_size": DEPTH + 2, "qk_norm": False, "mask_token_id": 2, "num_key_value_heads": 1},
     },
+    "dspark": {
+        "plain": {"block_size": DEPTH, "markov_rank": 4},
+        "gated": {"block_size": DEPTH, "markov_rank": 2, "markov": "gated", "confidence_with_markov": False},
+        "rnn, truncated": {"block_size": DEPTH + 1, "sample_from_anchor": False, "markov": "rnn", "markov_rank": 4}
+        | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False, "loss": {"tv": 1.0}},
+    },
     # Noise would make training's states other than decoding's, as it is meant to.
     "eagle": {
         "plain": {"depth": DEPTH, "noise": 0.0},

@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall.
     "cut": {"loss": {"ce": 1.0}},
     "dflash": {"block_size": 4, "feature_layers": [0], "loss": {"ce": 1.0}},
+    "dspark": {"block_size": 3, "feature_layers": [0], "markov_rank": 8, "loss": {"ce": 1.0, "confidence": 1.0}},
     "eagle3": {"feature_layers": [0, -1], "loss": {"ce": 1.0}},
     "hydra++": {"loss": {"ce": 1.0}},
 }
@@ -182,7 +183,7 @@ def test_a_new_head_is_one_class_and_one_row(
         ValueError, match="unknown bigram head option 'heads'; choose from depth, feature_layers, width"
     ):
         build_head("bigram", {"heads": 1}, target.info)
-    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, cut, dflash, eagle"):
+    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, cut, dflash, dspark, eagle"):
         build_head("bigrams", {}, target.info)
 
 

@@ -28,6 +28,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {"block_size": DEPTH + 1, "num_layers": 2, "feature_layers": [0, 1]},
         "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "draft_vocab_size": SAID, "num_layers": 1},
     },
+    "dspark": {
+        "plain": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1, "loss": {"ce": 1.0, "confidence": 1.0}},
+        "rnn": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1, "markov": "rnn"}
+        | {"draft_vocab_size": SAID, "confidence": False, "loss": {"ce": 1.0}},
+    },
     "eagle": {
         # Trained on true features alone: the noise stands in for its own errors, which by heart it hardly sees.
         "plain": {"depth": DEPTH, "noise": 0.3, "intermediate_size": 96},

@@ -17,6 +17,7 @@ OPTIONS = {
     "hydra": {"num_heads": 2},
     "hydra++": {"num_heads": 2},
     "cut": {"depth": 2},
+    "dspark": {"block_size": 3, "num_layers": 1, "draft_vocab_size": 8, "markov_rank": 4, "markov": "gated"},
     "dflash": {"block_size": 3, "num_layers": 1, "draft_vocab_size": 8},
     "eagle": {"depth": 2},
     "eagle3": {"depth": 2, "feature_layers": [0], "draft_vocab_size": 8},

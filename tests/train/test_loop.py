@@ -248,7 +248,7 @@ def test_a_folder_with_a_run_of_other_options_is_refused(undisturbed, options, n
 
 
 def test_a_head_of_an_unknown_kind_or_layer_is_refused(options):
-    with pytest.raises(ValueError, match="unknown head 'medsua'; choose from cut, dflash, eagle, "):
+    with pytest.raises(ValueError, match="unknown head 'medsua'; choose from cut, dflash, dspark, eagle, "):
         train(dataclasses.replace(options, head={"type": "medsua"}))
     with pytest.raises(ValueError, match="unknown medusa head option 'heads'"):
         train(dataclasses.replace(options, output=options.output + "2", head={"type": "medusa", "heads": 2}))

@@ -37,6 +37,15 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dflash", {"sample_from_anchor": True, "feature_layers": [2], "num_layers": 2, "head_dim": 2}),
         ("dflash", {"block_size": 3, "mask_token_id": 0, "qk_norm": False}),
     ],
+    "dspark": [
+        ("dspark", {}),
+        ("dspark", {"draft_vocab_size": 7, "block_size": 3, "markov": "gated", "markov_rank": 5, "mask_token_id": 3}),
+        ("dspark", {"sample_from_anchor": False, "confidence": False, "loss": {"tv": 1.0}, "num_layers": 1}),
+    ],
+    "speculators-dspark": [
+        ("dspark", {"markov_rank": 3, "confidence_with_markov": False}),
+        ("dspark", {"draft_vocab_size": 7, "markov": "rnn", "sample_from_anchor": False, "feature_layers": [2]}),
+    ],
     "eagle": [("eagle", {}), ("eagle", {"num_layers": 2, "fc_bias": True, "num_key_value_heads": 1})],
     "medusa": [
         ("medusa", {}),

@@ -310,7 +310,7 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
     [
         (
             lambda config: config["headstart"].update(head="medsua"),
-            "unknown head 'medsua'; choose from cut, dflash, eagle",
+            "unknown head 'medsua'; choose from cut, dflash, dspark, eagle",
         ),
         (
             lambda config: config["headstart"]["options"].update(heads=3),

@@ -288,6 +288,7 @@ def test_a_prompt_is_read_alike_in_pieces_of_any_size():
 
 HEADS = {
     "dflash": {"block_size": 4},
+    "dspark": {"block_size": 3, "markov_rank": 4},
     "eagle3": {"depth": 3, "feature_layers": [0, 1, -1]},
     "eagle": {"depth": 3},
     "cut": {"depth": 3},

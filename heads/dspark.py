@@ -1,0 +1,174 @@
+"""DSpark: DFlash whose drafts depend on the token before them, and that estimates its acceptance rate.
+
+With h_k the backbone's output at slot k of a block, and x the token before the draft (the root, or the parent node):
+
+    e      = w1[x]                                                     w1 [V, r], over the target's vocabulary
+    z      = e                                                         markov: vanilla
+    z      = sigmoid(gate [h_k, e]) * e                                markov: gated
+    g, c, o = joint [s, e, h_k];  s = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  z = tanh(o)         markov: rnn, s_0 = 0
+    logits = lm_head(h_k) + w2 z                                       w2 [V, r], over the draft vocabulary
+    rate   = sigmoid(proj [h_k, e])                                    estimate of sum min(p, q)
+
+Children of different nodes differ, so the draft is a tree and not a product of independent slots. A chain may end where
+the estimated rate is low, `stop:...`: the estimate is made before its token is drawn, so the rules stay exact.
+Definitions are those of DeepSeek's DeepSpec; tensor names those that vLLM reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .base import DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .dflash import DFlashConfig, DFlashHead, DFlashState
+from .losses import BlockTerms, draft_loss
+
+MARKOV = ("vanilla", "gated", "rnn")
+"""Ways in which a draft depends on the token before it."""
+
+
+@dataclass(frozen=True)
+class DSparkConfig(DFlashConfig):
+    """Options of a DSpark head; null takes the target's own value."""
+
+    name: ClassVar[str] = "dspark"
+    block_size: int = 7
+    """Slots of a block, the root's included."""
+    sample_from_anchor: bool = True
+    """Whether the root's slot drafts too: block_size drafts instead of one fewer."""
+    markov: str = "vanilla"
+    """How a draft depends on the token before it: vanilla, gated (by the slot's state) or rnn (on all before it)."""
+    markov_rank: int = 256
+    """Width r of that dependence."""
+    confidence: bool = True
+    """Whether the head estimates its acceptance rate, trained by the loss `confidence`."""
+    confidence_with_markov: bool = True
+    """Whether the estimate sees the token before the draft."""
+    loss: dict[str, float] = field(default_factory=lambda: {"ce": 0.1, "tv": 0.9, "confidence": 1.0})
+    """Losses and their weights; see losses.py."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov not in MARKOV or self.markov_rank < 1:
+            raise ValueError(
+                f"dspark needs a markov of {', '.join(MARKOV)} and a markov_rank of at least 1, not {self.markov!r} "
+                f"and {self.markov_rank}"
+            )
+
+    def check(self, head: str, *own: str) -> None:
+        super().check(head, *(("confidence",) if self.confidence else ()), *own)
+
+
+@dataclass(frozen=True)
+class DSparkState(DFlashState):
+    """A block's state, and what the nodes of the frontier carry."""
+
+    memory_BWR: Tensor
+    """The state s of the RNN after each node of the frontier; its last dimension is 0 without one."""
+
+
+class MarkovHead(nn.Module):
+    """Correction of logits by the token before a draft."""
+
+    def __init__(self, config: DSparkConfig, target: TargetInfo, draft_vocab_size: int) -> None:
+        super().__init__()
+        rank, width = config.markov_rank, target.hidden_size
+        self.markov_w1 = nn.Embedding(target.vocab_size, rank)
+        nn.init.normal_(self.markov_w1.weight, std=0.01)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.memory = rank if config.markov == "rnn" else 0
+        if config.markov == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif config.markov == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def forward(self, embed_WR: Tensor, hidden_WD: Tensor, memory_WR: Tensor) -> tuple[Tensor, Tensor]:
+        """What `markov_w2` reads after tokens [..., W] that are embedded, and the memory after them."""
+        if self.memory:
+            gate_WR, new_WR, out_WR = self.joint_proj(torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)).chunk(3, -1)
+            kept_WR = gate_WR.sigmoid()
+            return out_WR.tanh(), kept_WR * memory_WR + (1 - kept_WR) * new_WR.tanh()
+        if hasattr(self, "gate_proj"):
+            return self.gate_proj(torch.cat([hidden_WD, embed_WR], dim=-1)).sigmoid() * embed_WR, memory_WR
+        return embed_WR, memory_WR
+
+
+class DSparkHead(DFlashHead):
+    """DSpark head."""
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig, target: TargetInfo) -> None:
+        super().__init__(config, target)
+        self.markov_head = MarkovHead(config, target, self.draft_vocab_size)
+        if config.confidence:
+            width = target.hidden_size + config.confidence_with_markov * config.markov_rank
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
+        if config.markov != "vanilla":
+            self.unread_by["vllm"] = (
+                f"it reads drafts that depend on the token before them as vanilla, not {config.markov}"
+            )
+
+    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+        positions, slots_NKD = self.training_blocks(features)
+        before_NK = features.tokens_BT.flatten()[
+            positions.rows_NK
+        ]  # the true token before each draft, at slot 0 the root
+        embed_NKR = self.markov_head.markov_w1(before_NK)
+        memory_NR = embed_NKR.new_zeros(len(embed_NKR), self.markov_head.memory)
+        latents = []
+        for k in range(self.max_depth):
+            latent_NR, memory_NR = self.markov_head(embed_NKR[:, k], slots_NKD[:, k], memory_NR)
+            latents.append(latent_NR)
+        asked = self.config.confidence and self.config.loss.get("confidence", 0) > 0
+        confidences = list(self._confidence(slots_NKD, embed_NKR).unbind(1)) if asked else []
+        block = BlockTerms(latents, self.markov_head.markov_w2.weight, confidences)
+        heads = self._lm_heads(slots_NKD, features)
+        return draft_loss(*heads, features, positions, self.config, ranks, block)
+
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DSparkState:
+        begun = super().begin(modules, batch_size, capacity, max_depth, nodes)
+        return DSparkState(**vars(begun), memory_BWR=begun.slots_BKD.new_zeros(batch_size, 1, self.markov_head.memory))
+
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DSparkState:
+        assert isinstance(state, DSparkState)
+        seen = super().observe(state, features_BAF, next_tokens_BA, lengths_B)
+        return replace(seen, memory_BWR=torch.zeros_like(state.memory_BWR[:, :1]), confidence_BW=None)
+
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DSparkState]:
+        logits_B1V, state = super().expand(state, tokens_BW, parents_BW)
+        assert isinstance(state, DSparkState)
+        hidden_BWD = state.slots_BKD[:, state.depth - 1 : state.depth].expand(-1, tokens_BW.shape[1], -1)
+        embed_BWR = self.markov_head.markov_w1(tokens_BW)
+        width = state.memory_BWR.shape[-1]
+        memory_BWR = state.memory_BWR.gather(1, parents_BW.clamp(min=0)[..., None].expand(-1, -1, width))
+        latent_BWR, memory_BWR = self.markov_head(embed_BWR, hidden_BWD, memory_BWR)
+        rates_BW = self._confidence(hidden_BWD, embed_BWR) if self.config.confidence else None
+        state = replace(state, memory_BWR=memory_BWR, confidence_BW=rates_BW)
+        return logits_B1V + self.markov_head.markov_w2(latent_BWR), state
+
+    def _confidence(self, hidden_WD: Tensor, embed_WR: Tensor) -> Tensor:
+        """Logits [..., W] of the estimated acceptance rate."""
+        inputs = [hidden_WD, embed_WR] if self.config.confidence_with_markov else [hidden_WD]
+        return self.confidence_head["proj"](torch.cat(inputs, dim=-1))[..., 0]
+
+    def server_config(self) -> dict[str, Any]:
+        shared = super().server_config()
+        own = shared.pop("dflash_config")
+        return (
+            shared
+            | own
+            | {
+                "architectures": ["Qwen3DSparkModel"],
+                "markov_rank": self.config.markov_rank,
+                "markov_head_type": self.config.markov,
+                "enable_confidence_head": self.config.confidence,
+                "confidence_head_with_markov": self.config.confidence_with_markov,
+            }
+        )
