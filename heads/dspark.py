@@ -57,6 +57,10 @@ class DSparkConfig(DFlashConfig):
                 f"dspark needs a markov of {', '.join(MARKOV)} and a markov_rank of at least 1, not {self.markov!r} "
                 f"and {self.markov_rank}"
             )
+        if self.markov == "rnn" and not self.sample_from_anchor:
+            raise ValueError(
+                "dspark markov rnn needs sample_from_anchor: elsewhere its state begins at the root's slot"
+            )
 
     def check(self, head: str, *own: str) -> None:
         super().check(head, *(("confidence",) if self.confidence else ()), *own)

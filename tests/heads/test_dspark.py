@@ -20,7 +20,8 @@ from headstart.inference.tuning.tree_spec import EarlyExitShape
 OPTIONS = [
     {"block_size": 4, "markov_rank": 3},
     {"block_size": 3, "markov_rank": 2, "markov": "gated", "draft_vocab_size": 9, "confidence_with_markov": False},
-    {"block_size": 4, "markov_rank": 3, "markov": "rnn", "sample_from_anchor": False, "depth_weights": "d_pace"},
+    {"block_size": 4, "markov_rank": 3, "markov": "rnn", "depth_weights": "d_pace"},
+    {"block_size": 5, "markov_rank": 3, "sample_from_anchor": False},
 ]
 
 
@@ -56,7 +57,7 @@ def test_the_loss_is_that_of_decoding_along_the_text(options):
         draftable_K = true_KV.any(1)
         log_true_K = (log_q_KV * true_KV).sum(1)
         reach_K = (draftable_K * (0.3 + 0.7 * log_true_K.exp())).cumprod(0)
-        decay_K = head.config.decay ** torch.arange(depths)
+        decay_K = head.config.decay ** torch.arange(depths).double()
         weight_K = reach_K.flip(0).cumsum(0).flip(0) if paced else decay_K
         total += (draftable_K * weight_K * (0.7 * (1 - overlap_K) - 0.2 * log_true_K)).sum()
         total += 0.5 * (decay_K * F.binary_cross_entropy(rate_K, overlap_K.detach(), reduction="none")).sum()
@@ -103,6 +104,7 @@ def test_a_chain_ends_where_the_head_expects_a_rejection():
     [
         ({"markov": "bigram"}, "a markov of vanilla, gated, rnn and a markov_rank of at least 1, not 'bigram' and 256"),
         ({"markov_rank": 0}, "not 'vanilla' and 0"),
+        ({"markov": "rnn", "sample_from_anchor": False}, "dspark markov rnn needs sample_from_anchor"),
         ({"confidence": False}, "dspark cannot have the loss 'confidence': it does not estimate its acceptance rate"),
         ({"d_pace_smoothing": 2}, "dspark d_pace_smoothing must be from 0 to 1, not 2"),
         ({"block_size": 1}, "dspark needs a block_size of at least 2"),

@@ -12,6 +12,7 @@ import torch
 from speculators import SpeculatorModel, SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel
+from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
@@ -65,8 +66,18 @@ def dflash(model: DFlashDraftModel, out: str) -> None:
     anchors = LENGTH - model.block_size - 1
     given = (features, tokens, mask, last, torch.zeros(1, LENGTH, dtype=torch.long))
     with torch.no_grad():
-        logits = model._backbone_forward(*given, max_anchors=anchors)[1]
-        loss = model(*given, max_anchors=anchors, loss_config=resolve_loss_config("kl_div", "eager"))[1]
+        hidden, logits, _, _, places = model._backbone_forward(*given, max_anchors=anchors)
+        if isinstance(model, DSparkDraftModel):  # the true tokens before each draft
+            before = tokens[0, places].view(anchors, -1)
+            if not model.config.sample_from_anchor:
+                before = torch.cat([before[:, :1], before[:, :-1]], dim=1)
+            states = hidden.view(*before.shape, -1)
+            bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=states)
+            logits = logits + bias.view_as(logits)
+        eager = {"loss_config": resolve_loss_config("kl_div", "eager")}
+        if isinstance(model, DSparkDraftModel):
+            eager["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
+        loss = model(*given, max_anchors=anchors, **eager)[1]
     logits = logits.unflatten(1, (anchors, -1))[0]
     torch.save({"features": features, "last": last, "tokens": tokens, "logits": logits, "loss": loss}, out)
 

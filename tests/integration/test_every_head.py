@@ -39,8 +39,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "dspark": {
         "plain": {"block_size": DEPTH, "markov_rank": 4},
         "gated": {"block_size": DEPTH, "markov_rank": 2, "markov": "gated", "confidence_with_markov": False},
-        "rnn, truncated": {"block_size": DEPTH + 1, "sample_from_anchor": False, "markov": "rnn", "markov_rank": 4}
-        | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False, "loss": {"tv": 1.0}},
+        "not from the anchor": {"block_size": DEPTH + 1, "sample_from_anchor": False, "markov_rank": 4},
+        "rnn, truncated": {"block_size": DEPTH, "markov": "rnn", "markov_rank": 4}
+        | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False, "loss": {"kl": 1.0}},
     },
     # Noise would make training's states other than decoding's, as it is meant to.
     "eagle": {
@@ -212,13 +213,16 @@ def training_logits(
     with monkeypatch.context() as patch:
         patch.setattr(module, "draft_loss", lambda *given: seen.append(given) or loss(*given))
         head(features)
-    ((hiddens, lm_heads, vocabulary_V, _, positions, *_),) = seen
+    ((hiddens, lm_heads, vocabulary_V, _, positions, _, _, *block),) = seen
+    corrections = (
+        [0.0] * len(hiddens) if not block else [F.linear(each, block[0].weight_VR) for each in block[0].latents]
+    )
     drafted = torch.arange(features.modules.lm_head.out_features) if vocabulary_V is None else vocabulary_V
     assert torch.equal(head.target_tokens(torch.arange(head.draft_vocab_size)), drafted)
     time = features.tokens_BT.shape[1]
     return {
-        (*divmod(int(place), time), depth): F.linear(hidden_ND[i], weight).detach()
-        for depth, (hidden_ND, weight) in enumerate(zip(hiddens, lm_heads))
+        (*divmod(int(place), time), depth): (F.linear(hidden_ND, weight) + correction)[i].detach()
+        for depth, (hidden_ND, weight, correction) in enumerate(zip(hiddens, lm_heads, corrections))
         for i, place in enumerate(positions.index_N)
         if positions.valid_NK[i, depth]
     }

@@ -83,22 +83,30 @@ def test_speculators_drafts_with_our_export_as_we_do(options: dict[str, Any], tm
 
 @needs_peers
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {},
-        {"draft_vocab_size": 7, "num_layers": 3, "block_size": 4, "mask_token_id": 5},
-        {"sample_from_anchor": True, "num_layers": 1, "feature_layers": [0, 4, 10]},
+        ("dflash", {}),
+        ("dflash", {"draft_vocab_size": 7, "num_layers": 3, "block_size": 4, "mask_token_id": 5}),
+        ("dflash", {"sample_from_anchor": True, "num_layers": 1, "feature_layers": [0, 4, 10]}),
+        ("dspark", {"markov_rank": 8, "loss": {"kl": 1.0, "confidence": 1.0}}),
+        (
+            "dspark",
+            {"markov": "gated", "markov_rank": 4, "confidence_with_markov": False, "block_size": 4}
+            | {"loss": {"kl": 1.0, "confidence": 1.0}},
+        ),
+        ("dspark", {"markov": "rnn", "markov_rank": 8, "draft_vocab_size": 7, "confidence": False}),
+        ("dspark", {"markov_rank": 4, "sample_from_anchor": False, "loss": {"kl": 1.0, "confidence": 1.0}}),
     ],
 )
 def test_speculators_drafts_and_trains_blocks_as_we_do(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 40}
     target = LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=False, **sizes))
     target.save_pretrained(tmp_path / "target")
-    decay = {"loss": {"kl": 1.0}, "decay": math.exp(-1 / 4)}
-    head = build_head("dflash", options | decay, replace(INFO, name=str(tmp_path / "target")))
+    trained = {"loss": {"kl": 1.0}, "decay": math.exp(-1 / 4)}
+    head = build_head(name, trained | options, replace(INFO, name=str(tmp_path / "target")))
     for parameter in head.parameters():
         nn.init.normal_(parameter)
     rows_V = torch.arange(40)
@@ -115,7 +123,8 @@ def test_speculators_drafts_and_trains_blocks_as_we_do(
         state = head.begin(modules, 1, 32, head.max_depth, 1)
         state = head.observe(state, features_1TF[:, : number + 1], tokens_1T[:, 1 : number + 2], length)
         for slot in range(head.config.block_size - head.max_depth, head.config.block_size):
-            logits_11V, state = head.expand(state, tokens_1T[:, number + 1 : number + 2], torch.full((1, 1), -1))
+            before, parent = number + 1 + state.depth, 0 if state.depth else -1
+            logits_11V, state = head.expand(state, tokens_1T[:, before : before + 1], torch.full((1, 1), parent))
             torch.testing.assert_close(logits_11V[0, 0], theirs["logits"][number, slot], rtol=1e-5, atol=1e-5)
     mask_1T = torch.ones_like(tokens_1T, dtype=torch.bool)
     last_1TD = target.model.norm(theirs["last"])

@@ -44,7 +44,8 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "speculators-dspark": [
         ("dspark", {"markov_rank": 3, "confidence_with_markov": False}),
-        ("dspark", {"draft_vocab_size": 7, "markov": "rnn", "sample_from_anchor": False, "feature_layers": [2]}),
+        ("dspark", {"draft_vocab_size": 7, "markov": "rnn", "feature_layers": [2]}),
+        ("dspark", {"sample_from_anchor": False, "markov_rank": 2}),
     ],
     "eagle": [("eagle", {}), ("eagle", {"num_layers": 2, "fc_bias": True, "num_key_value_heads": 1})],
     "medusa": [
