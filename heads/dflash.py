@@ -7,7 +7,8 @@ With g_t the target's features after some of its blocks, and x_p the root, the n
     h   = h + attention(q(norm(h)), k([c, norm(h)]), v([c, norm(h)]));  h = h + mlp(norm(h))      in each layer
     logits of slot k = lm_head(norm(h_k))
 
-Slots attend to the whole context and to the whole block. Slot k drafts x_{p+k}, slot 0 nothing; with
+Slots attend to the whole context and to the whole block; in a layer with a sliding window w to the w newest tokens of
+the context, and, unless `sliding_causal` is off, to the slots before them. Slot k drafts x_{p+k}, slot 0 nothing; with
 `sample_from_anchor` slot k drafts x_{p+k+1}. Training draws anchors a, the roots, among the answers' positions; the
 block behind an anchor attends to the context before it and is judged by the target's distributions along the text.
 Tensor names are those that vLLM and SGLang read.
@@ -51,6 +52,12 @@ class DFlashConfig(BlocksConfig):
     """Tokens that can be drafted, the most frequent in the training data; null for all, by the target's LM head."""
     max_anchors: int = 128
     """Anchors of a batch's row at most, drawn anew in every step."""
+    sliding_window: int | None = None
+    """Tokens of the context, the root left out, that sliding layers see; null for layers that see all of it."""
+    sliding_layers: list[int] | None = None
+    """Layers, counted from 0, with the sliding window; null for all of them if there is one."""
+    sliding_causal: bool = True
+    """Whether a slot of a sliding layer sees only the slots of its block before it."""
     qk_norm: bool = True
     """RMSNorm on queries and keys, as in Qwen3, which servers expect."""
     start: str | int = "random"
@@ -61,6 +68,16 @@ class DFlashConfig(BlocksConfig):
             raise ValueError(
                 f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
                 f"{self.block_size}, {self.num_layers} and {self.max_anchors}"
+            )
+        sliding = self.sliding_layers or []
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"{self.name} sliding_window must be at least 1, or null for none, not {self.sliding_window}"
+            )
+        if (self.sliding_window is None and sliding) or not set(sliding) <= set(range(self.num_layers)):
+            raise ValueError(
+                f"{self.name} sliding_layers {sliding} need a sliding_window, and are numbers from 0 to "
+                f"{self.num_layers - 1}"
             )
         self.check(self.name)
 
@@ -94,6 +111,8 @@ class DFlashHead(OffsetVocabularyHead):
             )
         self.feature_layers = _feature_layers(config, target)
         self.shape, self.cached_layers = LayerShape.of(target, config), config.num_layers
+        windows = range(config.num_layers) if config.sliding_layers is None else config.sliding_layers
+        self.sliding = [config.sliding_window is not None and i in windows for i in range(config.num_layers)]
         width, eps = target.hidden_size, self.shape.rms_norm_eps
         self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=eps)
@@ -138,8 +157,12 @@ class DFlashHead(OffsetVocabularyHead):
             seen_NT = seen_NT & (own_NT == own_NT.gather(1, times_N[:, None]))
         roots_N = features.tokens_BT.flatten()[positions.index_N + 1]
         first_N = features.position_ids_BT.flatten()[positions.index_N] + 1
-        kv = AnchorView(context, seen_NT, positions.per_row)
-        return positions, self._block(roots_N, first_N, kv, features.modules)
+        views: dict[bool, KVView] = {False: AnchorView(context, seen_NT, positions.per_row)}
+        if any(self.sliding):
+            assert self.config.sliding_window is not None
+            near_NT = seen_NT & (counting(time, rows_N.device) > times_N[:, None] - self.config.sliding_window)
+            views[True] = AnchorView(context, near_NT, positions.per_row, self.config.sliding_causal)
+        return positions, self._block(roots_N, first_N, views, features.modules)
 
     def _lm_heads(
         self, slots_NKD: Tensor, features: TargetFeatures
@@ -176,9 +199,16 @@ class DFlashHead(OffsetVocabularyHead):
             cache, device = state.cache, tokens_BW.device
             slots = cache.keys[0].shape[2]
             attended = slots if cache.attended is None else min(slots, cache.attended)
-            seen_BS = counting(attended, device) < cache.nodes + state.lengths_B[:, None]  # the block, and the context
-            kv = KVEntries(cache, seen_BS[:, None].expand(-1, cache.nodes, -1), None)
-            state = replace(state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, kv, state.modules))
+            slot_S, ends_B1 = counting(attended, device), cache.nodes + state.lengths_B[:, None]
+            seen_BKS = (slot_S < ends_B1)[:, None].expand(-1, cache.nodes, -1)  # the block, and the context
+            views: dict[bool, KVView] = {False: KVEntries(cache, seen_BKS, None)}
+            if any(self.sliding):
+                assert self.config.sliding_window is not None
+                own_S, k_K1 = slot_S < cache.nodes, counting(cache.nodes, device, column=True)
+                near_BS = own_S | (slot_S >= ends_B1 - self.config.sliding_window)
+                before_KS = (slot_S <= k_K1) | ~own_S if self.config.sliding_causal else slot_S >= 0
+                views[True] = KVEntries(cache, seen_BKS & near_BS[:, None] & before_KS, None)
+            state = replace(state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, views, state.modules))
         hidden_B1D = state.slots_BKD[:, state.depth : state.depth + 1]
         whole = self.config.draft_vocab_size is None
         logits_B1V = state.modules.logits(hidden_B1D) if whole else self.lm_head(hidden_B1D)
@@ -200,15 +230,18 @@ class DFlashHead(OffsetVocabularyHead):
             found.append((key * cos_B1TE + rotate_half(key) * sin_B1TE, value))
         return found
 
-    def _block(self, roots_N: Tensor, positions_N: Tensor, kv: KVView, modules: TargetModules) -> Tensor:
-        """Final-norm outputs [N, K, D] of the slots that draft, for blocks behind roots at some positions."""
+    def _block(self, roots_N: Tensor, positions_N: Tensor, views: dict[bool, KVView], modules: TargetModules) -> Tensor:
+        """Final-norm outputs [N, K, D] of the slots that draft, for blocks behind roots at some positions.
+
+        `views` are those of layers that see the whole context, and of those with a sliding window, if there are any.
+        """
         size = self.config.block_size
         tokens_NK = torch.full((len(roots_N), size), self.mask_token, device=roots_N.device)
         tokens_NK[:, 0] = roots_N
         state_NKD = modules.embed(tokens_NK).to(self.norm.weight.dtype)
         rotary = self.rotary(positions_N[:, None] + counting(size, roots_N.device), state_NKD.dtype)
         for number, layer in enumerate(self.layers):
-            state_NKD = layer(state_NKD, rotary, kv, number)
+            state_NKD = layer(state_NKD, rotary, views[self.sliding[number]], number)
         return self.norm(state_NKD[:, size - self.max_depth :])
 
     def server_config(self) -> dict[str, Any]:
@@ -222,7 +255,14 @@ class DFlashHead(OffsetVocabularyHead):
             "sample_from_anchor": self.config.sample_from_anchor,
             "num_target_layers": self.target.num_layers,
             "dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": list(self.feature_layers)},
+            **(self._window_keys() if any(self.sliding) else {}),
         }
+
+    def _window_keys(self) -> dict[str, Any]:
+        """Keys by which transformers describes layers with a sliding window, and one that vLLM reads first."""
+        kinds = ["sliding_attention" if sliding else "full_attention" for sliding in self.sliding]
+        causal = {} if self.config.sliding_causal else {"is_causal": False}
+        return causal | {"layer_types": kinds, "sliding_window": self.config.sliding_window, "use_sliding_window": True}
 
 
 def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]:
@@ -247,16 +287,26 @@ class AnchorView:
 
     drafts_N: Tensor | None = None
 
-    def __init__(self, context: list[tuple[Tensor, Tensor]], seen_NT: Tensor, per_row: Sequence[int]) -> None:
-        """Take each layer's keys and values [B, G, T, E], the context that each block sees, and the blocks of a row."""
-        self.context, self.seen_NT, self.per_row = context, seen_NT, per_row
+    def __init__(
+        self, context: list[tuple[Tensor, Tensor]], seen_NT: Tensor, per_row: Sequence[int], causal: bool = False
+    ) -> None:
+        """Take each layer's keys and values [B, G, T, E], the context that each block sees, and the blocks of a row.
+
+        In a `causal` block a slot sees itself and the slots before it.
+        """
+        self.context, self.seen_NT, self.per_row, self.causal = context, seen_NT, per_row, causal
 
     def attend(self, layer: int, query_NHKE: Tensor, key_NGKE: Tensor, value_NGKE: Tensor) -> Tensor:
         """Attention output [N, H, K, E]; all queries of a row read its context in one product."""
         keys_BGTE, values_BGTE = self.context[layer]
         heads, time = query_NHKE.shape[1] // key_NGKE.shape[1], keys_BGTE.shape[2]
         query_NGXE = (query_NHKE * query_NHKE.shape[-1] ** -0.5).unflatten(1, (-1, heads)).flatten(2, 3)
-        blocks = (query_NGXE, query_NGXE @ key_NGKE.transpose(-1, -2), value_NGKE, self.seen_NT)
+        own_NGXK = query_NGXE @ key_NGKE.transpose(-1, -2)
+        if self.causal:
+            slots, device = key_NGKE.shape[2], own_NGXK.device
+            later_KK = counting(slots, device) > counting(slots, device, column=True)
+            own_NGXK = own_NGXK.masked_fill(later_KK.repeat(heads, 1), -torch.inf)
+        blocks = (query_NGXE, own_NGXK, value_NGKE, self.seen_NT)
         found = []
         for row, parts in enumerate(zip(*(each.split(self.per_row) for each in blocks), strict=True)):
             query_GNXE, own_GNXK, value_GNKE = (part.transpose(0, 1) for part in parts[:3])

@@ -90,7 +90,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, embed_WR: Tensor, hidden_WD: Tensor, memory_WR: Tensor) -> tuple[Tensor, Tensor]:
-        """What `markov_w2` reads after tokens [..., W] that are embedded, and the memory after them."""
+        """Input of `markov_w2` [..., W, R] after each of the embedded tokens, and the memory after them."""
         if self.memory:
             gate_WR, new_WR, out_WR = self.joint_proj(torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)).chunk(3, -1)
             kept_WR = gate_WR.sigmoid()
@@ -143,6 +143,7 @@ class DSparkHead(DFlashHead):
     ) -> DSparkState:
         assert isinstance(state, DSparkState)
         seen = super().observe(state, features_BAF, next_tokens_BA, lengths_B)
+        assert isinstance(seen, DSparkState)
         return replace(seen, memory_BWR=torch.zeros_like(state.memory_BWR[:, :1]), confidence_BW=None)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DSparkState]:

@@ -117,12 +117,14 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
         kind, version, classes = "eagle3", "0.3.0", ["Eagle3DraftModel"]
         own = {name: native[name] for name in EAGLE3}
     elif isinstance(head, DFlashHead):
-        kind, version, classes = ("dflash", "0.9.0", ["DFlashSpeculator"])
+        kind, version, classes = "dflash", "0.9.0", ["DFlashSpeculator"]
         if isinstance(head, DSparkHead):
             kind, classes = "dspark", ["DSparkSpeculator"]
         own = {name: native[name] for name in (DFLASH | DSPARK) if name in native} | {
             "aux_hidden_state_layer_ids": [layer + 1 for layer in head.feature_layers],
             "mask_token_id": head.mask_token,
+            # Without windows it means nothing in speculators, and vLLM would take a false for causal blocks.
+            "sliding_window_non_causal": not (any(head.sliding) and head.config.sliding_causal),
         }
     else:
         kind, version, classes = "eagle", "0.3.0", ["EagleSpeculator", "LlamaDecoderLayer"]

@@ -80,9 +80,9 @@ LLAMA = {
     "mlp_bias": Key("bias in the MLP", False, only=(False,)),
     "pretraining_tp": Key("of transformers, has no effect", 1),
     "sliding_window": Key("tokens that a query of a sliding layer sees", None),
-    "use_sliding_window": Key("whether there are such layers", False, only=(False,)),
+    "use_sliding_window": Key("whether there are such layers", False),
     "max_window_layers": Key("of sliding_window", None),
-    "layer_types": Key("attention of each layer; full_attention here", None),
+    "layer_types": Key("attention of each layer: full_attention, in block drafts sliding_attention too", None),
 }
 EAGLE3 = {
     "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
@@ -117,13 +117,18 @@ DSPARK = {
     "enable_confidence_head": Key("whether the head estimates its acceptance rate", False),
     "confidence_head_with_markov": Key("whether that estimate sees the token before", False),
 }
+DFLASH_NATIVE = {
+    "num_target_layers": Key("blocks of the target", None),
+    "is_causal": Key("whether slots see only those before them; absent: where layers slide", None, only=(None, False)),
+}
+"""Keys of the form that servers read."""
 DFLASH_CONFIG = {
     "mask_token_id": Key("token of the slots behind the root"),
     "target_layer_ids": Key("feature layers, each by the block whose output it is"),
     "sample_from_anchor": Key("as at the top level", False),
-    "causal": Key("whether a slot sees only the slots before it", False, only=(False,)),
-    "use_swa": Key("whether layers see a window of the context", False, only=(False,)),
-    "swa_window_size": Key("of use_swa", None),
+    "causal": Key("as is_causal at the top level", None, only=(None, False)),
+    "use_swa": Key("whether all layers see a window of the context, if layer_types names none", False),
+    "swa_window_size": Key("the window; sliding_window where absent", None),
     "attention_sink_bias": Key("a bias of attention", False, only=(False, None)),
     "projector_type": Key("another way to join features", None, only=(None,)),
 }
@@ -287,7 +292,7 @@ FORMATS: dict[str, Format] = {
         {
             **LLAMA,
             **DFLASH,
-            "num_target_layers": Key("blocks of the target", None),
+            **DFLASH_NATIVE,
             "dflash_config": Key("more options"),
         },
         _DFLASH,
@@ -303,7 +308,7 @@ FORMATS: dict[str, Format] = {
             "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is"),
             "mask_token_id": Key("token of the slots behind the root"),
             "target_hidden_size": Key("width of the target; hidden_size where absent", None),
-            "sliding_window_non_causal": Key("of sliding layers", False, only=(False,)),
+            "sliding_window_non_causal": Key("whether slots of sliding layers see those behind them", False),
         },
         _DFLASH,
         ignored=("embed_tokens.",),
@@ -320,7 +325,7 @@ FORMATS: dict[str, Format] = {
             "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is"),
             "mask_token_id": Key("token of the slots behind the root"),
             "target_hidden_size": Key("width of the target; hidden_size where absent", None),
-            "sliding_window_non_causal": Key("of sliding layers", False, only=(False,)),
+            "sliding_window_non_causal": Key("whether slots of sliding layers see those behind them", False),
         },
         _DSPARK,
         ignored=("embed_tokens.",),
@@ -332,7 +337,7 @@ FORMATS: dict[str, Format] = {
             **DFLASH,
             **DSPARK,
             "sample_from_anchor": Key("whether the root's slot drafts", True),
-            "num_target_layers": Key("blocks of the target", None),
+            **DFLASH_NATIVE,
             "mask_token_id": DFLASH_CONFIG["mask_token_id"],
             "target_layer_ids": DFLASH_CONFIG["target_layer_ids"],
             "num_anchors": Key("training only", None),

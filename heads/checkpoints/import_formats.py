@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,7 @@ def _eagle_options(source: Source) -> dict[str, Any]:
 def _dflash_options(source: Source) -> dict[str, Any]:
     keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
     native = not source.form.startswith("speculators")
-    options = _llama_options(keys if native else _layer_keys(keys), target, remarks)
+    options = _llama_options(keys if native else _layer_keys(keys), target, remarks, windows=True)
     if options.pop("hidden_size") is not None or keys.get("target_hidden_size") not in (None, target.hidden_size):
         raise ValueError(f"{keys.where}: a DFlash head is as wide as its target, which is {target.hidden_size} wide")
     nested = Keys(DFLASH_CONFIG, keys["dflash_config"], "dflash_config") if source.form == "dflash" else keys
@@ -185,14 +185,40 @@ def _dflash_options(source: Source) -> dict[str, Any]:
             f"{keys.where}: num_target_layers is {keys['num_target_layers']}, and {target.num_layers} in the target "
             f"{target.name!r}"
         )
-    return options | {
-        "block_size": keys["block_size"],
-        "draft_vocab_size": size,
-        "feature_layers": _feature_layers(inputs, outputs, target, remarks),
-        "mask_token_id": nested["mask_token_id"],
-        "qk_norm": any(name.endswith("q_norm.weight") for name in tensors),
-        "sample_from_anchor": bool(keys["sample_from_anchor"] or nested["sample_from_anchor"]),
-    }
+    layer = (
+        keys if native else ChainMap(keys["transformer_layer_config"], {"layer_types": None, "sliding_window": None})
+    )
+    return (
+        options
+        | _window_options(layer, keys, nested)
+        | {
+            "block_size": keys["block_size"],
+            "draft_vocab_size": size,
+            "feature_layers": _feature_layers(inputs, outputs, target, remarks),
+            "mask_token_id": nested["mask_token_id"],
+            "qk_norm": any(name.endswith("q_norm.weight") for name in tensors),
+            "sample_from_anchor": bool(keys["sample_from_anchor"] or nested["sample_from_anchor"]),
+        }
+    )
+
+
+def _window_options(layer: Mapping[str, Any], keys: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Sliding windows of block drafts; `nested` is dflash_config, whose keys decide in vLLM, too."""
+    kinds, causal = layer["layer_types"] or [], not keys.get("sliding_window_non_causal", False)
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer_types has {min(unknown)!r}; a head here has full_attention and sliding_attention")
+    sliding: list[int] | None = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if not sliding:
+        if not nested.get("use_swa"):
+            return {}
+        sliding, causal = None, False
+    if False in (keys.get("is_causal"), nested.get("causal")):
+        causal = False
+    window = nested.get("swa_window_size") or layer["sliding_window"]
+    if window is None:
+        raise ValueError("layers have a sliding window, but neither sliding_window nor swa_window_size says how wide")
+    return {"sliding_window": window, "sliding_layers": sliding, "sliding_causal": causal}
 
 
 def _dspark_options(source: Source) -> dict[str, Any]:
@@ -295,12 +321,16 @@ def _layer_keys(keys: Keys) -> Keys:
     return Keys(LLAMA, {name: full[name] for name in LLAMA.keys() & full.keys()}, "transformer_layer_config")
 
 
-def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str]) -> dict[str, Any]:
-    """Options of Llama-like layers; null where they equal the target's."""
+def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str], windows: bool = False) -> dict[str, Any]:
+    """Options of Llama-like layers; null where they equal the target's. `windows`: layers may have a sliding one."""
     heads, width = keys["num_attention_heads"], keys["hidden_size"]
     keys.check_target(target, "vocab_size", "hidden_act")
-    if set(keys["layer_types"] or ()) - {"full_attention"}:
-        raise ValueError(f"{keys.where}: layer_types are {keys['layer_types']}; a head here has full_attention alone")
+    kinds = keys["layer_types"] or []
+    if not windows and (keys["use_sliding_window"] or set(kinds) - {"full_attention"}):
+        raise ValueError(
+            f"{keys.where}: layer_types are {kinds}, use_sliding_window is {keys['use_sliding_window']}; a head of "
+            "this kind has full_attention alone"
+        )
     sizes = {
         "hidden_size": width,
         "intermediate_size": keys["intermediate_size"],

@@ -13,6 +13,8 @@ OPTIONS = [
     {"block_size": 4},
     {"block_size": 3, "sample_from_anchor": True, "draft_vocab_size": 9, "num_layers": 1},
     {"block_size": 5, "num_layers": 3, "qk_norm": False, "mask_token_id": 4, "feature_layers": [0, 7]},
+    {"block_size": 4, "num_layers": 2, "sliding_window": 3, "sliding_layers": [1]},
+    {"block_size": 4, "sliding_window": 2, "sliding_causal": False},
 ]
 
 
@@ -85,6 +87,9 @@ def test_a_row_without_an_answer_has_no_anchor():
         ({"mask_token_id": VOCAB}, f"mask_token_id {VOCAB} is out of range: choose one of the target's {VOCAB} tokens"),
         ({"feature_layers": [3, 1]}, r"feature_layers \[3, 1\] are out of range, out of order or coincide"),
         ({"feature_layers": [11]}, "choose different numbers from 0 to 10, in order"),
+        ({"sliding_window": 0}, "dflash sliding_window must be at least 1, or null for none, not 0"),
+        ({"sliding_layers": [0]}, r"dflash sliding_layers \[0\] need a sliding_window"),
+        ({"sliding_layers": [2], "sliding_window": 5}, "and are numbers from 0 to 1"),
         ({"start": "first"}, "start must be random, last or the number of a block"),
     ],
 )

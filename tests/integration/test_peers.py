@@ -88,6 +88,8 @@ def test_speculators_drafts_with_our_export_as_we_do(options: dict[str, Any], tm
         ("dflash", {}),
         ("dflash", {"draft_vocab_size": 7, "num_layers": 3, "block_size": 4, "mask_token_id": 5}),
         ("dflash", {"sample_from_anchor": True, "num_layers": 1, "feature_layers": [0, 4, 10]}),
+        ("dflash", {"num_layers": 2, "sliding_window": 4, "sliding_layers": [1]}),
+        ("dflash", {"num_layers": 2, "sliding_window": 3, "sliding_causal": False, "draft_vocab_size": 7}),
         ("dspark", {"markov_rank": 8, "loss": {"kl": 1.0, "confidence": 1.0}}),
         (
             "dspark",

@@ -28,11 +28,15 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "dflash": [
         ("dflash", {}),
+        ("dflash", {"sliding_window": 5, "sliding_layers": [0], "num_layers": 2}),
+        ("dflash", {"sliding_window": 5, "sliding_causal": False}),
         ("dflash", {"draft_vocab_size": 7, "block_size": 5, "num_layers": 3, "mask_token_id": 3}),
         ("dflash", {"sample_from_anchor": True, "feature_layers": [0, 5], "num_layers": 1, "intermediate_size": 20}),
         ("dflash", {"qk_norm": False, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     ],
     "speculators-dflash": [
+        ("dflash", {"sliding_window": 5, "sliding_layers": [1], "num_layers": 3}),
+        ("dflash", {"sliding_window": 4, "sliding_causal": False}),
         ("dflash", {"draft_vocab_size": 7}),
         ("dflash", {"sample_from_anchor": True, "feature_layers": [2], "num_layers": 2, "head_dim": 2}),
         ("dflash", {"block_size": 3, "mask_token_id": 0, "qk_norm": False}),
