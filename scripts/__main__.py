@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": ("generate", "answer a prompt with a head, streaming"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
     "verify": ("checkpoints.verify", "check a head against its target"),
+    "serve-check": ("checkpoints.serve_check", "compare a head in vLLM with the same head here"),
     "push": ("checkpoints.push", "publish a head on the Hugging Face Hub"),
     "import": ("checkpoints.import_head", "convert a head of another project to ours"),
     "export": ("checkpoints.export", "convert a head to another project's format"),
@@ -32,7 +33,7 @@ def main() -> None:
     if command in ("-h", "--help"):
         print("usage: headstart COMMAND [OPTIONS]\n       headstart --version\n\ncommands:")
         for name, (_, purpose) in COMMANDS.items():
-            print(f"  {name:<10} {purpose}")
+            print(f"  {name:<12} {purpose}")
         print("\nheadstart COMMAND --help lists a command's options.")
     elif command == "--version":
         print(f"headstart {importlib.metadata.version('headstart')}")

@@ -123,7 +123,10 @@ def eagle1(bias: bool, architecture: str) -> Callable[[dict[str, Any]], Reading]
 
 
 def vllm_medusa(config: dict[str, Any]) -> Reading:
-    """medusa.py; one LM head for all is the first's, and its rows are the target's tokens or those of token_map."""
+    """medusa.py; one LM head for all is the first's, and its rows are the target's tokens or those of token_map.
+
+    LM heads of their own have all of the target's tokens, whatever token_map says (0.32.0).
+    """
     assert config["architectures"] == ["MedusaModel"] and config["model_type"] == "medusa"
     hidden, whole = config["hidden_size"], config["vocab_size"]
     drafts = config.get("truncated_vocab_size") or whole
@@ -134,7 +137,7 @@ def vllm_medusa(config: dict[str, Any]) -> Reading:
             if config.get("medusa_fc_bias"):
                 shapes[f"blocks.{head}.layers.{layer}.bias"] = (hidden,)
         if head == 0 or not config.get("original_lm_head"):
-            shapes[f"lm_heads.{head}.weight"] = (drafts, hidden)
+            shapes[f"lm_heads.{head}.weight"] = (drafts if config.get("original_lm_head") else whole, hidden)
     return Reading(shapes)
 
 
