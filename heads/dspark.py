@@ -113,16 +113,12 @@ class DSparkHead(DFlashHead):
             width = target.hidden_size + config.confidence_with_markov * config.markov_rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
         if config.markov != "vanilla":
-            self.unread_by["vllm"] = (
-                f"it reads drafts that depend on the token before them as vanilla, not {config.markov}"
-            )
+            self.unread_by["vllm"] = f"its DSpark is vanilla, and this head's markov is {config.markov}"
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         positions, slots_NKD = self.training_blocks(features)
-        before_NK = features.tokens_BT.flatten()[
-            positions.rows_NK
-        ]  # the true token before each draft, at slot 0 the root
-        embed_NKR = self.markov_head.markov_w1(before_NK)
+        true_before_NK = features.tokens_BT.flatten()[positions.rows_NK]  # before the first draft it is the root
+        embed_NKR = self.markov_head.markov_w1(true_before_NK)
         memory_NR = embed_NKR.new_zeros(len(embed_NKR), self.markov_head.memory)
         latents = []
         for k in range(self.max_depth):
@@ -165,15 +161,12 @@ class DSparkHead(DFlashHead):
 
     def server_config(self) -> dict[str, Any]:
         shared = super().server_config()
-        own = shared.pop("dflash_config")
-        return (
-            shared
-            | own
-            | {
-                "architectures": ["Qwen3DSparkModel"],
-                "markov_rank": self.config.markov_rank,
-                "markov_head_type": self.config.markov,
-                "enable_confidence_head": self.config.confidence,
-                "confidence_head_with_markov": self.config.confidence_with_markov,
-            }
-        )
+        return {
+            **shared.pop("dflash_config"),
+            **shared,
+            "architectures": ["Qwen3DSparkModel"],
+            "markov_rank": self.config.markov_rank,
+            "markov_head_type": self.config.markov,
+            "enable_confidence_head": self.config.confidence,
+            "confidence_head_with_markov": self.config.confidence_with_markov,
+        }
