@@ -121,7 +121,11 @@ class DFlashHead(OffsetVocabularyHead):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
-        self.unread_by = dict.fromkeys(("vllm", "sglang"), "heads of this kind have not been tried there")
+        self.unread_by = {"sglang": "heads of this kind have not been tried there"}
+        if not config.qk_norm:
+            self.unread_by["vllm"] = "it norms queries and keys, and this head does not"
+        elif config.sample_from_anchor:
+            self.unread_by["vllm"] = "its DFlash does not draft from the root's slot"
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

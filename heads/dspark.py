@@ -112,6 +112,7 @@ class DSparkHead(DFlashHead):
         if config.confidence:
             width = target.hidden_size + config.confidence_with_markov * config.markov_rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
+        self.unread_by["vllm"] = "it serves DSpark on GPUs alone, where heads of this kind have not been tried"
         if config.markov != "vanilla":
             self.unread_by["vllm"] = f"its DSpark is vanilla, and this head's markov is {config.markov}"
 

@@ -125,12 +125,23 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     )
 
 
+def served_depth(options: dict[str, Any]) -> int:
+    """Draft length in the command for servers, by a head's options.
+
+    Blocks are drafted whole: a server that drafts fewer tokens makes shorter ones, whose slots see fewer others than in
+    training.
+    """
+    if "block_size" in options:
+        return int(options["block_size"]) - (not options["sample_from_anchor"])
+    return int(min(SERVED_DEPTH, options.get("depth") or options.get("num_heads", SERVED_DEPTH)))
+
+
 def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> str:
     """The command that serves the head, or the reason why the server does not read it."""
     reason = section.get("unread_by", {}).get(server)
     if reason is not None:
         return f"does not read this head: {reason}."
-    depth = min(SERVED_DEPTH, section["options"].get("depth") or section["options"].get("num_heads", SERVED_DEPTH))
+    depth = served_depth(section["options"])
     method = section["head"] if server == "vllm" else section["head"].upper()
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
     name, note = target, ""

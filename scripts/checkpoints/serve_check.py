@@ -44,8 +44,8 @@ class ServeCheckConfig(CommandOptions):
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
     python: str = sys.executable
     """Python of the environment that has vLLM."""
-    draft_length: int = 3
-    """Tokens drafted in each round."""
+    draft_length: int | None = None
+    """Tokens drafted in each round; null for the number in the card's command: 3, or a block."""
     max_new_tokens: int = 48
     """Longest answer to each prompt, in tokens."""
 
@@ -65,6 +65,7 @@ def serve_check(config: ServeCheckConfig) -> None:
     from rich.table import Table
 
     from headstart.heads.by_name import head_name
+    from headstart.heads.checkpoints.model_card import served_depth
     from headstart.heads.checkpoints.quantized import unread_by
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
@@ -76,21 +77,22 @@ def serve_check(config: ServeCheckConfig) -> None:
     kind = head_name(head)
     if kind not in METHODS:
         raise ValueError(f"vLLM has no method for a head of type {kind}; it has {', '.join(METHODS)}")
-    if config.draft_length > head.max_depth:
-        raise ValueError(f"draft_length is {config.draft_length}, and {config.head} drafts at most {head.max_depth}")
+    length = config.draft_length or served_depth(vars(head.config))
+    if length > head.max_depth:
+        raise ValueError(f"draft_length is {length}, and {config.head} drafts at most {head.max_depth}")
     if reason := unread_by(head).get("vllm"):
         log.info(f"vLLM does not read this head, by its card: {reason}")
     target, tokenizer = Target.from_pretrained(config.target, torch.float32, "cpu"), load_tokenizer(config.target)
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
-    request = {"method": kind, "draft_length": config.draft_length, "max_new_tokens": config.max_new_tokens}
+    request = {"method": kind, "draft_length": length, "max_new_tokens": config.max_new_tokens}
     theirs = _in_vllm(config, target, tokenizer, request | {"prompts": [ids[0].tolist() for ids in prompts]})
-    tree = f"chain:{config.draft_length}"
+    tree = f"chain:{length}"
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
     settings = answer_settings(config.max_new_tokens, temperature=0)
     outputs = [lm.generate(ids, **settings) for ids in counted(prompts, "answers")]
     stats = Stats.merged(output.stats for output in outputs)
     ours = [output.sequences[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
-    accepted = [sum(record.accepted > k for row in stats.rows for record in row) for k in range(config.draft_length)]
+    accepted = [sum(record.accepted > k for row in stats.rows for record in row) for k in range(length)]
     same = sum(one == other for one, other in zip(ours, theirs["tokens"], strict=True))
     table = Table("", "rounds", "accepted, by depth")
     table.add_row("headstart", str(stats.rounds), " ".join(map(str, accepted)))

@@ -141,12 +141,37 @@ def vllm_medusa(config: dict[str, Any]) -> Reading:
     return Reading(shapes)
 
 
+def vllm_dflash(config: dict[str, Any]) -> Reading:
+    """qwen3_dflash.py; layers by the block whose output it is, each key and query with a norm."""
+    nested = config["dflash_config"]
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert not nested.get("sample_from_anchor") and not config["sample_from_anchor"] and "mask_token_id" in nested
+    hidden, drafts = config["hidden_size"], config["draft_vocab_size"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    shapes: Shapes = {
+        "fc.weight": (hidden, len(nested["target_layer_ids"]) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "embed_tokens.weight": (config["vocab_size"], hidden),
+        "lm_head.weight": (drafts, hidden),
+        "d2t": (drafts,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= llama_layer(config, f"layers.{layer}", hidden)
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
+        shapes |= {f"layers.{layer}.self_attn.{part}_norm.weight": (size,) for part in "qk"}
+    whole = {"lm_head.weight", "d2t"} if drafts == config["vocab_size"] else set()
+    layers = [layer + 1 for layer in nested["target_layer_ids"]]
+    return Reading(shapes, {"embed_tokens.weight"} | whole, {"t2d"}, layers)
+
+
 READERS: dict[tuple[str, str], Callable[[dict[str, Any]], Reading]] = {
     ("vllm", "eagle3"): vllm_eagle3,
     ("sglang", "eagle3"): sglang_eagle3,
     ("vllm", "eagle"): eagle1(False, "LlamaForCausalLM"),
     ("sglang", "eagle"): eagle1(True, "LlamaForCausalLM"),
     ("vllm", "medusa"): vllm_medusa,
+    ("vllm", "dflash"): vllm_dflash,
 }
 HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {}),
@@ -157,6 +182,12 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),
     ("eagle", {"num_layers": 2}),
     ("eagle", {"fc_bias": True}),
+    ("dflash", {}),
+    ("dflash", {"draft_vocab_size": 20, "num_layers": 3, "sliding_window": 4, "sliding_layers": [1]}),
+    ("dflash", {"qk_norm": False}),
+    ("dflash", {"sample_from_anchor": True}),
+    ("dspark", {}),
+    ("dspark", {"markov": "rnn"}),
     ("medusa", {"num_heads": 3, "num_layers": 2}),
     ("medusa", {"bias": False, "lm_head": "shared", "num_heads": 2}),
     ("medusa", {"draft_vocab_size": 20}),
@@ -196,7 +227,7 @@ def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, k
         return
     assert problems(server, kind, tmp_path / "head") == []
     layers = READERS[server, kind](json.loads((tmp_path / "head" / "config.json").read_text())).layers
-    if kind == "eagle3":
+    if layers is not None:
         assert layers == [layer + 1 for layer in head.feature_layers]
 
 
@@ -206,6 +237,7 @@ def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, k
         ("sglang", "eagle3", {"norm_before_fc": True}, "input_norm.weight is not known"),
         ("sglang", "eagle", {}, "fc.bias is not filled"),
         ("vllm", "eagle", {"fc_bias": True}, "fc.bias is not known"),
+        ("vllm", "medusa", {"draft_vocab_size": 20, "num_heads": 1}, "lm_heads.0.weight is (20, 16), not (40, 16)"),
     ],
 )
 def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
@@ -227,6 +259,10 @@ def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
         ("eagle3", {"draft_vocab_size": 20}, lambda tensors: tensors.pop("d2t"), "d2t is not filled"),
         ("eagle", {}, lambda t: t.update({"fc.weight": t["fc.weight"].mT.contiguous()}), "fc.weight is (32, 16)"),
         ("medusa", {"lm_head": "shared"}, lambda t: t.pop("lm_heads.0.weight"), "lm_heads.0.weight is not filled"),
+        ("dflash", {}, lambda t: t.pop("hidden_norm.weight"), "hidden_norm.weight is not filled"),
+        ("dflash", {}, lambda t: t.update(context_norm=t.pop("hidden_norm.weight")), "context_norm is not known"),
+        ("dflash", {}, lambda t: t.pop("layers.1.self_attn.k_norm.weight"), "layers.1.self_attn.k_norm.weight is not"),
+        ("dflash", {"draft_vocab_size": 20}, lambda t: t.pop("lm_head.weight"), "lm_head.weight is not filled"),
     ],
 )
 def test_a_half_loaded_head_is_caught(kind, options, spoil, reason, tmp_path):
