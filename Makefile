@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa format test test-gpu test-slow peers demo wheel clean
+.PHONY: help setup types check check-isa format test test-gpu test-slow peers demo docs wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ peers:  ## make .venv-peers, by which `make test` compares with the package spec
 
 demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
+
+docs: $(STAMP) types  ## build the site into build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 wheel: $(STAMP)  ## build dist/headstart-*.whl
 	rm -rf build dist
