@@ -75,8 +75,8 @@ def table(kind: type) -> str:
 def commands_page() -> str:
     """Every command, its purpose and its options."""
     parts = [
-        "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets options, the command line "
-        "overrides it, and an unknown option is an error. `headstart COMMAND --help` shows the same text."
+        "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets options, the command "
+        "line overrides it, and an unknown option is an error. `headstart COMMAND --help` shows the same text."
     ]
     for command, (module, purpose) in COMMANDS.items():
         about = inspect.getdoc(importlib.import_module(f"headstart.scripts.{module}"))
