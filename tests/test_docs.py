@@ -56,6 +56,10 @@ def test_a_documented_command_line_is_parsed_by_its_command(page, words, monkeyp
         pytest.fail(f"{page}: headstart {' '.join(words)}\n{capsys.readouterr().err}")
 
 
+def test_every_page_has_a_title_and_text():
+    assert all(text.startswith("# ") and len(text) > 500 for text in PAGES.values())
+
+
 def test_every_command_is_found_in_the_pages():
     shown = {words[0] for _, words in COMMANDS}
     assert {"generate", "bench", "verify", "train", "tree", "data", "prompts", "push", "import", "export"} <= shown
