@@ -68,7 +68,7 @@ demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15;
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
 
 docs: $(STAMP) types  ## build the site into build/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(STAMP)  ## build dist/headstart-*.whl
 	rm -rf build dist
