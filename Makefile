@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa format test test-gpu test-slow peers demo wheel clean
+.PHONY: help setup types check check-isa format test test-gpu test-slow peers demo docs wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ peers:  ## make .venv-peers and .venv-vllm: the package speculators, and vLLM on
 
 demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
+
+docs: $(STAMP) types  ## build the site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(STAMP)  ## build dist/headstart-*.whl
 	rm -rf build dist

@@ -184,7 +184,7 @@ class DataConfig:
     """Sources of conversations, their division and their truncation."""
 
     sources: list[str] = field(default_factory=list)
-    """JSONL, JSON or Parquet files, folders, or Hub data sets (NAME[@REVISION][:[CONFIG:]SPLIT]) of conversations:
+    """JSONL, JSON or Parquet files, folders, or Hub data sets (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations:
     `messages`, ShareGPT's `conversations`, or `prompt` and `completion`."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
-import inspect
-import itertools
 import json
 import subprocess
 import sys
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from site_pages import documented_options
 
 from headstart.heads import HEADS, CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.by_name import head_config
@@ -103,23 +101,6 @@ def head_folder(target_folder, tmp_path):
     return str(tmp_path / "head")
 
 
-def documented_options(kind, before=""):
-    """Dotted names of a config's options, and the docstring under each of them in the source."""
-    told = {}
-    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
-        (body,) = (node.body for node in ast.parse(inspect.getsource(base)).body)
-        told |= {
-            node.target.id: text.value.value
-            for node, text in itertools.pairwise(body)
-            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
-        }
-    for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(field.default_factory):
-            yield from documented_options(field.default_factory, f"{before}{field.name}.")
-        else:
-            yield before + field.name, told[field.name]
-
-
 def test_alone_it_lists_its_commands(run):
     for arguments in ((), ("--help",), ("-h",)):
         status, shown, _ = run(*arguments)
@@ -140,7 +121,7 @@ def test_help_names_every_option_and_says_what_it_is_for(run, command):
     purpose = importlib.import_module(f"headstart.scripts.{entry.COMMANDS[command][0]}").__doc__.partition(":")[0]
     text = "".join(shown.split())  # lines may break anywhere
     assert "".join(purpose.split()) in text
-    for name, told in documented_options(COMMANDS[command][0]):
+    for name, _, _, told in documented_options(COMMANDS[command][0]):
         assert f"\n  --{name} " in shown
         assert "".join(told.split()) in text, name
 

@@ -1,0 +1,107 @@
+"""Parts of the site that are made when it is built: options of commands and heads, and the pages of benchmarks/."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from headstart.heads import HEADS
+from headstart.scripts.__main__ import COMMANDS
+from headstart.scripts.command_line import options
+
+ROOT = Path(__file__).parent.parent
+
+
+class Option(NamedTuple):
+    """A field of a dataclass of options."""
+
+    name: str
+    """Dotted, as on the command line."""
+    type: str
+    default: Any
+    text: str
+
+
+class _Asked(Exception):
+    """A command asked for its options."""
+
+
+def asked(command: str, arguments: Iterable[str] = ()) -> Callable[[], Any]:
+    """What a command calls to parse its arguments; the command itself does not run."""
+    module = importlib.import_module(f"headstart.scripts.{COMMANDS[command][0]}")
+    with patch.object(module, "options", side_effect=_Asked) as parse, suppress(_Asked):
+        module.main(list(arguments))
+    return partial(options, *parse.call_args.args, **parse.call_args.kwargs)
+
+
+def documented_options(kind: type, before: str = "") -> Iterator[Option]:
+    """Every option of a dataclass, those of its groups by dotted names, with the docstring under the field."""
+    told = {}
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        (body,) = (node.body for node in ast.parse(inspect.getsource(base)).body)
+        told |= {
+            node.target.id: text.value.value
+            for node, text in itertools.pairwise(body)
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+    for field in dataclasses.fields(kind):
+        made = field.default_factory
+        if dataclasses.is_dataclass(made):
+            yield from documented_options(made, f"{before}{field.name}.")
+        else:
+            default = made() if callable(made) else field.default
+            yield Option(before + field.name, str(field.type), default, told[field.name])
+
+
+def table(kind: type) -> str:
+    """Markdown table of options."""
+    rows = ["| option | type | default | |", "|---|---|---|---|"]
+    for name, annotation, default, text in documented_options(kind):
+        shown = "" if default in ("", dataclasses.MISSING) else f"`{default}`"
+        cells = (f"`{name}`", f"`{annotation}`", shown, " ".join(text.split()))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def commands_page() -> str:
+    """Every command, its purpose and its options."""
+    parts = [
+        "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets options, the command "
+        "line overrides it, and an unknown option is an error. `headstart COMMAND --help` shows the same text."
+    ]
+    for command, (module, purpose) in COMMANDS.items():
+        about = inspect.getdoc(importlib.import_module(f"headstart.scripts.{module}"))
+        kind = asked(command).args[0]
+        parts.append(f"## headstart {command}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{about}\n\n{table(kind)}")
+    return "\n\n".join(parts)
+
+
+def heads_page() -> str:
+    """Every head type and its options."""
+    parts = ["# Options of heads\n\n`head.type` names the head, and `head.OPTION` sets an option of it."]
+    parts += [f"## {name}\n\n{inspect.getdoc(head)}\n\n{table(head.config_class)}" for name, head in HEADS.items()]
+    return "\n\n".join(parts)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made here, and those of benchmarks/."""
+    from mkdocs.structure.files import File
+
+    pages = {f"benchmarks/{path.name}": path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.md")}
+    for name, text in (pages | {"commands.md": commands_page(), "options.md": heads_page()}).items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to benchmarks/ hold in the repository, where it lies beside docs/, and on the site, where it lies in it."""
+    return markdown.replace("](../benchmarks/", "](benchmarks/")

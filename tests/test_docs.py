@@ -1,0 +1,206 @@
+"""README.md and docs/: commands have the options they show, Python blocks run, figures are those of benchmarks/."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import site_pages
+
+from headstart.inference.tuning.tree_search import chain_length
+from headstart.scripts.measuring.draft_length import best_draft_length, time_factor
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+WHY = PAGES["why.md"]
+NOT_RUN = "<!-- not run: "
+"""Before a Python block that needs what a test has not, with the reason."""
+
+
+def blocks(page: str, language: str) -> list[tuple[str, str]]:
+    """Code blocks of a page, each after the line before it."""
+    return re.findall(rf"([^\n]*)\n```{language}\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def command_lines(page: str) -> list[list[str]]:
+    """Words of each command of headstart in a page's bash blocks: the command and its arguments."""
+    found = []
+    for _, block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"headstart [a-z]", line):
+                found.append(shlex.split(line, comments=True)[1:])
+            elif "scripts/train.py" in line:
+                words = shlex.split(line, comments=True)
+                found.append(["train", *words[words.index("scripts/train.py") + 1 :]])
+    return found
+
+
+COMMANDS = [(page, words) for page in PAGES for words in command_lines(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}-{words[0]}" for page, words in COMMANDS])
+def test_a_documented_command_line_is_parsed_by_its_command(page, words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # files of configs/ are named from there
+    try:
+        site_pages.asked(words[0], words[1:])()
+    except SystemExit:
+        pytest.fail(f"{page}: headstart {' '.join(words)}\n{capsys.readouterr().err}")
+
+
+def test_every_page_has_a_title_and_text():
+    assert all(text.startswith("# ") and len(text) > 500 for text in PAGES.values())
+
+
+def test_every_command_is_found_in_the_pages():
+    shown = {words[0] for _, words in COMMANDS}
+    assert {"generate", "bench", "verify", "train", "tree", "data", "prompts", "push", "import", "export"} <= shown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_commands_name_exist(page):
+    for _, block in blocks(page, "bash"):
+        for name in re.findall(r"(?<![\w/.-])(?:configs|benchmarks|examples|scripts)/[\w./+-]+", block):
+            assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_blocks_compile_and_a_reason_stands_before_what_is_not_run(page):
+    for before, block in blocks(page, "python"):
+        compile(block, page, "exec")
+        assert not before.startswith("<!--") or (before.startswith(NOT_RUN) and before.endswith(" -->")), before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_blocks_run_one_after_the_other(page):
+    code = "\n".join(block for before, block in blocks(page, "python") if not before.startswith(NOT_RUN))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=900)
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Rows of Markdown tables by their first cell; of rows that begin alike the first."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            first, *rest = line.strip("| ").split(" | ")
+            found.setdefault(first, rest)
+    return found
+
+
+def section(page: str, title: str) -> dict[str, list[str]]:
+    """Rows of the tables under a heading of a page of benchmarks/."""
+    text = (ROOT / "benchmarks" / page).read_text("utf-8")
+    return rows_of(text.partition(f"\n{title}\n")[2].partition("\n#")[0])
+
+
+def test_the_figures_of_heads_are_those_that_were_measured():
+    shown = rows_of(PAGES["heads.md"])
+    measured = section("heads.md", "### GSM8K, greedy")
+    for head in ("medusa", "hydra", "hydra++", "eagle", "eagle3", "medusa2", "eagle3-shipped"):
+        rows = (measured[f"{head}: {kind}"] for kind in ("chain", "tree"))
+        assert shown[head] == [row[column].split()[0] for row in rows for column in (0, 3)]
+    maths, copying = (section("sources.md", f"### {kind}") for kind in ("gsm8k", "copying"))
+    for source in ("prompt lookup", "retrieval", "lookahead", "3-grams", "second model (4 layers)"):
+        rows = (maths[source], copying[source])
+        assert shown[source] == [row[column].split()[0] for row in rows for column in (2, 0)]
+
+
+def test_the_figures_of_the_readme_are_those_that_were_measured():
+    text = PAGES["README.md"].partition("## What it gains")[2].partition("\n## ")[0]
+    shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(shown) == 4
+    for processor, kind, *cells in shown:
+        measured = section("cpu.md", "## AVX2" if "AVX2" in processor else "## AVX-512")
+        row = measured[kind.lower()]
+        assert cells == [*row[:3], *(row[column].split()[0] for column in (5, 6))]
+
+
+def test_supported_families_are_those_of_the_tests():
+    families = (ROOT / "tests" / "integration" / "test_families.py").read_text("utf-8")
+    assert "\n\n" + "; ".join(re.findall(r'^    "([^"]+)": lambda', families, re.MULTILINE)) in PAGES["models.md"]
+
+
+def emitted(p: list[Fraction], q: list[Fraction]) -> dict[int, Fraction]:
+    """The distribution of the emitted token, by enumerating draft, acceptance and token after a rejection."""
+    found = dict.fromkeys(range(len(p)), Fraction(0))
+    excess = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+    for draft, token in itertools.product(range(len(p)), repeat=2):
+        accept = min(Fraction(1), p[draft] / q[draft])
+        found[token] += q[draft] * accept * (token == draft)
+        if accept < 1:
+            found[token] += q[draft] * (1 - accept) * excess[token] / sum(excess)
+    return found
+
+
+def test_the_example_of_the_acceptance_rule_is_exact_and_has_the_numbers_it_shows():
+    p, q = ([Fraction(value) for value in re.search(rf"`{name} = \((.*?)\)`", WHY)[1].split(", ")] for name in "pq")
+    assert sum(p) == sum(q) == 1
+    assert list(emitted(p, q).values()) == p
+    rate = sum(map(min, p, q))
+    assert f"probability 0.20 + 0.30 + 0.10 + 0.05 = {float(rate):.2f}." in WHY
+    residual = [max(a - b, 0) / (1 - rate) for a, b in zip(p, q, strict=True)]
+    assert f"The residual is ({', '.join(f'{float(value):.3f}' for value in residual)})." in WHY
+    assert f"0.20 + {float(1 - rate):.2f} · {float(residual[0]):.3f} = {float(p[0]):.2f}" in WHY
+
+
+def test_the_worked_example_has_the_numbers_of_the_formulas():
+    draft, step, gamma, accepted = 1, 10, 4, 2.5
+    milliseconds = (gamma * draft + step) / (accepted + 1)
+    assert f"= {gamma * draft + step} ms |" in WHY and f"= {milliseconds:.1f} ms |" in WHY
+    assert f"| speedup | {step / milliseconds:.2f} |" in WHY
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:  # the rate at which a chain of 4 emits 3.5 tokens
+        middle = (low + high) / 2
+        low, high = (middle, high) if chain_length([middle], gamma) < accepted + 1 else (low, middle)
+    assert math.isclose(chain_length([low], gamma), (1 - low ** (gamma + 1)) / (1 - low), rel_tol=1e-9)
+    assert f"`a = {low:.3f}`" in WHY
+    cost, rows = draft / step, rows_of(WHY)
+    lengths = [int(length) for length in rows["draft length `g`"]]
+    assert rows["tokens a round"] == [f"{chain_length([low], length):.2f}" for length in lengths]
+    speedups = next(line for line in WHY.splitlines() if line.startswith("| speedup | 1.00"))
+    assert speedups.strip("| ").split(" | ")[1:] == [f"{time_factor([low], length, cost):.2f}" for length in lengths]
+    assert f"The best is `g = {best_draft_length([low], cost)}`" in WHY
+    for check in (1.5, 2.0):
+        assert (
+            f"{time_factor([low], gamma, cost, lambda nodes, check=check: check):.2f}" in WHY.partition("The best")[2]
+        )
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_interactive_example_emits_the_target_distribution():
+    weights = [[[50, 30, 15, 5], [20, 60, 10, 10]], [[1, 0, 0, 3], [0, 5, 5, 0]], [[7, 7, 1, 1], [7, 7, 1, 1]]]
+    script = "const m = require('./docs/javascripts/acceptance.js'); " + (
+        f"console.log(JSON.stringify({json.dumps(weights)}.map(([p, q]) => "
+        "[m.distribution(p), m.distribution(q), m.acceptance(m.distribution(p), m.distribution(q))])))"
+    )
+    shown = subprocess.run(["node", "-e", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for p, q, result in json.loads(shown):
+        assert result["emitted"] == pytest.approx(p, abs=1e-12)
+        assert result["rate"] == pytest.approx(sum(map(min, p, q)))
+
+
+def test_commands_and_heads_pages_name_every_option():
+    commands, heads = site_pages.commands_page(), site_pages.heads_page()
+    assert "| `loop.batch_size` | `int` | `8` | Rows per optimizer step" in commands
+    assert all(f"## headstart {command}\n" in commands for command in site_pages.COMMANDS)
+    assert all(f"## {name}\n" in heads for name in site_pages.HEADS)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom():
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "docs" / "first-steps.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "docs")}}).execute()
+    printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+    assert "the same text: True" in printed
