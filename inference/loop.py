@@ -34,8 +34,8 @@ from .logits import (
     Sampler,
     TreeLogitsProcessor,
 )
-from .metrics import Stats
 from .sequences import Conversation, Sequences, shared_length
+from .stats import Stats
 from .target import Target, TargetOutput
 from .tree import DraftTree
 from .tuning.tree_spec import TreeShape

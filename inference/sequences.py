@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .kv_cache import TreeCache
-from .metrics import RoundRecord, Stats
+from .stats import RoundRecord, Stats
 
 
 class Sequences:

@@ -42,10 +42,10 @@ from .drafters.tree_policies import HeadDrafter
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
-from .metrics import Stats
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, refuse_loading_options
 from .sequences import Conversation, Sequences
+from .stats import Stats
 from .target import Target
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads

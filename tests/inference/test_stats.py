@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Stats
-from headstart.inference.metrics import Meter, RoundRecord
+from headstart.inference.stats import Meter, RoundRecord
 
 
 def stats():
