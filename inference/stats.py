@@ -29,6 +29,8 @@ class RoundRecord:
     """Depth of the round's trees, its draft length on a chain; 0 for a plain round."""
     number: int = field(default=0, compare=False)
     """Which round it was, as an index into `Stats.round_seconds`."""
+    fallback: str = field(default="", compare=False)
+    """Why the round had no drafts, see `DraftTree.fallback`; empty if it had, or if there was nothing to draft."""
 
 
 @dataclass
@@ -42,6 +44,10 @@ class Stats:
     """Wall-clock time by part of the work: prefill, and of rounds `PARTS`."""
     round_seconds: list[float] = field(default_factory=list)
     """Duration of every round, over all rows of its batch."""
+    first_token_seconds: list[float] = field(default_factory=list)
+    """For each generation, the time in which its first prompts were read, up to their first tokens."""
+    cache_bytes: int = 0
+    """Memory of the target's KV cache; the largest one if there were several generations."""
 
     @property
     def rounds(self) -> int:
@@ -134,6 +140,8 @@ class Stats:
             whole.rows += [[replace(record, number=before + record.number) for record in row] for row in part.rows]
             whole.round_seconds += part.round_seconds
             whole.max_depth = max(whole.max_depth, part.max_depth)
+            whole.first_token_seconds += part.first_token_seconds
+            whole.cache_bytes = max(whole.cache_bytes, part.cache_bytes)
             for name, seconds in part.seconds.items():
                 whole.seconds[name] = whole.seconds.get(name, 0.0) + seconds
         return whole
