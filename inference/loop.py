@@ -115,11 +115,12 @@ def smaller(drafter: Drafter) -> Drafter:
 
     A part of a sampled tree would have another distribution: these are dropped at once.
     """
-    nodes = drafter.max_nodes // 2 if drafter.kind == "top_k" else 1
-    warnings.warn(f"memory ran out with trees of {drafter.max_nodes} nodes; going on with {nodes}", stacklevel=2)
-    if nodes < 2:
-        return NoDraft("out_of_memory")
-    return ShrunkDrafter(drafter.parts[0] if isinstance(drafter, ShrunkDrafter) else drafter, nodes)
+    whole, nodes = (
+        (drafter.parts[0], drafter.kept) if isinstance(drafter, ShrunkDrafter) else (drafter, drafter.max_nodes)
+    )
+    kept = nodes // 2 if whole.kind == "top_k" else 1
+    warnings.warn(f"memory ran out with trees of {nodes} nodes; this generation goes on with {kept}", stacklevel=3)
+    return NoDraft("out_of_memory") if kept < 2 else ShrunkDrafter(whole, kept)
 
 
 def speculation_step(

@@ -503,16 +503,23 @@ class Chat:
     """
 
     def __init__(
-        self, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any
+        self,
+        lm: SpeculativeLM,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None = None,
+        template: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         """Begin a conversation; `settings` are options of `SpeculativeLM.generate` for every answer.
+
+        `template` are variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             ValueError: a tokenizer without a chat template.
         """
         if not tokenizer.chat_template:
             raise ValueError(f"{type(tokenizer).__name__} has no chat template; give generate the whole text instead")
-        self.lm, self.tokenizer, self.settings = lm, tokenizer, settings
+        self.lm, self.tokenizer, self.template, self.settings = lm, tokenizer, template or {}, settings
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.past = Conversation()
 
@@ -524,7 +531,7 @@ class Chat:
         """The answer, piece by piece; an answer that is not read to its end is not recorded."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template
         )
         new_tokens: list[int] = []
         answer = yielded = ""

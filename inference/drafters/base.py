@@ -225,17 +225,17 @@ class NoDraft(Drafter):
 
 
 class ShrunkDrafter(Drafter):
-    """A drafter whose trees keep their first `max_nodes` nodes, where memory is too short for all.
+    """A drafter whose trees keep their first `kept` nodes, where memory is too short for all.
 
     Parents stand before their children, so the first nodes of a top-k tree are a tree.
     """
 
-    def __init__(self, drafter: Drafter, max_nodes: int) -> None:
+    def __init__(self, drafter: Drafter, kept: int) -> None:
         super().__init__(drafter)
-        self.max_nodes = max_nodes
+        self.kept = kept
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        tree, kept = self.parts[0].propose(roots_B), self.max_nodes
+        tree, kept = self.parts[0].propose(roots_B), self.kept
         if tree.tokens_BN.shape[1] <= kept:
             return tree
         tokens_BN, parents_BN = tree.tokens_BN[:, :kept].contiguous(), tree.parents_BN[:, :kept].contiguous()
