@@ -35,6 +35,7 @@ HELP = """\
 class ChatConfig(SpeculativeOptions):
     """A conversation on screen."""
 
+    required = ("target",)
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0}
 
     max_new_tokens: int = 512
@@ -97,7 +98,7 @@ class Session:
     def __post_init__(self) -> None:
         from headstart.inference import SpeculativeLM
 
-        self.plain = SpeculativeLM(self.lm.target)
+        self.plain, self.decoder = SpeculativeLM(self.lm.target), self.lm
         for decoder in (self.lm, self.plain):
             decoder.callbacks.append(self.stats.append)
         self.begin(self.config.system)
@@ -106,10 +107,10 @@ class Session:
         """Forget all messages."""
         from headstart.scripts.measuring.comparison import answer_settings
 
-        config, decoder = self.config, self.chat.lm if hasattr(self, "chat") else self.lm
+        config = self.config
         settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
         template = {} if config.thinking is None else {"enable_thinking": config.thinking}
-        self.system, self.chat = system, decoder.chat(self.tokenizer, system, template=template, **settings)
+        self.system, self.chat = system, self.decoder.chat(self.tokenizer, system, template=template, **settings)
         self.stats.clear()
 
     def obey(self, line: str) -> None:
@@ -118,8 +119,8 @@ class Session:
         if command == "/drafts":
             console.print(self.drafts())
         elif command == "/plain":
-            self.chat.lm = self.lm if self.chat.lm is self.plain else self.plain
-            log.info("plain decoding" if self.chat.lm is self.plain else "with drafts again")
+            self.decoder = self.chat.lm = self.lm if self.decoder is self.plain else self.plain
+            log.info("plain decoding" if self.decoder is self.plain else "with drafts again")
         elif command in ("/system", "/reset"):
             self.begin(self.system if command == "/reset" else text.strip() or None)
             log.info("a new conversation")
