@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -527,7 +527,7 @@ class Chat:
         """The answer to a message, with `settings` for this call. A call that fails leaves `messages` unchanged."""
         return "".join(self.stream(text, **settings))
 
-    def stream(self, text: str, **settings: Any) -> Iterator[str]:
+    def stream(self, text: str, **settings: Any) -> Generator[str]:
         """The answer, piece by piece; an answer that is not read to its end is not recorded."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(

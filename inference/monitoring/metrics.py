@@ -13,7 +13,7 @@ import copy
 import os
 import threading
 from collections import deque
-from typing import Self
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -58,11 +58,11 @@ class Monitor:
         """
         self.registry = CollectorRegistry() if registry is None else registry
         self.values = (model, head, drafter)
-        options = {"namespace": "headstart", "registry": self.registry}
+        options: dict[str, Any] = {"namespace": "headstart", "registry": self.registry}
         self.counters = {
             name: Counter(name, about, (*LABELS, *more), **options) for name, (about, more) in COUNTERS.items()
         }
-        of_process = {**options, "multiprocess_mode": "liveall"}
+        of_process: dict[str, Any] = {**options, "multiprocess_mode": "liveall"}
         window = f"over the latest {WINDOW} rounds with drafts."
         self.length = Gauge("acceptance_length", f"Tokens per round, {window}", LABELS, **of_process)
         self.rate = Gauge("acceptance_rate", f"Share of draft tokens accepted, {window}", LABELS, **of_process)

@@ -107,3 +107,35 @@ def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_tar
     limited(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="memory ran out"):
         lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+
+
+def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=40)
+    head = head_for(target, "eagle")
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", fallback=False)
+    calls, observe = [], type(head).observe
+
+    def fails(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("simulated")
+        return observe(self, *arguments)
+
+    monkeypatch.setattr(type(head), "observe", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+    assert len(calls) == 5
+
+
+def test_a_cache_that_could_not_grow_is_as_before(tiny_target, monkeypatch):
+    cache = tiny_target().new_cache(1, 10, 1)
+    cache.ensure_capacity(10)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("simulated")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(cache.pool, "take", fails)
+        cache.ensure_capacity(600)
+    cache.ensure_capacity(600)
+    assert cache.blocks[0].shape[3] > 600
