@@ -134,8 +134,9 @@ def test_a_cache_that_could_not_grow_is_as_before(tiny_target, monkeypatch):
     def fails(*_):
         raise torch.OutOfMemoryError("simulated")
 
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(cache.pool, "take", fails)
+    monkeypatch.setattr(cache.pool, "take", fails)
+    with pytest.raises(torch.OutOfMemoryError):
         cache.ensure_capacity(600)
+    monkeypatch.undo()
     cache.ensure_capacity(600)
     assert cache.blocks[0].shape[3] > 600
