@@ -2,10 +2,10 @@
 
 from .custom_generate import custom_generate, generate_from
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
-from .metrics import Meter, Stats
 from .models.loading import load_tokenizer, tokenizer_provenance
 from .sequences import Conversation
 from .speculative_lm import Chat, GenerateOutput, SpeculativeLM
+from .stats import Stats
 from .target import Target
 from .tree import DraftTree
 from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
@@ -25,7 +25,6 @@ __all__ = [
     "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
-    "Meter",
     "Passage",
     "PrefillChunk",
     "Round",

@@ -207,9 +207,10 @@ class TreeCache(Cache):
         """Allocate at least this many rows and slots."""
         if self.blocks and rows <= self._rows and slots <= self._room:
             return
-        self._rows, self._room = max(rows, self._rows), max(slots, self._room)
+        rows, slots = max(rows, self._rows), max(slots, self._room)
         sizes = [(shape, len(numbers)) for shape, numbers in self._block_of.items()]
-        before, self.blocks = self.blocks, self.pool.take(sizes, self._rows, self._room)
+        before, self.blocks = self.blocks, self.pool.take(sizes, rows, slots)  # or there is no memory: nothing changed
+        self._rows, self._room = rows, slots
         for old, new in zip(before, self.blocks, strict=False):
             new[:, : old.shape[1], :, : self.capacity] = old[:, :, :, : self.capacity]
         self._view()

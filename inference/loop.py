@@ -13,6 +13,7 @@ V vocabulary, D hidden size, F width of the chosen layers' features.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..heads.layers.draft_cache import counting
 from .compiled import cpu_kernels
-from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
+from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk, ShrunkDrafter, StepResult
 from .kv_cache import TreeCache
 from .logits import (
     PositionNoise,
@@ -34,8 +35,8 @@ from .logits import (
     Sampler,
     TreeLogitsProcessor,
 )
-from .metrics import Stats
 from .sequences import Conversation, Sequences, shared_length
+from .stats import Stats
 from .target import Target, TargetOutput
 from .tree import DraftTree
 from .tuning.tree_spec import TreeShape
@@ -78,22 +79,48 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
         noise = PositionNoise(sampler, sequences.rows, positions, vocab_size, target.device)
         decoding = replace(decoding, noise=noise)
     with timed(stats, "prefill"):
-        cache, roots_B = prefill(decoding, drafter, sequences, sequences.active, past)
-        roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
-    while sequences.active:
         began = time.perf_counter()
-        step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats)
+        cache, roots_B = prefill(decoding, drafter, sequences, sequences.active, past)
+        stats.first_token_seconds = [time.perf_counter() - began]
+        roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+    whole = drafter
+    while sequences.active:
+        began, lengths_B = time.perf_counter(), cache.lengths_B
+        try:
+            step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats)
+        except torch.OutOfMemoryError:
+            if cache.lengths_B is not lengths_B or isinstance(drafter, NoDraft):  # committed, or nothing left to save
+                raise
+            # The next round begins where this one did: what it left behind, in the cache's free slots and in the
+            # drafter, cannot change the output.
+            drafter = smaller(drafter)
+            continue
         stats.round_seconds.append(time.perf_counter() - began)
         stats.max_depth = max(stats.max_depth, step.tree.max_depth)
         roots_B = step.next_tokens_B
         if sequences.leaving:
             with timed(stats, "prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+    stats.cache_bytes = sum(block.nbytes for block in cache.blocks)
     if past is None:
         cache.release()
     else:
-        past.tokens, past.cache, past.draft_state = sequences.text(0).tolist(), cache, drafter.saved_state()
+        past.tokens, past.cache = sequences.text(0).tolist(), cache
+        past.draft_state = drafter.saved_state() if drafter is whole else None
     return stats
+
+
+def smaller(drafter: Drafter) -> Drafter:
+    """A drafter of half as many nodes for the rest of a generation that ran out of memory; no drafts below two nodes.
+
+    A part of a sampled tree would have another distribution: these are dropped at once.
+    """
+    whole, nodes = (
+        (drafter.parts[0], drafter.kept) if isinstance(drafter, ShrunkDrafter) else (drafter, drafter.max_nodes)
+    )
+    kept = nodes // 2 if whole.kind == "top_k" else 1
+    warnings.warn(f"memory ran out with trees of {nodes} nodes; this generation goes on with {kept}", stacklevel=3)
+    return NoDraft("out_of_memory") if kept < 2 else ShrunkDrafter(whole, kept)
 
 
 def speculation_step(

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .kv_cache import TreeCache
-from .metrics import RoundRecord, Stats
+from .stats import RoundRecord, Stats
 
 
 class Sequences:
@@ -93,8 +93,8 @@ class Sequences:
                 if kept is not None:
                     kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
             if stats is not None:
-                record = RoundRecord(length - 1, count, step.tree.max_depth, number=len(stats.round_seconds))
-                stats.rows[row].append(record)
+                tree, number = step.tree, len(stats.round_seconds)
+                stats.rows[row].append(RoundRecord(length - 1, count, tree.max_depth, number, tree.fallback))
         for callback in self.callbacks:
             callback(self)
         return replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,10 +42,10 @@ from .drafters.tree_policies import HeadDrafter
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
-from .metrics import Stats
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, refuse_loading_options
 from .sequences import Conversation, Sequences
+from .stats import Stats
 from .target import Target
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
@@ -503,16 +503,23 @@ class Chat:
     """
 
     def __init__(
-        self, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any
+        self,
+        lm: SpeculativeLM,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None = None,
+        template: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         """Begin a conversation; `settings` are options of `SpeculativeLM.generate` for every answer.
+
+        `template` are variables for the chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             ValueError: a tokenizer without a chat template.
         """
         if not tokenizer.chat_template:
             raise ValueError(f"{type(tokenizer).__name__} has no chat template; give generate the whole text instead")
-        self.lm, self.tokenizer, self.settings = lm, tokenizer, settings
+        self.lm, self.tokenizer, self.template, self.settings = lm, tokenizer, template or {}, settings
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.past = Conversation()
 
@@ -520,11 +527,11 @@ class Chat:
         """The answer to a message, with `settings` for this call. A call that fails leaves `messages` unchanged."""
         return "".join(self.stream(text, **settings))
 
-    def stream(self, text: str, **settings: Any) -> Iterator[str]:
+    def stream(self, text: str, **settings: Any) -> Generator[str]:
         """The answer, piece by piece; an answer that is not read to its end is not recorded."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template
         )
         new_tokens: list[int] = []
         answer = yielded = ""

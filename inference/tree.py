@@ -57,6 +57,8 @@ class DraftTree:
     """Whether any row may have fewer nodes than there are in `tokens_BN`."""
     in_order: bool = False
     """Whether every path is known to be the first nodes in their order, as on a chain."""
+    fallback: str = ""
+    """Why a drafter proposes the root alone: "slower", "drafter_failed", "large_batch", "out_of_memory"; else empty."""
 
     @classmethod
     def of_shape(

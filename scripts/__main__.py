@@ -16,6 +16,7 @@ COMMANDS = {
     "tree": ("tree", "find the draft tree that is fastest for a head on this machine"),
     "datastore": ("datastore", "index a corpus, from which drafts are retrieved"),
     "generate": ("generate", "answer a prompt with a head, streaming"),
+    "chat": ("generating.chat", "talk to a model in the terminal, with drafts or without"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
     "verify": ("checkpoints.verify", "check a head against its target"),
     "serve-check": ("checkpoints.serve_check", "compare a head in vLLM with the same head here"),

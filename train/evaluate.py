@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
-from ..inference.metrics import RoundRecord
+from ..inference.stats import RoundRecord
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest

@@ -229,7 +229,7 @@ class AdaptiveDrafter(Drafter):
         self._started = self.clock()
         chosen = self._rows.choose()
         self._drafted = chosen != self._rows.plain
-        drafter = NoDraft() if self.plain and chosen == 0 else self.trees[chosen - self.plain]
+        drafter = NoDraft("slower") if self.plain and chosen == 0 else self.trees[chosen - self.plain]
         return drafter.propose(roots_B)
 
     def observe(self, step: StepResult) -> None:

@@ -214,8 +214,33 @@ class NoDraft(Drafter):
 
     max_nodes = 1
 
+    def __init__(self, fallback: str = "") -> None:
+        """Decode plainly, by choice or in place of a drafter; see `DraftTree.fallback`."""
+        super().__init__()
+        self.fallback = fallback
+
     def propose(self, roots_B: Tensor) -> DraftTree:
-        return DraftTree.of_shape(ROOT, roots_B[:, None])
+        tree = DraftTree.of_shape(ROOT, roots_B[:, None])
+        return replace(tree, fallback=self.fallback) if self.fallback else tree
+
+
+class ShrunkDrafter(Drafter):
+    """A drafter whose trees keep their first `kept` nodes, where memory is too short for all.
+
+    Parents stand before their children, so the first nodes of a top-k tree are a tree.
+    """
+
+    def __init__(self, drafter: Drafter, kept: int) -> None:
+        super().__init__(drafter)
+        self.kept = kept
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        tree, kept = self.parts[0].propose(roots_B), self.kept
+        if tree.tokens_BN.shape[1] <= kept:
+            return tree
+        tokens_BN, parents_BN = tree.tokens_BN[:, :kept].contiguous(), tree.parents_BN[:, :kept].contiguous()
+        sizes_B, depth = tree.sizes_B.clamp(max=kept), min(tree.max_depth, kept - 1)
+        return DraftTree(tokens_BN, parents_BN, sizes_B, depth, padding=tree.padding, in_order=tree.in_order)
 
 
 @lru_cache(maxsize=256)
@@ -307,7 +332,7 @@ class ValidatedDrafter(Drafter):
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         tree = self._call(self.parts[0], "propose", roots_B)
-        return NoDraft().propose(roots_B) if tree is None else tree.to(roots_B.device)
+        return NoDraft("drafter_failed").propose(roots_B) if tree is None else tree.to(roots_B.device)
 
     def replace(self, rows_R: Tensor, other: Drafter) -> None:
         assert isinstance(other, ValidatedDrafter)

@@ -327,7 +327,7 @@ class StaticTree(HeadDrafter):
         batch = len(roots_B)
         shape = self.shape if self.budget is None else prune(self.shape, self.budget // batch)
         if not shape.paths:
-            return NoDraft().propose(roots_B)
+            return NoDraft("large_batch" if self.shape.paths else "").propose(roots_B)
         state, plan = self.catch_up(), _plan(shape, roots_B.device)
         if self._draft_probs is None:
             gumbel_BKD = None if self._gumbel is None else self.gumbel_noise(shape.depth)
@@ -387,7 +387,7 @@ class DynamicTree(HeadDrafter):
     def propose(self, roots_B: Tensor) -> DraftTree:
         size = self.max_nodes if self.budget is None else min(self.max_nodes, self.budget // len(roots_B))
         if size < 2:
-            return NoDraft().propose(roots_B)
+            return NoDraft("large_batch").propose(roots_B)
         depth = min(self.depth, size - 1)
         gumbel_BKD = None if self._gumbel is None else self.gumbel_noise(depth)
         plan = (size, depth, _root(roots_B.device))

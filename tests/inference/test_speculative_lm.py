@@ -31,7 +31,7 @@ from transformers import (
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
 from headstart.inference.kv_cache import BUCKET, POOLED
-from headstart.inference.metrics import PARTS
+from headstart.inference.stats import PARTS
 
 VOCAB = 31
 

@@ -12,7 +12,7 @@ import torch
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Stats, Target
-from headstart.inference.metrics import PARTS, RoundRecord
+from headstart.inference.stats import PARTS, RoundRecord
 from headstart.scripts import bench as benchmarking
 from headstart.scripts.bench import SIDES, BenchConfig, ComparedPrompt, benchmark, figures, print_report
 from headstart.train.console import Stopped

@@ -23,6 +23,7 @@ from headstart.scripts import bench, datastore, demo, features, generate, tree
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.checkpoints import export, import_head, push, verify
 from headstart.scripts.command_line import options
+from headstart.scripts.generating import chat
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
 from headstart.train.config import AdapterConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
@@ -37,6 +38,7 @@ COMMANDS = {
     "tree": (TreeConfig, tree, "calibrate"),
     "datastore": (datastore.DatastoreConfig, datastore, "build_datastore"),
     "generate": (generate.GenerateConfig, generate, "stream_answer"),
+    "chat": (chat.ChatConfig, chat, "chat_on_screen"),
     "bench": (BenchConfig, bench, "benchmark"),
     "verify": (verify.VerifyConfig, verify, "verify_head"),
     "push": (push.PushConfig, push, "push_head"),
@@ -52,6 +54,7 @@ REQUIRED = {
     "tree": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "datastore": ["--target", "t", "--sources", "[d.jsonl]", "--output", "o"],
     "generate": ["--target", "t", "--prompt", "p"],
+    "chat": ["--target", "t"],
     "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "verify": ["--head", "h", "--target", "t"],
     "push": ["--run", "r", "--repo", "me/head"],

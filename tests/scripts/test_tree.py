@@ -16,7 +16,7 @@ from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, 
 from headstart.inference.drafters.adaptive import candidate_trees
 from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
-from headstart.inference.metrics import RoundRecord, Stats
+from headstart.inference.stats import RoundRecord, Stats
 from headstart.inference.tuning.costs import RoundCosts
 from headstart.inference.tuning.machine import machine_key
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length

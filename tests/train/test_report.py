@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from headstart.heads import build_head
 from headstart.inference import Stats
-from headstart.inference.metrics import RoundRecord
+from headstart.inference.stats import RoundRecord
 from headstart.train import loop, report
 from headstart.train.console import Stopped
 from headstart.train.data.chat_template import Example

@@ -1,4 +1,4 @@
-"""Acceptance statistics by one definition, used in training, decoding and benchmarks; counters for Prometheus.
+"""Acceptance statistics by one definition, used in training, decoding and benchmarks.
 
 acceptance length tau    tokens emitted per round, the bonus token counted; the prefill and its token left out,
                          the last round counting what is returned
@@ -8,18 +8,13 @@ acceptance rate, depth d how often the accepted path reaches depth d + 1, given 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 PARTS = ("draft", "target", "processors", "verify", "cache", "host")
 """Parts of a round: the draft and `observe`, the target's forward with its mask, the logits processors, the acceptance
 rule, the compaction of the KV cache (a part of the rule in a CUDA graph), and synchronization and bookkeeping on the
 host."""
-TOKENS_KEPT = 10_000
-"""Latest tokens whose latencies a meter remembers."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,8 @@ class RoundRecord:
     """Depth of the round's trees, its draft length on a chain; 0 for a plain round."""
     number: int = field(default=0, compare=False)
     """Which round it was, as an index into `Stats.round_seconds`."""
+    fallback: str = field(default="", compare=False)
+    """Why the round had no drafts, see `DraftTree.fallback`; empty if it had, or if there was nothing to draft."""
 
 
 @dataclass
@@ -47,6 +44,10 @@ class Stats:
     """Wall-clock time by part of the work: prefill, and of rounds `PARTS`."""
     round_seconds: list[float] = field(default_factory=list)
     """Duration of every round, over all rows of its batch."""
+    first_token_seconds: list[float] = field(default_factory=list)
+    """For each generation, the time in which its first prompts were read, up to their first tokens."""
+    cache_bytes: int = 0
+    """Memory of the target's KV cache; the largest one if there were several generations."""
 
     @property
     def rounds(self) -> int:
@@ -139,47 +140,8 @@ class Stats:
             whole.rows += [[replace(record, number=before + record.number) for record in row] for row in part.rows]
             whole.round_seconds += part.round_seconds
             whole.max_depth = max(whole.max_depth, part.max_depth)
+            whole.first_token_seconds += part.first_token_seconds
+            whole.cache_bytes = max(whole.cache_bytes, part.cache_bytes)
             for name, seconds in part.seconds.items():
                 whole.seconds[name] = whole.seconds.get(name, 0.0) + seconds
         return whole
-
-
-@dataclass(eq=False)
-class Meter:
-    """Counters over the life of a process, for Prometheus.
-
-    meter = Meter()
-    lm.callbacks.append(meter.add)      # called with the statistics of every generation
-    print(meter.text())
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
-    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=TOKENS_KEPT))
-    """Seconds per token, of the latest ones."""
-
-    def add(self, stats: Stats) -> None:
-        """Count a generation."""
-        for row in stats.rows:
-            for record in row:
-                self.counts["rounds_total"] += 1
-                self.counts["plain_rounds_total"] += record.drafted == 0
-                self.counts["tokens_total"] += record.returned
-                self.counts["draft_tokens_total"] += record.drafted
-                self.counts["accepted_tokens_total"] += record.accepted
-                for depth in range(record.accepted):
-                    self.counts[f'accepted_tokens_per_position_total{{position="{depth}"}}'] += 1
-        for part, seconds in stats.seconds.items():
-            self.counts[f'seconds_total{{part="{part}"}}'] += seconds  # type: ignore[assignment]  # floats count too
-        self.latencies.extend(stats.token_seconds)
-
-    def text(self) -> str:
-        """Prometheus' text format, version 0.0.4; latencies are those of the latest tokens."""
-        lines = []
-        for name in sorted({key.partition("{")[0] for key in self.counts}):
-            lines.append(f"# TYPE headstart_{name} counter")
-            lines += [f"headstart_{key} {value}" for key, value in sorted(self.counts.items()) if key.startswith(name)]
-        lines.append("# TYPE headstart_inter_token_seconds summary")
-        for quantile in (0.5, 0.99) if self.latencies else ():
-            value = float(np.quantile(list(self.latencies), quantile))
-            lines.append(f'headstart_inter_token_seconds{{quantile="{quantile}"}} {value}')
-        return "\n".join(lines) + "\n"

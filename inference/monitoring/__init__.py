@@ -1,0 +1,5 @@
+"""Monitoring in production: Prometheus metrics, and OpenTelemetry spans in `spans`."""
+
+from .metrics import Monitor
+
+__all__ = ["Monitor"]

@@ -1,0 +1,175 @@
+"""Chat in the terminal: `headstart chat --target MODEL --head HEAD`.
+
+Answers stream as they are accepted; below each stand its speed and acceptance. /help lists what else can be typed.
+Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal, messages are the lines of standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.train.config import TYPE_CHECKING
+from headstart.train.console import console, log
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.inference import Chat, SpeculativeLM, Stats
+
+HELP = """\
+/drafts         show the last answer with its accepted drafts in green; what the target wrote itself is plain
+/plain          answer without drafts, or with them again
+/system TEXT    begin again with a system prompt; without TEXT, with none
+/reset          begin again
+/help           this list
+/exit           leave, as Ctrl-D does"""
+
+
+@dataclass(frozen=True)
+class ChatConfig(SpeculativeOptions):
+    """A conversation on screen."""
+
+    required = ("target",)
+    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0}
+
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    system: str | None = None
+    """The system prompt; null for none."""
+    top_k: int = 0
+    """Sample from this many best tokens only; 0 for all."""
+    top_p: float = 1.0
+    """Sample from the best tokens that hold this share of the probability only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+
+def main(arguments: list[str]) -> None:
+    """Parse and chat."""
+    chat_on_screen(options(ChatConfig, "chat", __doc__, arguments))
+
+
+def chat_on_screen(config: ChatConfig) -> None:
+    """Answer messages until the input ends."""
+    import torch
+
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - arrow keys and a history for `input`
+    lm, tokenizer = config.load()
+    torch.manual_seed(config.seed)
+    session = Session(config, lm, tokenizer)
+    log.info("/help lists the commands")
+    while True:
+        try:
+            message = console.input("[bold]> [/]" if sys.stdin.isatty() else "").strip()
+            if message == "/exit":
+                return
+            session.obey(message) if message.startswith("/") else session.answer(message)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print()
+        except ValueError as error:  # such as a text that has become too long
+            log.error(str(error))
+
+
+@dataclass
+class Session:
+    """A conversation, and the decoders that may continue it."""
+
+    config: ChatConfig
+    lm: SpeculativeLM
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None = None
+    chat: Chat = field(init=False)
+    stats: list[Stats] = field(default_factory=list)
+    """Of the last answer, if it ended."""
+
+    def __post_init__(self) -> None:
+        from headstart.inference import SpeculativeLM
+
+        self.plain, self.decoder = SpeculativeLM(self.lm.target), self.lm
+        for decoder in (self.lm, self.plain):
+            decoder.callbacks.append(self.stats.append)
+        self.begin(self.config.system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget all messages."""
+        from headstart.scripts.measuring.comparison import answer_settings
+
+        config = self.config
+        settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+        template = {} if config.thinking is None else {"enable_thinking": config.thinking}
+        self.system, self.chat = system, self.decoder.chat(self.tokenizer, system, template=template, **settings)
+        self.stats.clear()
+
+    def obey(self, line: str) -> None:
+        """Run a command."""
+        command, _, text = line.partition(" ")
+        if command == "/drafts":
+            console.print(self.drafts())
+        elif command == "/plain":
+            self.decoder = self.chat.lm = self.lm if self.decoder is self.plain else self.plain
+            log.info("plain decoding" if self.decoder is self.plain else "with drafts again")
+        elif command in ("/system", "/reset"):
+            self.begin(self.system if command == "/reset" else text.strip() or None)
+            log.info("a new conversation")
+        else:
+            if command != "/help":
+                log.error(f"unknown command {command!r}")
+            console.print(HELP, markup=False, highlight=False)
+
+    def answer(self, message: str) -> None:
+        """Stream the answer to a message; an interrupted one stays in the conversation as far as it came."""
+        if not message:
+            return
+        self.stats.clear()
+        start, pieces = time.perf_counter(), []
+        try:
+            with contextlib.closing(self.chat.stream(message)) as answer:
+                for piece in answer:
+                    pieces.append(piece)
+                    console.print(piece, end="", markup=False, highlight=False, emoji=False)
+        except KeyboardInterrupt:
+            self.chat.messages += [
+                {"role": "user", "content": message},
+                {"role": "assistant", "content": "".join(pieces)},
+            ]
+            console.print(" [dim](stopped)[/]")
+            return
+        seconds, (stats,) = time.perf_counter() - start, self.stats
+        line = f"{(stats.tokens + 1) / seconds:.1f} tokens/s, acceptance length {stats.acceptance_length:.2f}"
+        if stats.plain_rounds:
+            line += f", {stats.plain_rounds} of {stats.rounds} rounds without drafts"
+        console.print(f"\n[dim]{line}[/]", highlight=False)
+
+    def drafts(self) -> Text:
+        """The last answer with its accepted drafts in green."""
+        from rich.text import Text
+
+        if not self.stats:
+            return Text("no answer yet")
+        (stats,) = self.stats
+        tokens, drafted = self.chat.past.tokens[-stats.tokens - 1 :], [False]  # the prefill's token comes first
+        for record in stats.rows[0]:
+            accepted = min(record.accepted, record.returned)
+            drafted += [True] * accepted + [False] * (record.returned - accepted)
+        text = Text(overflow="fold")
+        shown = ""
+        for end, green in enumerate(drafted, start=1):
+            whole = str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
+            if not whole.endswith("\ufffd"):  # a character may take several tokens
+                text.append(whole[len(shown) :], "green" if green else "")
+                shown = whole
+        share = sum(drafted) / len(drafted)
+        return text.append(f"\n{sum(drafted)} of {len(drafted)} tokens were drafted, {share:.0%}", "dim")

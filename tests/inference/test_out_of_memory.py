@@ -1,0 +1,142 @@
+"""A generation that runs out of memory: smaller trees, then none, and the same text."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from helpers import head_for
+
+from headstart.inference import Conversation, SpeculativeLM, Target
+
+PROMPTS = torch.arange(3, 15).reshape(2, 6)
+# Nodes, and those that are left with a limit of 1, 2 and 3.
+TREES = {
+    "chain:3": (4, 1, 2, 2),
+    "branch:2x2x1": (11, 1, 2, 2),
+    "dynamic:12:3:4": (12, 1, 1, 3),
+    "independent:branch:2": (3, 1, 1, 3),
+}
+
+
+def limited(monkeypatch, nodes, also_fails=0):
+    """Make forwards of trees with more nodes than this fail, and the first so many of any tree; returns the sizes."""
+    sizes, whole = [], Target.forward_tree
+
+    def forward_tree(self, tree, *arguments):
+        sizes.append(tree.tokens_BN.shape[1])
+        output = whole(self, tree, *arguments)  # has written to the cache
+        if sizes[-1] > nodes or len(sizes) <= also_fails:
+            raise torch.OutOfMemoryError("simulated")
+        return output
+
+    monkeypatch.setattr(Target, "forward_tree", forward_tree)
+    return sizes
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes, fallback):
+    target = tiny_target(vocab_size=40)
+    lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree=tree, fallback=fallback)
+    expected = SpeculativeLM(target).generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
+    sizes = limited(monkeypatch, nodes)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+    if not fallback:  # else drafts may never be tried
+        assert bool(told) == (TREES[tree][0] > nodes)
+    assert torch.equal(found.sequences, expected)
+    failed = [size for size in sizes if size > nodes]
+    assert failed == sorted(set(failed), reverse=True)  # no size is tried a second time
+    assert found.stats.tokens == 2 * 19
+    records = [record for row in found.stats.rows for record in row]
+    if not fallback:
+        assert set(sizes) - set(failed) == {TREES[tree][nodes]}
+        assert all(record.fallback == ("out_of_memory" if TREES[tree][nodes] == 1 else "") for record in records)
+
+
+def test_sampling_gives_the_same_text_for_a_seed(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=40)
+    lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree="chain:3", fallback=False)
+
+    def sampled():
+        generator = torch.Generator().manual_seed(5)
+        return lm.generate(PROMPTS, max_new_tokens=20, do_sample=True, generator=generator).sequences
+
+    expected = sampled()
+    limited(monkeypatch, 2)
+    with pytest.warns(UserWarning, match="memory ran out"):
+        assert torch.equal(sampled(), expected)
+
+
+def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=40)
+    lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree="chain:3", fallback=False)
+    expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
+    sizes, past = limited(monkeypatch, 2), Conversation()
+    with pytest.warns(UserWarning, match="memory ran out"):
+        found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False, max_batch_size=1).sequences
+    assert torch.equal(found, expected)
+    with pytest.warns(UserWarning, match="memory ran out"):
+        lm.generate(PROMPTS[:1], max_new_tokens=8, do_sample=False, past_key_values=past)
+    monkeypatch.undo()
+    longer = lm.generate(expected[:1, :16], max_new_tokens=10, do_sample=False, past_key_values=past).sequences
+    assert torch.equal(longer, expected[:1])
+    assert max(sizes) == 4
+
+
+def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=40)
+    head = head_for(target, "eagle")
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", fallback=False)
+    expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
+    calls, expand = [], type(head).expand
+
+    def fails(self, *arguments):
+        calls.append(1)
+        if len(calls) in (5, 9):
+            raise torch.OutOfMemoryError("simulated")
+        return expand(self, *arguments)
+
+    monkeypatch.setattr(type(head), "expand", fails)
+    with pytest.warns(UserWarning, match="memory ran out"):
+        assert torch.equal(lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected)
+    limited(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="memory ran out"):
+        lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+
+
+def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=40)
+    head = head_for(target, "eagle")
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", fallback=False)
+    calls, observe = [], type(head).observe
+
+    def fails(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("simulated")
+        return observe(self, *arguments)
+
+    monkeypatch.setattr(type(head), "observe", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
+    assert len(calls) == 5
+
+
+def test_a_cache_that_could_not_grow_is_as_before(tiny_target, monkeypatch):
+    cache = tiny_target().new_cache(1, 10, 1)
+    cache.ensure_capacity(10)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("simulated")
+
+    monkeypatch.setattr(cache.pool, "take", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.ensure_capacity(600)
+    monkeypatch.undo()
+    cache.ensure_capacity(600)
+    assert cache.blocks[0].shape[3] > 600

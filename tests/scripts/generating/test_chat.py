@@ -1,0 +1,95 @@
+"""`headstart chat`, by the lines of its standard input."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import torch
+
+from headstart.inference import Chat, SpeculativeLM, load_tokenizer
+from headstart.scripts.generating import chat
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys, target_folder):
+    """What the chat prints for lines of input."""
+
+    def call(*lines, **more):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        options = {"max_new_tokens": 12, "drafter": "prompt-lookup", "fallback": False, **more}
+        chat.chat_on_screen(chat.ChatConfig(target=str(target_folder), dtype="float32", **options))
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def said(target_folder):
+    """The answers of a chat from Python, by system prompt and messages."""
+
+    def call(system, *messages):
+        lm = SpeculativeLM.from_pretrained(target_folder, dtype="float32")
+        talking = lm.chat(load_tokenizer(str(target_folder)), system, max_new_tokens=12, do_sample=False)
+        return [talking.say(message) for message in messages]
+
+    return call
+
+
+def test_answers_are_those_of_a_chat_with_drafts_and_without(talk, said):
+    out = talk("hello", "/plain", "and now?", "/plain", "more", "/system be brief", "hello", "/reset", "", "hello")
+    place = 0
+    for answer in [*said(None, "hello", "and now?", "more"), *said("be brief", "hello") * 2]:
+        place = out.index(answer + "\n", place) + len(answer)
+    lines = re.findall(r"^[\d.]+ tokens/s, acceptance length ([\d.]+)(, 11 of 11 rounds without drafts)?", out, re.M)
+    assert [bool(plain) for _, plain in lines] == [False, True, False, False, False]
+    assert lines[1][0] == "1.00"
+    assert "plain decoding" in out and "with drafts again" in out
+
+
+def test_accepted_drafts_are_green_and_the_rest_is_not(target_folder, monkeypatch):
+    config = chat.ChatConfig(target=str(target_folder), dtype="float32", drafter="prompt-lookup", fallback=False)
+    lm, tokenizer = config.load()
+    session = chat.Session(config, lm, tokenizer)
+    assert session.drafts().plain == "no answer yet"
+    session.chat.settings["max_new_tokens"] = 60
+    session.answer("abab")
+    (stats,) = session.stats
+    text = session.drafts()
+    answer, count = text.plain.rsplit("\n", 1)
+    assert answer == session.chat.messages[-1]["content"].rstrip("\ufffd")
+    accepted = sum(min(record.accepted, record.returned) for record in stats.rows[0])
+    assert count.startswith(f"{accepted} of {stats.tokens + 1} tokens were drafted")
+    assert accepted > 0
+    green = sum(span.end - span.start for span in text.spans if span.style == "green")
+    assert 0 < green < len(answer)
+
+
+def test_an_interrupted_answer_stays_and_the_chat_goes_on(talk, monkeypatch, said):
+    whole = Chat.stream
+
+    def stops(self, text, **settings):
+        for number, piece in enumerate(whole(self, text, **settings)):
+            yield piece
+            if text == "stop" and number == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chat, "stream", stops)
+    out = talk("stop", "/drafts", "hello")
+    assert " (stopped)\n" in out and "no answer yet" in out
+    assert out.count("tokens/s") == 1
+    assert out.index("(stopped)") < out.index("tokens/s")
+
+
+def test_mistakes_are_told_and_end_nothing(talk):
+    out = talk("/drift", "x" * 2000, "hello", "/exit", "never read")
+    assert "unknown command '/drift'" in out and "/drafts " in out
+    assert "do not fit" in out
+    assert out.count("tokens/s") == 1
+
+
+def test_a_seed_samples_the_same(talk):
+    first, again, other = (re.sub(r"[\d.]+ tokens/s", "", talk("hi", temperature=1.0, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert torch.initial_seed() == 2
