@@ -518,7 +518,10 @@ def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target)
         ({"loss": {}}, "eagle3 needs a loss with a weight above 0"),
         ({"depth_weights": "pace"}, "unknown eagle3 depth_weights 'pace'; choose from decay, d_pace"),
         ({"decay": 0.0}, r"eagle3 decay must be above 0, not 0\.0"),
-        ({"layers": 1}, "unknown eagle3 head option 'layers'; choose from decay, depth, depth_weights, "),
+        (
+            {"layers": 1},
+            "unknown eagle3 head option 'layers'; choose from d_pace_smoothing, decay, depth, depth_weights, ",
+        ),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from headstart.inference import Target
 from headstart.scripts import __main__ as entry
 from headstart.scripts import bench, datastore, demo, features, generate, tree
 from headstart.scripts.bench import BenchConfig
-from headstart.scripts.checkpoints import export, import_head, push, verify
+from headstart.scripts.checkpoints import export, import_head, push, serve_check, verify
 from headstart.scripts.command_line import options
 from headstart.scripts.generating import chat
 from headstart.scripts.tree import TreeConfig
@@ -41,6 +41,7 @@ COMMANDS = {
     "chat": (chat.ChatConfig, chat, "chat_on_screen"),
     "bench": (BenchConfig, bench, "benchmark"),
     "verify": (verify.VerifyConfig, verify, "verify_head"),
+    "serve-check": (serve_check.ServeCheckConfig, serve_check, "serve_check"),
     "push": (push.PushConfig, push, "push_head"),
     "import": (import_head.ImportConfig, import_head, "import_foreign"),
     "export": (export.ExportConfig, export, "export_foreign"),
@@ -57,6 +58,7 @@ REQUIRED = {
     "chat": ["--target", "t"],
     "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "verify": ["--head", "h", "--target", "t"],
+    "serve-check": ["--head", "h", "--target", "t"],
     "push": ["--run", "r", "--repo", "me/head"],
     "import": ["--head", "h", "--target", "t", "--output", "o"],
     "export": ["--head", "h", "--to", "speculators", "--output", "o"],
