@@ -335,7 +335,7 @@ def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
         (
             {"num_head": 3},
             "unknown medusa head option 'num_head'; "
-            "choose from bias, d_pace_smoothing, decay, depth_weights, draft_vocab_size, lm_head, loss, num_heads, num_layers",
+            "choose from bias, d_pace_smoothing, decay, depth_weights, draft_vocab_size, lm_head, loss, ",
         ),
     ],
 )
