@@ -82,6 +82,8 @@ class SelfMadeConfig(CommandOptions):
     """Sampling temperature of answers; 0 for greedy decoding."""
     answer_tokens: int = 256
     """Longest answer, in tokens."""
+    thinking: bool | None = None
+    """Given to the chat template as enable_thinking; null leaves it to the template. Training needs the same."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `answer_tokens`; training does not learn their end."""
     prompt_temperature: float = 1.0

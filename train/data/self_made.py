@@ -155,7 +155,9 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     lm, tokenizer = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
-    ids = [prompt_ids(tokenizer, prompt["messages"]) for prompt in (prompts or ())[: config.conversations]]
+    ids = [
+        prompt_ids(tokenizer, prompt["messages"], config.thinking) for prompt in (prompts or ())[: config.conversations]
+    ]
     check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
     with StopRequest() as stop:
         watch = _Watch(output, deadline)
@@ -262,7 +264,11 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
         follow_up = row.pop("follow_up", None)
         longer = [*row["messages"], {"role": "user", "content": follow_up}]
         room = lm.target.max_positions - config.answer_tokens
-        if follow_up is not None and row["finished"] and prompt_ids(tokenizer, longer).shape[1] <= room:
+        if (
+            follow_up is not None
+            and row["finished"]
+            and prompt_ids(tokenizer, longer, config.thinking).shape[1] <= room
+        ):
             row["messages"] = longer
             again.append(row)
     if again:
@@ -281,7 +287,7 @@ def _answer(
     generator: torch.Generator,
 ) -> list[dict[str, Any]]:
     """Add an answer to each row; return the rows whose answers are usable, the others stay without one."""
-    texts = [render(tokenizer, row["messages"], add_generation_prompt=True) for row in rows]
+    texts = [render(tokenizer, row["messages"], True, config.thinking) for row in rows]
     temperature = rows[0]["temperature"]
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     sampling["do_sample"] = temperature > 0

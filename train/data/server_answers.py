@@ -116,6 +116,7 @@ class _Work:
     ) -> dict[str, Any] | None:
         """The row with the messages and their answer, or None if that is not usable."""
         config, number = self.config, row["number"]
+        template = None if config.thinking is None else {"enable_thinking": config.thinking}
         try:
             reply: Any = await client.chat.completions.create(
                 model=config.target,
@@ -123,6 +124,7 @@ class _Work:
                 temperature=row["temperature"],
                 max_tokens=config.answer_tokens,
                 seed=config.seed + number,
+                extra_body=template and {"chat_template_kwargs": template},
             )
         except BadRequestError as error:
             log.info(f"prompt {number} is left out, the server refuses it: {error.message}")

@@ -96,6 +96,18 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
+@pytest.mark.parametrize("thinking", [None, False])
+def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_path, thinking):
+    asked, render = [], selfmade.render
+    monkeypatch.setattr(selfmade, "render", lambda *given: asked.append(given[3]) or render(*given))
+    encoded = selfmade.prompt_ids
+    monkeypatch.setattr(selfmade, "prompt_ids", lambda *given: asked.append(given[2]) or encoded(*given))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}) + "\n")
+    made(config, prompts=str(prompts), thinking=thinking, answer_tokens=120)
+    assert len(asked) >= 3 and set(asked) == {thinking}
+
+
 def test_a_seed_decides_the_file(config):
     first = made(config, seed=1)
     assert made(config, **elsewhere(config), seed=1) == first

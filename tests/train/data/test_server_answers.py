@@ -140,6 +140,12 @@ def test_a_prompt_has_its_temperature_and_its_second_turn(config, server):
     assert sorted(body["temperature"] for body in server.asked) == [0.0, 0.5, 0.5]
 
 
+@pytest.mark.parametrize(("thinking", "sent"), [(None, None), (False, {"enable_thinking": False})])
+def test_thinking_is_for_the_servers_template(config, server, thinking, sent):
+    make_conversations(changed(config, thinking=thinking, conversations=2))
+    assert [body.get("chat_template_kwargs") for body in server.asked] == [sent, sent]
+
+
 def test_as_many_are_asked_at_once_as_the_batch_is_large(config, server):
     everyone = threading.Barrier(4, timeout=20)
 
