@@ -103,12 +103,16 @@ def build_optimizer(
     return optimizer, schedule
 
 
+TABLES = ("lm_head", "embed", "markov_w")
+"""Parts of the names of embeddings and LM heads, whose rows stand for tokens."""
+
+
 def matrices_of(module: nn.Module) -> list[nn.Parameter]:
-    """Select the matrices that Muon trains: no embeddings and LM heads, whose rows stand for tokens."""
+    """Select the matrices that Muon trains: all but `TABLES`."""
     return [
         parameter
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and parameter.ndim == 2 and "lm_head" not in name and "embed" not in name
+        if parameter.requires_grad and parameter.ndim == 2 and not any(table in name for table in TABLES)
     ]
 
 
