@@ -116,7 +116,7 @@ class _Work:
     ) -> dict[str, Any] | None:
         """The row with the messages and their answer, or None if that is not usable."""
         config, number = self.config, row["number"]
-        template = None if config.thinking is None else {"enable_thinking": config.thinking}
+        template = {} if config.thinking is None else {"chat_template_kwargs": {"enable_thinking": config.thinking}}
         try:
             reply: Any = await client.chat.completions.create(
                 model=config.target,
@@ -124,7 +124,7 @@ class _Work:
                 temperature=row["temperature"],
                 max_tokens=config.answer_tokens,
                 seed=config.seed + number,
-                extra_body=template and {"chat_template_kwargs": template},
+                extra_body=template or None,
             )
         except BadRequestError as error:
             log.info(f"prompt {number} is left out, the server refuses it: {error.message}")
