@@ -93,15 +93,16 @@ def heads_page() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made here, and those of benchmarks/."""
+    """Add the pages that are made here, those of benchmarks/, and the files of examples/monitoring."""
     from mkdocs.structure.files import File
 
-    pages = {f"benchmarks/{path.name}": path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.md")}
+    beside = [*ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/monitoring/*")]
+    pages = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in beside}
     for name, text in (pages | {"commands.md": commands_page(), "options.md": heads_page()}).items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to benchmarks/ hold in the repository, where it lies beside docs/, and on the site, where it lies in it."""
-    return markdown.replace("](../benchmarks/", "](benchmarks/")
+    """Links to folders beside docs/ hold in the repository, and on the site, where `on_files` puts them into it."""
+    return markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../examples/", "](examples/")
