@@ -50,20 +50,30 @@ def main() -> None:
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts; a table each")
     parser.add_argument("--output", default="runs/heads", help="folder of everything that is made")
-    parser.add_argument("--heads", nargs="+", help="names of configs/smollm2-NAME.yaml; all if not given")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        help="names of configs/smollm2-NAME.yaml, each with options of its own: "
+        "'dflash --head.num_layers=2'; all if not given",
+    )
+    parser.add_argument("--options", default="", help="options for every training: '--data.max_conversations=1000'")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, for each head")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--compile", action="store_true", help="run our engine in compiled graphs, plain or not")
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="heads that are trained already")
+    parser.add_argument("--train-only", action="store_true", help="compare later, by the same command without this")
     args = parser.parse_args()
     for path in args.prompts:
         read_prompts(path, args.limit)  # a mistake is told before the trainings
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     names = args.heads or [path.stem.removeprefix("smollm2-") for path in sorted(CONFIGS.glob("smollm2-*.yaml"))]
-    folders = {name: trained(name, args.conversations, args.minutes, output) for name in names}
+    given = ["--data.sources", f"[{args.conversations}]", *args.options.split()]
+    folders = {name: trained(name, given, args.minutes, output) for name in names}
+    if args.train_only:
+        return
     folders |= {name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)}
 
     pieces = []
@@ -84,14 +94,16 @@ def main() -> None:
     console.print(f"tables: {output / 'heads.md'}")
 
 
-def trained(name: str, conversations: str, minutes: float, output: Path) -> Path:
+def trained(name: str, given: list[str], minutes: float, output: Path) -> Path:
     """Train a head for about so many minutes, evaluations left out; a finished run is not trained again."""
-    given = ["--config", str(CONFIGS / f"smollm2-{name}.yaml"), "--data.sources", f"[{conversations}]"]
-    config = options(TrainConfig, "train", "", [*given, "--output", str(output / name)])
-    plan = output / f"{name}.steps.json"
+    config_name, *more = name.split()
+    folder = output / name.replace(" --head.", "-")
+    given = ["--config", str(CONFIGS / f"smollm2-{config_name}.yaml"), *given, *more]
+    config = options(TrainConfig, "train", "", [*given, "--output", str(folder)])
+    plan = folder.with_name(f"{folder.name}.steps.json")
     if not plan.exists():
         loop = dataclasses.replace(config.loop, max_steps=PROBE_STEPS, eval_every=0, save_every=0)
-        probe = train(dataclasses.replace(config, loop=loop, output=str(output / f"{name}.probe")))
+        probe = train(dataclasses.replace(config, loop=loop, output=str(folder.with_name(f"{folder.name}.probe"))))
         run = load_head(probe / "last")[1].training
         seconds = run["seconds"] / run["step"]
         save(plan, {"steps": max(1, round(60 * minutes / seconds)), "seconds_per_step": seconds})
