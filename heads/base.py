@@ -275,6 +275,8 @@ class DraftHead(nn.Module, ABC):
     """Decoder layers with a KV cache while decoding."""
     whole_layers: bool = True
     """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
+    estimates_acceptance: bool = False
+    """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as `confidence_BW`."""
 
     metadata: CheckpointMetadata | None = None
     """Set on a head that was loaded by `from_pretrained`."""

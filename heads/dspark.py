@@ -109,6 +109,7 @@ class DSparkHead(DFlashHead):
     def __init__(self, config: DSparkConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.markov_head = MarkovHead(config, target, self.draft_vocab_size)
+        self.estimates_acceptance = config.confidence
         if config.confidence:
             width = target.hidden_size + config.confidence_with_markov * config.markov_rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})

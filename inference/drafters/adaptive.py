@@ -20,12 +20,13 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from ...heads import DraftHead
 from ..tree import DraftTree
 from ..tuning.costs import RoundCosts
 from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
-from ..tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
+from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
-from .tree_policies import DraftModel, HeadDrafter
+from .tree_policies import HeadDrafter
 
 PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""
@@ -273,10 +274,12 @@ class AdaptiveDrafter(Drafter):
         return self.speeds[here]
 
 
-def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
+def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
     """The trees to choose from where none is named, the most promising first: one token, and dynamic trees.
 
-    The size of `hint`, a tree that was fast on another machine, replaces the nearest.
+    The size of `hint`, a tree that was fast on another machine, replaces the nearest. A head that estimates its
+    acceptance rate also offers a chain that ends, or a round without drafts, where one token more is less likely to be
+    accepted than the share of a plain step that it costs.
     """
     sizes = [*CANDIDATE_SIZES]
     if costs.seconds(LARGE_SIZE, 0) < LARGE_COST * costs.seconds(1, 0):
@@ -286,11 +289,15 @@ def candidate_trees(head: DraftModel, hint: TreePolicy | None, costs: RoundCosts
         sizes[sizes.index(nearest)] = hint.size
 
     # twice as large, a level deeper
-    trees = [
+    trees: list[TreePolicy] = [
         TreeShape.chain(1) if size == 2 else default_dynamic_tree(min(head.max_depth, size.bit_length()), size)
         for size in sizes
     ]
-    paying: list[TreePolicy] = [
+    if head.estimates_acceptance and head.max_depth > 1:
+        longest = head.max_depth
+        share = (costs.seconds(longest + 1, longest) - costs.seconds(2, 1)) / (longest - 1) / costs.seconds(1, 0)
+        trees.append(EarlyExitShape(longest, min(max(share, 0.0), 1.0)))
+    paying = [
         tree
         for tree in trees
         if chain_length([BEST_RATE], tree.depth) * costs.seconds(1, 0) > costs.seconds(tree.size, tree.depth)

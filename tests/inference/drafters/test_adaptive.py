@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 
+import block_heads
 import pytest
 import torch
 from helpers import Useless
@@ -25,6 +26,7 @@ from headstart.inference.drafters.adaptive import (
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
 from headstart.inference.tuning.costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
+from headstart.inference.tuning.tree_spec import EarlyExitShape
 
 VOCAB, STEP, NODE, ANSWER = 20, 1.0, 0.1, 128
 
@@ -350,6 +352,16 @@ def test_the_candidates_fit_the_head_and_the_machine(target):
     assert candidate_trees(head, None, dear)[0].size == 2 and candidate_trees(head, None, cheap)[0].size == 32
     short = a_head(target, num_heads=1)
     assert {tree.depth for tree in candidate_trees(short, None, cheap)} == {1}
+
+
+def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_token_costs_more_than_it_gains():
+    costs = RoundCosts({1: 1.0, 2: 1.1, 8: 1.7}, 0.05)  # each token of a chain costs 0.15 plain steps
+    sure, unsure = (
+        candidate_trees(block_heads.build({"block_size": 4, **options}, name="dspark"), None, costs)
+        for options in ({}, {"confidence": False, "loss": {"kl": 1.0}})
+    )
+    (chain,) = [tree for tree in sure if tree not in unsure]
+    assert isinstance(chain, EarlyExitShape) and chain.depth == 4 and chain.threshold == pytest.approx(0.15)
 
 
 def test_a_tree_of_another_machine_is_only_a_hint(target):
