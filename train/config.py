@@ -216,7 +216,7 @@ class FeaturesConfig:
 
     mode: Literal["online", "cached", "auto"] = "online"
     """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
-    epoch computes them, if that saves anything and takes at most `limit`."""
+    epoch computes them, if they take at most `limit` and there are more epochs or states in `folder` already."""
     folder: str | None = None
     """Folder of the cache; null for `features` in the run's folder."""
     format: Literal["bfloat16", "float32", "int8"] = "bfloat16"

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..run_folder import check_options, replacing, write_whole
 
+MANIFEST = "manifest.json"
 SHARD_BYTES = 2**28
 """Size at which a shard is written."""
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
@@ -52,7 +53,7 @@ class FeatureCache:
         self._checked: set[Key] = set()
         self._new: dict[Key, tuple[Tensor, Tensor | None]] = {}
         self._new_bytes = 0
-        path = folder / "manifest.json"
+        path = folder / MANIFEST
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")

@@ -23,7 +23,7 @@ from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
 from ..engines import alone, any_process
-from .cached import FORMATS, FeatureCache, corrupt_shards, decoded, key_of
+from .cached import FORMATS, MANIFEST, FeatureCache, corrupt_shards, decoded, key_of
 from .placement import is_sharded
 from .server_states import take_server_states
 
@@ -160,10 +160,14 @@ def feature_source(
     config: TrainConfig,
     epochs: float,
 ) -> OnlineFeatures:
-    """Build the source that `features.mode` names; `auto` caches states that are read again and fit in its limit."""
+    """Build the source that `features.mode` names.
+
+    `auto` caches states that fit in its limit and are read again, or are there already.
+    """
     options = config.features
     gib = cache_bytes(head, options.format) * sum(lengths_of(examples)) / 2**30
-    if options.mode == "online" or (options.mode == "auto" and (epochs <= 1 or gib > options.limit)):
+    begun = options.folder is not None and (Path(options.folder) / MANIFEST).exists()
+    if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
         return OnlineFeatures(target, head)
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
     cached = CachedFeatures(target, head, cache, accelerator)

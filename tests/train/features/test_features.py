@@ -216,6 +216,18 @@ def test_auto_keeps_nothing_that_is_too_large_or_read_once(short, changed, tmp_p
     assert not (tmp_path / "states").exists()
 
 
+def test_auto_reads_what_is_there_even_once(short, changed, counted, tmp_path):
+    features = FeaturesConfig(mode="cached", format="float32", folder=str(tmp_path / "states"))
+    train(dataclasses.replace(short, features=features))
+    read = []
+    for folder in ("states", "elsewhere"):
+        counted.clear()
+        once = changed(short, output=f"{short.output}-{folder}", loop={"max_steps": 3})
+        train(dataclasses.replace(once, features=FeaturesConfig("auto", str(tmp_path / folder), "float32")))
+        read.append(sum(counted))
+    assert read[0] < read[1]
+
+
 def test_a_second_run_reads_what_the_first_one_kept(short, counted, tmp_path):
     features = FeaturesConfig(mode="cached", format="float32", folder=str(tmp_path / "states"))
     first = last(train(dataclasses.replace(short, features=features)))
