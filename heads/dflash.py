@@ -128,9 +128,11 @@ class DFlashHead(OffsetVocabularyHead):
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
         self.unread_by = {"sglang": "heads of this kind have not been tried there"}
         if not config.qk_norm:
-            self.unread_by["vllm"] = "it norms queries and keys, and this head does not"
+            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), "it norms queries and keys, and this head does not")
         elif config.sample_from_anchor:
-            self.unread_by["vllm"] = "its DFlash does not draft from the root's slot"
+            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), "its DFlash does not draft from the root's slot")
+        elif config.draft_vocab_size is not None:
+            self.unread_by["llama.cpp"] = "its DFlash drafts from the whole vocabulary, and this head has its own"
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

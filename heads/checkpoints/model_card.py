@@ -103,6 +103,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm {me
     "llama.cpp": """
 
 ```bash
+{download}hf download {target} --local-dir target
+python convert_hf_to_gguf.py target --outtype bf16 --outfile target.gguf
 python convert_hf_to_gguf.py {folder} --target-model-dir target --outtype bf16 --outfile head.gguf
 llama-server -m target.gguf -md head.gguf --spec-type draft-{kind} --spec-draft-n-max {depth}
 ```""",
@@ -110,8 +112,7 @@ llama-server -m target.gguf -md head.gguf --spec-type draft-{kind} --spec-draft-
 _READS = {
     "vllm": "reads this folder as it is",
     "sglang": "reads this folder as it is",
-    "llama.cpp": "its own converter reads this folder, with the target's beside it; `target.gguf` is the target by the "
-    "same\nconverter",
+    "llama.cpp": "its own converter, `convert_hf_to_gguf.py`, reads this folder",
 }
 MODEL = "MODEL"
 """Placeholder in a server's command for a target that no server loads by the name that it has here."""
@@ -178,12 +179,15 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
             f" The head was trained against `{trained}`, a GGUF file of\nthe same model: where the weights differ, "
             "acceptance does too."
         )
+    if kind == "dspark" and server == "vllm":
+        note += " On a GPU alone (0.32), where this\nhas not been tried."
     command = _COMMANDS[server].format(
         target=shlex.quote(name),
         method=kind.upper(),
         kind=kind,
         repo=shlex.quote(repo),
-        folder=SELF,
+        folder=SELF if repo == SELF else "head",
+        download="" if repo == SELF else f"hf download {shlex.quote(repo)} --local-dir head\n",
         depth=depth,
         nodes=depth + 1,
         speculative=shlex.quote(json.dumps({"method": kind, "model": repo, "num_speculative_tokens": depth})),
