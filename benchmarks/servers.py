@@ -33,7 +33,7 @@ def main() -> None:
     for head, row in zip(args.heads, found, strict=True):
         start = f"| {head}: {row.kind} | {row.length} |"
         if row.theirs is None:
-            lines.append(f"{start} no: {row.error.splitlines()[-1].strip()} | - | -, {row.ours.rounds} | - |")
+            lines.append(f"{start} no: {row.error} | - | -, {row.ours.rounds} | - |")
             continue
         same, plain = (f"{count} of {row.answers}" for count in (row.same, row.plain))
         accepted = (" ".join(map(str, side.accepted)) for side in (row.theirs, row.ours))

@@ -86,7 +86,7 @@ class Comparison:
 
 
 class Side(NamedTuple):
-    """What one engine needed."""
+    """Rounds and accepted drafts of one engine."""
 
     rounds: int
     accepted: list[int]
@@ -174,7 +174,9 @@ def compare(
         tokens, ours = here(target, head, run["draft_length"], prompts, max_new_tokens)
         common = (run["method"], run["draft_length"], ours)
         if "error" in theirs:
-            found.append(Comparison(*common, None, answer["version"], error=theirs["error"]))
+            told = re.search(r"Value error, (.+?)(?: \[type=|$)", theirs["error"], re.MULTILINE)  # pydantic's words
+            error = told[1] if told else theirs["error"].splitlines()[0]
+            found.append(Comparison(*common, None, answer["version"], error=error))
             continue
         same, unchanged = (
             sum(one == other for one, other in zip(mine, theirs["tokens"], strict=True))
