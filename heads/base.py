@@ -253,6 +253,10 @@ class DraftTreeState(DraftState):
         return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
 
 
+SERVERS = ("vllm", "sglang", "llama.cpp")
+"""Projects whose reading of a head its model card tells."""
+
+
 class DraftHead(nn.Module, ABC):
     """A draft head: a subclass with its config dataclass, and a row in `HEADS`."""
 
@@ -295,7 +299,7 @@ class DraftHead(nn.Module, ABC):
         self.draft_vocab_size: int = size or target.vocab_size
         """Number of tokens that the head can draft."""
         self.unread_by: dict[str, str] = {}
-        """Servers (vllm, sglang) that cannot read this head, with the reason, for its model card."""
+        """Servers (vllm, sglang, llama.cpp) that cannot read this head, with the reason, for its model card."""
         self.register_buffer("token_map", None)
 
     @classmethod

@@ -109,6 +109,11 @@ class DFlashHead(OffsetVocabularyHead):
                 f"{config.name} mask_token_id {self.mask_token} is out of range: choose one of the target's "
                 f"{target.vocab_size} tokens"
             )
+        if config.block_size > target.max_positions:
+            raise ValueError(
+                f"{config.name} block_size {config.block_size} is larger than the target's {target.max_positions} "
+                "positions"
+            )
         self.feature_layers = _feature_layers(config, target)
         self.shape, self.cached_layers = LayerShape.of(target, config), config.num_layers
         windows = range(config.num_layers) if config.sliding_layers is None else config.sliding_layers
@@ -123,12 +128,20 @@ class DFlashHead(OffsetVocabularyHead):
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
         self.unread_by = {"sglang": "heads of this kind have not been tried there"}
         if not config.qk_norm:
-            self.unread_by["vllm"] = "it norms queries and keys, and this head does not"
+            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), "it norms queries and keys, and this head does not")
         elif config.sample_from_anchor:
-            self.unread_by["vllm"] = "its DFlash does not draft from the root's slot"
+            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), "its DFlash does not draft from the root's slot")
+        elif config.draft_vocab_size is not None:
+            self.unread_by["llama.cpp"] = "its DFlash drafts from the whole vocabulary, and this head has its own"
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
+        taken, unused = int(token_counts_V[self.mask_token]), (token_counts_V == 0).nonzero()[:, 0]
+        if taken and len(unused):
+            raise ValueError(
+                f"{self.config.name} mask_token_id {self.mask_token} stands {taken} times in the answers; choose a "
+                f"token that they do not hold, such as {int(unused[0])}, or better one that no text holds"
+            )
         if self.config.draft_vocab_size is not None:
             self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, self.config.name))
             self.lm_head.weight.copy_(modules.lm_head_rows(self.vocabulary_V))

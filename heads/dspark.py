@@ -113,9 +113,14 @@ class DSparkHead(DFlashHead):
         if config.confidence:
             width = target.hidden_size + config.confidence_with_markov * config.markov_rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
-        self.unread_by["vllm"] = "it serves DSpark on GPUs alone, where heads of this kind have not been tried"
+        if config.qk_norm:  # what DFlash lacks there DSpark has
+            self.unread_by.pop("llama.cpp", None)
+            self.unread_by.pop("vllm", None)
+        if config.confidence and not config.confidence_with_markov:
+            self.unread_by["llama.cpp"] = "its estimate of the acceptance rate sees the token before the draft"
         if config.markov != "vanilla":
-            self.unread_by["vllm"] = f"its DSpark is vanilla, and this head's markov is {config.markov}"
+            told = f"its DSpark is vanilla, and this head's markov is {config.markov}"
+            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), told)
 
     def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
         positions, slots_NKD = self.training_blocks(features)

@@ -114,6 +114,7 @@ class EagleHead(DraftHead):
             self.unread_by = {"vllm": "its fc has no bias, and this one has"}
         else:
             self.unread_by = {"sglang": "its fc has a bias, drawn at random where a file has none"}
+        self.unread_by["llama.cpp"] = "it has no EAGLE-1"
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import (
+    SERVERS,
     DraftState,
     DraftTreeState,
     HeadOutput,
@@ -134,9 +135,15 @@ class Eagle3Head(OffsetVocabularyHead):
         unknown = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(config, name)]
         unknown += ["num_layers above 1"] if config.num_layers > 1 else []
         if -1 in layers:
-            self.unread_by = dict.fromkeys(("vllm", "sglang"), "it reads no features after the final norm")
-        elif unknown:
-            self.unread_by = {"sglang": f"it does not know {', '.join(unknown)}"}
+            self.unread_by = dict.fromkeys(SERVERS, "it reads no features after the final norm")
+            return
+        if unknown:
+            self.unread_by["sglang"] = f"it does not know {', '.join(unknown)}"
+        unknown = [name for name in ("fc_norm", "norm_output", "qk_norm") if getattr(config, name)]
+        unknown += ["num_layers above 1"] if config.num_layers > 1 else []
+        unknown += [f"{fused} feature_layers, where it has 3"] if fused != 3 else []
+        if unknown:
+            self.unread_by["llama.cpp"] = f"it does not know {', '.join(unknown)}"
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

@@ -119,7 +119,7 @@ class HydraHead(DraftHead):
             )
         if size is not None:
             self.token_map = torch.arange(size)
-        self.unread_by = dict.fromkeys(("vllm", "sglang"), "it has no Hydra")
+        self.unread_by = dict.fromkeys(("vllm", "sglang", "llama.cpp"), "it has no Hydra")
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.token_map is not None:

@@ -99,7 +99,7 @@ class MedusaHead(DraftHead):
             self.served_names = ("lm_heads.0.weight",)
         if size is not None:
             self.token_map = torch.arange(size)
-        self.unread_by = {"sglang": "it has no Medusa"}
+        self.unread_by = dict.fromkeys(("sglang", "llama.cpp"), "it has no Medusa")
         if config.lm_head == "own" and self.draft_vocab_size < target.vocab_size:
             self.unread_by["vllm"] = "0.32 makes room for whole LM heads alone, and these have a draft vocabulary"
 

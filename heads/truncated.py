@@ -68,7 +68,7 @@ class TruncatedHead(DraftHead):
         self.norm = RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(target, target.head_dim)
         self.unread_by = dict.fromkeys(
-            ("vllm", "sglang"),
+            ("vllm", "sglang", "llama.cpp"),
             "it shares the target's embedding and LM head; `headstart export --to model` writes it as a draft model",
         )
 

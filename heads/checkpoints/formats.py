@@ -119,13 +119,16 @@ DSPARK = {
 }
 DFLASH_NATIVE = {
     "num_target_layers": Key("blocks of the target", None),
+    "aux_hidden_state_layer_ids": Key("feature layers once more, each by the block whose input it is", None),
+    "eagle_aux_hidden_state_layer_ids": Key("the same", None),
     "is_causal": Key("whether slots see only those before them; absent: where layers slide", None, only=(None, False)),
 }
 """Keys of the form that servers read."""
 DFLASH_CONFIG = {
     "mask_token_id": Key("token of the slots behind the root"),
     "target_layer_ids": Key("feature layers, each by the block whose output it is"),
-    "sample_from_anchor": Key("as at the top level", False),
+    "sample_from_anchor": Key("as at the top level", None),
+    "block_size": Key("as at the top level", None),
     "causal": Key("as is_causal at the top level", None, only=(None, False)),
     "use_swa": Key("whether all layers see a window of the context, if layer_types names none", False),
     "swa_window_size": Key("the window; sliding_window where absent", None),
@@ -293,6 +296,8 @@ FORMATS: dict[str, Format] = {
             **LLAMA,
             **DFLASH,
             **DFLASH_NATIVE,
+            "mask_token_id": Key("as in dflash_config", None),
+            "target_layer_ids": Key("as in dflash_config", None),
             "dflash_config": Key("more options"),
         },
         _DFLASH,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
@@ -45,8 +46,8 @@ class Keys(ChainMap[str, Any]):
         self.config, self.where = config, where
         check_known(table, config, where)
         for name, key in table.items():
-            if self[name] is NEEDED:
-                raise ValueError(f"{where}: config key {name!r} ({key.meaning}) is missing")
+            if self[name] is NEEDED or (self[name] is None and key.default is NEEDED):
+                raise ValueError(f"{where}: config key {name!r} ({key.meaning}) is missing or null")
             if key.only and self[name] not in key.only:
                 allowed = " or ".join(map(repr, key.only))
                 raise ValueError(f"{where}: {name} is {self[name]!r} ({key.meaning}); a head here has {allowed}")
@@ -69,11 +70,19 @@ def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> No
 def recognise(config: dict[str, Any], names: set[str]) -> str:
     """The row of `FORMATS` that a config.json and the names of its tensors belong to."""
     kind = config.get("speculators_model_type")
+    if kind == "peagle" or any(name.endswith("mask_hidden") for name in names):
+        raise ValueError(
+            "P-EAGLE, EAGLE-3 that drafts all depths at once from a mask state (the tensor 'mask_hidden'), is not "
+            "supported; heads here that draft in one pass are dflash and dspark"
+        )
     if kind is not None:
         forms = {"eagle3": "speculators"} | {name: f"speculators-{name}" for name in ("eagle", "dflash", "dspark")}
         if kind not in forms:
             raise ValueError(f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}")
         return forms[kind]
+    for form, key in {"dspark": "markov_rank", "dflash": "dflash_config"}.items():
+        if key in config:
+            return form
     tests: dict[str, Callable[[str], Any]] = {
         "hydra": lambda name: name.startswith("hydra_"),
         "fasterdecoding": lambda name: re.fullmatch(r"(medusa_head\.)?\d+\.\d+(\.linear)?\.(weight|bias)", name),
@@ -179,7 +188,20 @@ def _dflash_options(source: Source) -> dict[str, Any]:
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
         size = len(tensors["lm_head.weight"])
-    inputs, outputs = (None, nested["target_layer_ids"]) if native else (keys["aux_hidden_state_layer_ids"], None)
+
+    def agreed(name: str) -> Any:
+        """A key's value; where dflash_config has it too, they must not contradict each other."""
+        own, other = keys.config.get(name), nested.config.get(name)
+        if own is not None and other is not None and own != other:
+            raise ValueError(f"{keys.where}: {name} is {own!r} at the top level, and {other!r} in {nested.where}")
+        return next((value for value in (own, other, keys[name]) if value is not None), None)
+
+    inputs, outputs = keys.get("aux_hidden_state_layer_ids"), agreed("target_layer_ids") if native else None
+    again = keys.get("eagle_aux_hidden_state_layer_ids")
+    if again is not None and inputs not in (None, again):
+        raise ValueError(
+            f"{keys.where}: aux_hidden_state_layer_ids is {inputs}, and eagle_aux_hidden_state_layer_ids is {again}"
+        )
     if native and keys["num_target_layers"] not in (None, target.num_layers):
         raise ValueError(
             f"{keys.where}: num_target_layers is {keys['num_target_layers']}, and {target.num_layers} in the target "
@@ -192,12 +214,12 @@ def _dflash_options(source: Source) -> dict[str, Any]:
         options
         | _window_options(layer, keys, nested)
         | {
-            "block_size": keys["block_size"],
+            "block_size": agreed("block_size"),
             "draft_vocab_size": size,
-            "feature_layers": _feature_layers(inputs, outputs, target, remarks),
-            "mask_token_id": nested["mask_token_id"],
+            "feature_layers": _feature_layers(inputs or again, outputs, target, remarks, "target_layer_ids"),
+            "mask_token_id": agreed("mask_token_id"),
             "qk_norm": any(name.endswith("q_norm.weight") for name in tensors),
-            "sample_from_anchor": bool(keys["sample_from_anchor"] or nested["sample_from_anchor"]),
+            "sample_from_anchor": bool(agreed("sample_from_anchor")),
         }
     )
 
@@ -317,7 +339,10 @@ def _layer_keys(keys: Keys) -> Keys:
             f"must be {' or '.join(classes)}"
         )
     check_known(LLAMA, given, "transformer_layer_config")  # before the class adds keys of its own
-    full = classes[kind](**given).to_dict()
+    try:
+        full = classes[kind](**given).to_dict()
+    except StrictDataclassError as error:
+        raise ValueError(f"{keys.where}: transformer_layer_config: {error}") from error
     return Keys(LLAMA, {name: full[name] for name in LLAMA.keys() & full.keys()}, "transformer_layer_config")
 
 
@@ -353,13 +378,20 @@ def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str], windows: 
 
 
 def _feature_layers(
-    inputs: list[int] | None, outputs: list[int] | None, target: TargetInfo, remarks: list[str]
+    inputs: list[int] | None,
+    outputs: list[int] | None,
+    target: TargetInfo,
+    remarks: list[str],
+    where: str = "eagle_config",
 ) -> list[int]:
-    """Feature layers by the block's output, as they are counted here, from either way of counting."""
+    """Feature layers by the block's output, as they are counted here, from either way of counting.
+
+    `where` names the key that counts outputs.
+    """
     if inputs is not None and outputs is not None and [layer - 1 for layer in inputs] != outputs:
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids are {inputs} at the top level, which counts inputs of blocks, and "
-            f"{outputs} in eagle_config, which counts outputs: the first must be one more than the second"
+            f"aux_hidden_state_layer_ids are {inputs} at the top level, which counts inputs of blocks, and {outputs} "
+            f"in {where}, which counts outputs: the first must be one more than the second"
         )
     if inputs is None and outputs is None:
         middle = target.num_layers // 2

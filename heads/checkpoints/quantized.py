@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import DraftHead
+from ..base import SERVERS, DraftHead
 
 UNREAD = "its weights are int8, in torchao's form"
 
@@ -27,7 +27,7 @@ def torchao() -> Any:
 def unread_by(head: DraftHead) -> dict[str, str]:
     """The servers that do not read a head as it is, and why."""
     quantized = any(hasattr(weight.data, "qdata") for weight in head.parameters())
-    return dict.fromkeys(("vllm", "sglang"), UNREAD) if quantized else head.unread_by
+    return dict.fromkeys(SERVERS, UNREAD) if quantized else head.unread_by
 
 
 def plain_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Convert a head to another project's format: `headstart export HEAD --to speculators --output FOLDER`.
 
-vLLM and SGLang read a head as it is: for them nothing needs to be exported.
+vLLM, SGLang and llama.cpp's converter read a head as it is: for them nothing needs to be exported.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def export_foreign(config: ExportConfig) -> None:
     from headstart.scripts.checkpoints.load_target import embedding_of, target_of
 
     own = {"merged": export_merged, "int8": export_int8, "model": export_model}
+    if config.to == "gguf":
+        raise ValueError(
+            "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given --target-model-dir: nothing "
+            "is exported for it, and the head's card has the command"
+        )
     if config.to not in (*PROJECTS, *own):
         raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
     head, metadata = load_head(config.head)

@@ -121,14 +121,17 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
     """The head as it would be under other options, after a description of the change."""
     import torch
 
-    from headstart.heads import Eagle3Head, EagleHead
+    from headstart.heads import DFlashHead, Eagle3Head, EagleHead
 
-    if isinstance(head, (EagleHead, Eagle3Head)):
+    if isinstance(head, (EagleHead, Eagle3Head, DFlashHead)):
         other = None if head.config.rope_parameters else {"rope_type": "default", "rope_theta": 10000.0}
         yield f"rope_parameters: {other or 'those of the target'}", with_options(head, rope_parameters=other)
-    if not isinstance(head, Eagle3Head):
+    if not isinstance(head, (Eagle3Head, DFlashHead)):
         return
-    for flag in ("norm_before_residual", "norm_output"):
+    flags: tuple[str, ...] = ("norm_before_residual", "norm_output")
+    if isinstance(head, DFlashHead):
+        flags = ("sliding_causal",) if any(head.sliding) else ()
+    for flag in flags:
         value = not getattr(head.config, flag)
         yield f"{flag}: {str(value).lower()}", with_options(head, **{flag: value})
     layers, last = list(head.feature_layers), head.target.num_layers - 2
@@ -143,6 +146,10 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
             if int(ids_V.min()) >= 0 and int(ids_V.max()) < head.target.vocab_size:
                 other_head.get_buffer("d2t").add_(step)
                 yield f"target ids moved by {step}", other_head
+    if isinstance(head, DFlashHead):
+        for token in (head.mask_token - 1, head.mask_token + 1):
+            if 0 <= token < head.target.vocab_size:
+                yield f"mask_token_id {token}", with_options(head, mask_token_id=token)
 
 
 def with_options(head: DraftHead, **changes: Any) -> DraftHead:

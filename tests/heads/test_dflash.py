@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from block_heads import INFO, TIME, VOCAB, batch, build
+from block_heads import INFO, TIME, VOCAB, batch, build, modules
+from torch import nn
 
 from headstart.heads import DFlashHead, build_head
 from headstart.heads.losses import LOSSES, DraftPositions
+from headstart.inference import SpeculativeLM, Target
 
 OPTIONS = [
     {"block_size": 4},
@@ -79,10 +83,60 @@ def test_a_row_without_an_answer_has_no_anchor():
     assert float(head(features).loss.detach()) == 0.0
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_larger_than_what_is_left_drafts_no_further(name, tiny_target):
+    """Up to the target's last position, and where fewer tokens are asked for than a block drafts."""
+    model = tiny_target(vocab_size=VOCAB, layers=3).model
+    model.config.max_position_embeddings = 24
+    target = Target(model)
+    torch.manual_seed(0)
+    head = build_head(name, {"block_size": 6, "num_layers": 1}, target.info).to(target.dtype)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    ids = torch.tensor([[3, 1, 4, 1]])
+    for new in (1, 2, 5, 20):
+        settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False}
+        expected = target.model.generate(ids, **settings)
+        for tree in ("chain:5", "dynamic:8:5:3"):
+            lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+            assert torch.equal(lm.generate(ids, **settings).sequences, expected)
+
+
+def test_anchors_at_the_end_of_a_row_are_judged_by_what_follows():
+    """A row's last anchors have fewer drafts, and these are those of the same text with more behind it."""
+    head = build(OPTIONS[0]).eval()
+    features = batch(head)
+    found = DraftPositions.of(features, head.max_depth)
+    counts = found.valid_NK.sum(1)
+    last = found.index_N == 2 * TIME + TIME - 3  # its root is the last token but one
+    assert counts[last].tolist() == [1] and int(found.index_N.max()) == 2 * TIME + TIME - 3
+    whole = head(features)
+    shorter = replace(
+        features,
+        **{name: getattr(features, name)[:, :-2] for name in ("features_BTF", "last_BTD", "tokens_BT", "loss_mask_BT")},
+    )
+    cut = head(shorter)
+    masked = replace(features, loss_mask_BT=features.loss_mask_BT.clone())
+    masked.loss_mask_BT[:, -2:] = False
+    torch.testing.assert_close(head(masked).losses_K, cut.losses_K, rtol=1e-9, atol=1e-9)
+    assert bool((whole.counts_K > cut.counts_K).all())
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_mask_token_that_answers_hold_is_refused(name):
+    head = build_head(name, {"mask_token_id": 4}, INFO)
+    counts_V = torch.ones(VOCAB, dtype=torch.int64)
+    counts_V[[4, 9]] = torch.tensor([3, 0])
+    with pytest.raises(ValueError, match=f"{name} mask_token_id 4 stands 3 times in the answers; .* such as 9"):
+        head.initialize(modules(), counts_V)
+    head.initialize(modules(), torch.ones(VOCAB, dtype=torch.int64))  # all are taken: there is no better one
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"block_size": 1}, "block_size of at least 2"),
+        ({"block_size": INFO.max_positions + 1}, f"is larger than the target's {INFO.max_positions} positions"),
         ({"num_layers": 0}, "num_layers and max_anchors of at least 1"),
         ({"mask_token_id": VOCAB}, f"mask_token_id {VOCAB} is out of range: choose one of the target's {VOCAB} tokens"),
         ({"feature_layers": [3, 1]}, r"feature_layers \[3, 1\] are out of range, out of order or coincide"),

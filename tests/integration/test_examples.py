@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ import yaml
 from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE
+from headstart.scripts.checkpoints.serve_check import METHODS
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import read_prompts
@@ -66,7 +68,7 @@ def test_the_recipe_of_every_card_gives_a_run(card: Path, tmp_path: Path) -> Non
 def test_a_card_names_no_model_that_a_server_cannot_load() -> None:
     for card in CARDS:
         commands = re.findall(r"```bash\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
-        assert len(commands) == 2 and not any("package:" in command for command in commands)
+        assert len(commands) == 3 and not any("package:" in command for command in commands)
 
 
 def test_there_are_configs() -> None:
@@ -93,3 +95,29 @@ def test_every_config_takes_overrides_and_no_unknown_option(path: Path, capsys: 
         options(TrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
     assert caught.value.code == 2
     assert "optim.learning_rate" in capsys.readouterr().err
+
+
+SERVING = ROOT / "examples" / "serving"
+
+
+def test_the_compose_file_starts_vllm_with_a_head_as_its_card_does() -> None:
+    text = (SERVING / "compose.yaml").read_text(encoding="utf-8")
+    given = {"MODEL": "org/model", "HEAD": "me/head"}
+    filled = re.sub(r"\$\{(\w+):[-?]([^}]*)\}", lambda name: given.get(name[1], name[2]), text)
+    command = yaml.safe_load(filled)["services"]["vllm"]["command"]
+    options = dict(word.removeprefix("--").split("=", 1) for word in command)
+    assert options["model"] == "org/model"
+    assert json.loads(options["speculative-config"]) == {
+        "method": "eagle3",
+        "model": "me/head",
+        "num_speculative_tokens": 3,
+    }
+
+
+def test_the_python_example_knows_what_every_head_that_vllm_reads_is_called() -> None:
+    spec = importlib.util.spec_from_file_location("vllm_offline", SERVING / "vllm_offline.py")
+    assert spec and spec.loader
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    own = {build_head(kind, {}, helpers.INFO).server_config()["architectures"][0]: kind for kind in METHODS}
+    assert own == example.METHODS

