@@ -104,7 +104,11 @@ def prometheus(tmp_path_factory):
                 monitors[name].add(generation(records))
 
     with (folder / "log").open("w") as log:
-        arguments = ["--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{port}"]
+        arguments = [
+            "--config.file=prometheus.yml",
+            "--storage.tsdb.path=data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
         process = subprocess.Popen(["prometheus", *arguments], cwd=folder, stdout=log, stderr=log)
     thread, server = threading.Thread(target=generate), Prometheus(port)
 
