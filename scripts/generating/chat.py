@@ -66,8 +66,10 @@ def chat_on_screen(config: ChatConfig) -> None:
     import torch
 
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - arrow keys and a history for `input`
+        with contextlib.suppress(ImportError):  # arrow keys and a history for `input`
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
     monitor = None
     if config.metrics_port is not None:  # before the model is loaded: the port may be taken
         from headstart.inference.monitoring import Monitor
@@ -177,7 +179,7 @@ class Session:
         from rich.text import Text
 
         if not self.stats:
-            return Text("no answer yet")
+            return Text("no finished answer yet")
         (stats,) = self.stats
         tokens, drafted = self.chat.past.tokens[-stats.tokens - 1 :], [False]  # the prefill's token comes first
         for record in stats.rows[0]:

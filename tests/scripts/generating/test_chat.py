@@ -55,7 +55,7 @@ def test_accepted_drafts_are_green_and_the_rest_is_not(target_folder, monkeypatc
     config = chat.ChatConfig(target=str(target_folder), dtype="float32", drafter="prompt-lookup", fallback=False)
     lm, tokenizer = config.load()
     session = chat.Session(config, lm, tokenizer)
-    assert session.drafts().plain == "no answer yet"
+    assert session.drafts().plain == "no finished answer yet"
     session.chat.settings["max_new_tokens"] = 60
     session.answer("abab")
     (stats,) = session.stats
@@ -80,7 +80,7 @@ def test_an_interrupted_answer_stays_and_the_chat_goes_on(talk, monkeypatch, sai
 
     monkeypatch.setattr(Chat, "stream", stops)
     out = talk("stop", "/drafts", "hello")
-    assert " (stopped)\n" in out and "no answer yet" in out
+    assert " (stopped)\n" in out and "no finished answer yet" in out
     assert out.count("tokens/s") == 1
     assert out.index("(stopped)") < out.index("tokens/s")
 
