@@ -37,7 +37,7 @@ class BenchConfig(SpeculativeOptions):
     """Stock `model.generate`, plain decoding and speculation, interleaved on the same prompts."""
 
     required = ("target", "prompts")
-    minimum: ClassVar[dict[str, float]] = {"limit": 1, "temperature": 0}
+    minimum: ClassVar[dict[str, float]] = {"limit": 1, "temperature": 0, "price_per_hour": 0, "watts": 0}
 
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts; a table row each."""
@@ -47,6 +47,10 @@ class BenchConfig(SpeculativeOptions):
     """JSON file for all figures."""
     profile: bool = False
     """Compare a round's parts with the target's bare forward and with the time to read its bytes from memory."""
+    price_per_hour: float | None = None
+    """What an hour of this machine costs; prints the cost of a million tokens."""
+    watts: float | None = None
+    """Power that this machine draws; prints the energy of a million tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,6 +220,17 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
     }
 
 
+def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[str]:
+    """Lines that say what a million tokens cost, without drafts and with them, if price or power was given."""
+    lines = []
+    for name, unit, scale in (("price_per_hour", "", 1.0), ("watts", " kWh", 1e-3)):
+        if (given := options.get(name)) is not None:
+            plain, fast = (scale * given * 1e6 / (3600 * tokens_per_second[side]) for side in SIDES[1:])
+            asked = f"{name} = {given:g}"
+            lines.append(f"a million tokens at {asked}: {plain:.3g}{unit} plain, {fast:.3g}{unit} speculative")
+    return lines
+
+
 def print_report(report: dict[str, Any]) -> None:
     """Print the table of a report that `benchmark` returned or wrote."""
     from rich.table import Table
@@ -245,6 +260,8 @@ def print_report(report: dict[str, Any]) -> None:
     parts = ", ".join(f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items())
     log.info(f"a round in milliseconds: {parts}")
     log.info(f"{total['plain_rounds']} of {total['rounds']} rounds without drafts, to time plain steps or to be faster")
+    for line in costs(options, total["tokens_per_second"]):
+        log.info(line)
     if found := report.get("profile"):
         log.info(
             f"of {found['round']:.1f} ms, {found['milliseconds']['mask']:.1f} build the mask (counted in the target's "

@@ -94,7 +94,8 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
         line += f" ({rates['headstart'] / rates['generate']:.2f} times)"
     if stats.rounds:
         accepted = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
-        line += f", {stats.rounds} rounds, acceptance length {stats.acceptance_length:.2f}"
+        without = f" ({stats.plain_rounds} without drafts)" if stats.plain_rounds else ""
+        line += f", {stats.rounds} rounds{without}, acceptance length {stats.acceptance_length:.2f}"
         line += f", acceptance rate by depth {accepted}" if accepted else ""
     log.info(line)
     if compared and config.temperature == 0:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from fractions import Fraction
 from pathlib import Path
 
@@ -24,6 +25,8 @@ PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *so
 WHY = PAGES["why.md"]
 NOT_RUN = "<!-- not run: "
 """Before a Python block that needs what a test has not, with the reason."""
+OF_OTHERS = {"config", "help", "num_processes"}
+"""Options of the parser and of accelerate."""
 
 
 def blocks(page: str, language: str) -> list[tuple[str, str]]:
@@ -54,6 +57,28 @@ def test_a_documented_command_line_is_parsed_by_its_command(page, words, monkeyp
         site_pages.asked(words[0], words[1:])()
     except SystemExit:
         pytest.fail(f"{page}: headstart {' '.join(words)}\n{capsys.readouterr().err}")
+
+
+def test_make_targets_and_extras_that_pages_name_exist():
+    text = "\n".join((*PAGES.values(), (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    made = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+    assert {"demo", "test", "docs"} <= made <= targets
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    named = set(re.findall(r"""pip install ['"]\.\[(\w+)\]""", text))
+    assert {"otel", "server"} <= named <= extras.keys()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "serving.md"])  # options of servers are there
+def test_options_that_a_page_names_in_its_text_exist(page):
+    known = {option.name for command in site_pages.COMMANDS for option in options_of(command)}
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    named = {name for code in re.findall(r"`([^`]*)`", text) for name in re.findall(r"(?<!\S)--([a-z_.]+)", code)}
+    assert named - OF_OTHERS <= known
+
+
+def options_of(command: str) -> list[site_pages.Option]:
+    return list(site_pages.documented_options(site_pages.asked(command).args[0]))
 
 
 def test_every_page_has_a_title_and_text():

@@ -96,6 +96,8 @@ class SelfMadeConfig(CommandOptions):
     """Texts in which a smaller share of the 4-grams is distinct are dropped as degenerate; 0 keeps all."""
     seed: int = 0
     """Seed of the sampling."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +106,8 @@ class SelfMadeConfig(CommandOptions):
                 f"server {self.server!r} answers given prompts in its own way: it needs prompts and takes no head, "
                 f"not {self.prompts!r} and {self.head!r}"
             )
+        if self.server is not None and self.metrics_port is not None:
+            raise ValueError(f"metrics_port is for the model in this process; the server {self.server!r} has metrics")
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
         for name in ("min_distinct", "prompt_min_p"):

@@ -40,6 +40,8 @@ COUNTERS = {
     "part_seconds": ("Time by part of the work.", ("part",)),
 }
 """Name, without prefix and suffix, to help and additional labels."""
+FALLBACKS = ("slower", "drafter_failed", "large_batch", "out_of_memory")
+"""Reasons of `DraftTree.fallback`."""
 
 
 class Monitor:
@@ -74,11 +76,21 @@ class Monitor:
         self.first = Histogram("time_to_first_token_seconds", about, LABELS, buckets=FIRST_TOKEN_SECONDS, **options)
         self._latest: deque[RoundRecord] = deque(maxlen=WINDOW)
         self._lock = threading.Lock()
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Show counters before there is something to count: one that appears at 1 has not increased to Prometheus."""
+        for name, (_, more) in COUNTERS.items():
+            if not more:
+                self.counters[name].labels(*self.values)
+        for reason in FALLBACKS:
+            self.counters["fallback_rounds"].labels(*self.values, reason)
 
     def labelled(self, model: str = "", head: str = "", drafter: str = "") -> Self:
         """The same metrics for another decoder of the process."""
         other = copy.copy(self)
         other.values, other._latest, other._lock = (model, head, drafter), deque(maxlen=WINDOW), threading.Lock()
+        other._begin_at_zero()
         return other
 
     def add(self, stats: Stats) -> None:

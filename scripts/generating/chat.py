@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.inference import Chat, SpeculativeLM, Stats
+    from headstart.inference.monitoring import Monitor
 
 HELP = """\
 /drafts         show the last answer with its accepted drafts in green; what the target wrote itself is plain
@@ -46,6 +47,8 @@ class ChatConfig(SpeculativeOptions):
     """Sample from this many best tokens only; 0 for all."""
     top_p: float = 1.0
     """Sample from the best tokens that hold this share of the probability only."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,15 +66,26 @@ def chat_on_screen(config: ChatConfig) -> None:
     import torch
 
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - arrow keys and a history for `input`
+        with contextlib.suppress(ImportError):  # arrow keys and a history for `input`
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
+    monitor = None
+    if config.metrics_port is not None:  # before the model is loaded: the port may be taken
+        from headstart.inference.monitoring import Monitor
+
+        monitor = Monitor(model=config.target, head=config.head or "", drafter=config.drafter or "")
+        log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
     lm, tokenizer = config.load()
     torch.manual_seed(config.seed)
-    session = Session(config, lm, tokenizer)
+    session = Session(config, lm, tokenizer, monitor)
+    log.info("warming up")
+    lm.warmup()
     log.info("/help lists the commands")
     while True:
         try:
-            message = console.input("[bold]> [/]" if sys.stdin.isatty() else "").strip()
+            # Not console.input, which prints the prompt by itself: readline would erase what it does not know.
+            message = input("> " if sys.stdin.isatty() else "").strip()
             if message == "/exit":
                 return
             session.obey(message) if message.startswith("/") else session.answer(message)
@@ -90,6 +104,7 @@ class Session:
     config: ChatConfig
     lm: SpeculativeLM
     tokenizer: PreTrainedTokenizerBase
+    monitor: Monitor | None = None
     system: str | None = None
     chat: Chat = field(init=False)
     stats: list[Stats] = field(default_factory=list)
@@ -101,6 +116,9 @@ class Session:
         self.plain, self.decoder = SpeculativeLM(self.lm.target), self.lm
         for decoder in (self.lm, self.plain):
             decoder.callbacks.append(self.stats.append)
+        if self.monitor is not None:
+            self.lm.callbacks.append(self.monitor.add)
+            self.plain.callbacks.append(self.monitor.labelled(model=self.config.target).add)
         self.begin(self.config.system)
 
     def begin(self, system: str | None) -> None:
@@ -151,6 +169,9 @@ class Session:
         line = f"{(stats.tokens + 1) / seconds:.1f} tokens/s, acceptance length {stats.acceptance_length:.2f}"
         if stats.plain_rounds:
             line += f", {stats.plain_rounds} of {stats.rounds} rounds without drafts"
+        last = self.chat.past.tokens[-1]
+        if stats.tokens + 1 >= self.config.max_new_tokens and last not in self.lm.target.end_tokens:
+            line += f", cut off at max_new_tokens = {self.config.max_new_tokens}"
         console.print(f"\n[dim]{line}[/]", highlight=False)
 
     def drafts(self) -> Text:
@@ -158,7 +179,7 @@ class Session:
         from rich.text import Text
 
         if not self.stats:
-            return Text("no answer yet")
+            return Text("no finished answer yet")
         (stats,) = self.stats
         tokens, drafted = self.chat.past.tokens[-stats.tokens - 1 :], [False]  # the prefill's token comes first
         for record in stats.rows[0]:

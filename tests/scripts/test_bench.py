@@ -120,6 +120,18 @@ def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(
     assert shown.endswith(capsys.readouterr().out)
 
 
+def test_a_price_and_a_power_give_the_cost_of_a_million_tokens(config, capsys):
+    options = vars(config) | {"prompts": config.prompts[1:], "profile": False}
+    report = benchmark(BenchConfig(**options | {"price_per_hour": 0.08, "watts": 30.0}))
+    plain, fast = (report["total"]["tokens_per_second"][side] for side in ("plain", "speculative"))
+    shown = capsys.readouterr().out
+    money, energy = ([one * 1e6 / (3600 * rate) for rate in (plain, fast)] for one in (0.08, 0.03))
+    assert f"a million tokens at price_per_hour = 0.08: {money[0]:.3g} plain, {money[1]:.3g} speculative" in shown
+    assert f"at watts = 30: {energy[0]:.3g} kWh plain, {energy[1]:.3g} kWh speculative" in shown
+    benchmark(BenchConfig(**options))
+    assert "a million tokens" not in capsys.readouterr().out
+
+
 def test_sampling_is_compared_too_and_repeats_for_a_seed(config):
     runs = [
         benchmark(BenchConfig(**{**vars(config), "temperature": 1.0, "limit": 1, "seed": seed})) for seed in (3, 3, 4)

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM
+from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
@@ -84,7 +85,7 @@ class _Output:
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
             compared = {name: now[name] for name in before}  # options that are newer than the file are not compared
-            check_options(f"{self.path} was started with", before, compared, RESUME_ADVICE, ("output",))
+            check_options(f"{self.path} was started with", before, compared, RESUME_ADVICE, ("output", "metrics_port"))
         if not self.path.exists() and self.progress.size == 0:
             self.path.touch()
         if not self.path.exists() or self.path.stat().st_size < self.progress.size:
@@ -152,7 +153,13 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
+    monitor = None
+    if config.metrics_port is not None:  # before the model is loaded: the port may be taken
+        monitor = Monitor(model=config.target, head=config.head or "")
+        log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
     lm, tokenizer = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
+    if monitor is not None:
+        lm.callbacks.append(monitor.add)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
     ids = [

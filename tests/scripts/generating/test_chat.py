@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import urllib.request
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.inference import Chat, SpeculativeLM, load_tokenizer
+from headstart.inference.monitoring import Monitor
 from headstart.scripts.generating import chat
 
 
@@ -52,7 +55,7 @@ def test_accepted_drafts_are_green_and_the_rest_is_not(target_folder, monkeypatc
     config = chat.ChatConfig(target=str(target_folder), dtype="float32", drafter="prompt-lookup", fallback=False)
     lm, tokenizer = config.load()
     session = chat.Session(config, lm, tokenizer)
-    assert session.drafts().plain == "no answer yet"
+    assert session.drafts().plain == "no finished answer yet"
     session.chat.settings["max_new_tokens"] = 60
     session.answer("abab")
     (stats,) = session.stats
@@ -77,9 +80,46 @@ def test_an_interrupted_answer_stays_and_the_chat_goes_on(talk, monkeypatch, sai
 
     monkeypatch.setattr(Chat, "stream", stops)
     out = talk("stop", "/drafts", "hello")
-    assert " (stopped)\n" in out and "no answer yet" in out
+    assert " (stopped)\n" in out and "no finished answer yet" in out
     assert out.count("tokens/s") == 1
     assert out.index("(stopped)") < out.index("tokens/s")
+
+
+def test_an_answer_that_ends_at_the_limit_says_so(talk):
+    out = talk("hello")
+    assert ", cut off at max_new_tokens = 12" in out
+    out = talk("hello", max_new_tokens=900, temperature=1.0)
+    assert "tokens/s" in out and "cut off" not in out  # the model ends before
+
+
+def test_metrics_are_served_by_option_with_drafts_and_without(talk, monkeypatch):
+    ports, serve = [], Monitor.serve
+    monkeypatch.setattr(Monitor, "serve", lambda self, *args: ports.append(serve(self, *args)) or ports[-1])
+    out = talk("hello", "/plain", "more", "again", metrics_port=0)
+    assert f"metrics: http://127.0.0.1:{ports[0]}/metrics" in out
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics") as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    counts = {
+        sample.labels["drafter"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "headstart_generations_total"
+    }
+    assert counts == {"prompt-lookup": 1, "": 2}
+    with pytest.raises(ValueError, match=rf"port {ports[0]} of .*in use"):
+        talk("never read", metrics_port=ports[0])
+
+
+def test_the_prompt_is_known_to_readline(monkeypatch, target_folder, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    asked = []
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "/exit")
+    chat.chat_on_screen(chat.ChatConfig(target=str(target_folder), dtype="float32"))
+    assert asked == ["> "]
 
 
 def test_mistakes_are_told_and_end_nothing(talk):

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from headstart.inference.monitoring import Monitor
 from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import self_made as selfmade
@@ -106,6 +107,18 @@ def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_pat
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}) + "\n")
     made(config, prompts=str(prompts), thinking=thinking, answer_tokens=120)
     assert len(asked) >= 3 and set(asked) == {thinking}
+
+
+def test_batches_are_counted_in_metrics_by_option_and_another_port_resumes(config, monkeypatch):
+    monitors, serve = [], Monitor.serve
+    monkeypatch.setattr(Monitor, "serve", lambda self, port: monitors.append(self) or serve(self, port))
+    rows = rows_of(made(config, metrics_port=0))
+    labels = {"model": config.target, "head": "", "drafter": ""}
+    tokens = monitors[0].registry.get_sample_value("headstart_tokens_total", labels)
+    assert tokens >= sum(row["tokens"] - 1 for row in rows) > 0  # each prefill's token is left out
+    assert rows_of(made(config, metrics_port=None)) == rows
+    with pytest.raises(ValueError, match="metrics_port is for the model in this process"):
+        changed(config, server="http://localhost:8000/v1", prompts="p.jsonl", metrics_port=0)
 
 
 def test_a_seed_decides_the_file(config):
