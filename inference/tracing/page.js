@@ -294,7 +294,8 @@
     const below = (node) => (node === own ? [] : node === last ? [...children[node], own] : children[node]);
     const status = (node) => (node === own ? 1 : round.nodes[node].s);
     const narrow = width < 560 * scale;
-    const high = (node) => (status(node) === -1 ? 27 : narrow ? 46 : 58) * scale;
+    const dense = round.nodes.filter((node) => node.s === 0).length > 8;
+    const high = (node) => (status(node) === -1 ? 27 : narrow || (dense && status(node) === 0) ? 46 : 58) * scale;
     const level = (node) => (node === own ? depth[last] + 1 : depth[node]);
     const places = [];
     const order = [];
@@ -309,7 +310,7 @@
         below(node).forEach(walk);
       };
       walk(0);
-      return { places, order, narrow, width, height: top, columns: 0, below };
+      return { places, order, narrow, dense, width, height: top, columns: 0 };
     }
     const columns = Math.max(drafted + 1, depth[last] + 2);
     const gap = (columns > 6 ? 22 : 30) * scale;
@@ -333,7 +334,7 @@
       }
     };
     set(0, 0);
-    return { places, order, narrow, width: columns * (box + gap) - gap, height: room[0] + 24 * scale, columns, box, gap, below };
+    return { places, order, narrow, dense, width: columns * (box + gap) - gap, height: room[0] + 24 * scale, columns, box, gap };
   }
 
   function drawTree(focused) {
@@ -342,7 +343,7 @@
     const { depth, last, accepted } = facts[now];
     const own = ownNode();
     const scale = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
-    const { places, order, narrow, width, height, columns, box, gap } = arrange(now, $("tree-frame").clientWidth - 14 * scale, scale);
+    const { places, order, narrow, dense, width, height, columns, box, gap } = arrange(now, $("tree-frame").clientWidth - 14 * scale, scale);
     tree.className = narrow ? "narrow" : "wide";
     tree.style.width = `${width}px`;
     tree.style.height = `${height}px`;
@@ -387,7 +388,7 @@
           "data-n": node,
         },
         el("span", { class: "line" }, chip(tokenOf(node)), el("span", { class: "sign" }, sign), node && !isOwn ? el("b", { class: "depth" }, depth[node]) : null),
-        node && (state !== "unreached" || narrow) ? el("span", { class: "chances" }, q === null ? null : el("span", {}, `q ${probability(q)}`), p === null ? null : el("span", {}, `p ${probability(p)}`)) : null,
+        node && (narrow || (state !== "unreached" && !(dense && state === "rejected"))) ? el("span", { class: "chances" }, q === null ? null : el("span", {}, `q ${probability(q)}`), p === null ? null : el("span", {}, `p ${probability(p)}`)) : null,
         state !== "unreached" ? el("span", { class: "why" }, verdict.brief[node]) : null,
       );
       item.style.cssText = `left:${x}px;top:${y}px;width:${w}px;height:${h}px`;
@@ -481,7 +482,20 @@
     const round = rounds[now];
     const { last } = facts[now];
     const items = [];
+    let hopeless = []; // tokens in a row that could not be accepted
+    const flush = () => {
+      if (!hopeless.length) return;
+      const tokens = hopeless.slice(0, 4).flatMap((token, place) => [place ? ", " : "", chip(token)]);
+      const more = hopeless.length > 4 ? ` and ${hopeless.length - 4} more` : "";
+      items.push(el("li", { class: "no" }, el("span", { class: "sign", "aria-hidden": "true" }, "✗"), el("span", {}, ...tokens, `${more}: rejected, with an acceptance probability of 0.`)));
+      hopeless = [];
+    };
     for (const draw of round.draws) {
+      if (draw.kind === "accept" && draw.limit === 0) {
+        hopeless.push(round.nodes[draw.c].v);
+        continue;
+      }
+      flush();
       const lastOne = draw === round.draws[round.draws.length - 1];
       if (draw.c !== null && draw.c !== undefined) {
         const node = round.nodes[draw.c];
@@ -495,6 +509,7 @@
         items.push(el("li", { class: "own" }, el("span", { class: "sign", "aria-hidden": "true" }, "●"), el("span", {}, chip(round.next), " after ", chip(round.nodes[last].v), `: ${verdict.full[round.nodes.length]}`, ...instead, `${race(draw)}.`)));
       }
     }
+    flush();
     $("draws").replaceChildren(...items);
   }
 
