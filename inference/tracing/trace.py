@@ -12,6 +12,7 @@ import html
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,14 +23,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ..stats import Stats
 from .pieces import decoded, shown_token, text_pieces
-from .record import Recorder, rounded
+from .record import WHOLE_ROUNDS, Recorder, rounded
+from .report import TraceReport, trace_report
 
 VERSION = 1
 """Version of the data."""
 ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """Characters with which a text could leave the page's JSON."""
 ROUND_BYTES, LATER_BYTES = 9000, 2200
-"""Room for a round in the page's JSON: for each of the first 300 rounds, and of those after."""
+"""Room for a round in the page's JSON: for each of the first `WHOLE_ROUNDS`, and of those after."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,15 @@ class Trace:
         """The page: one file, without any network."""
         title = " ".join(self.data["prompt"].split())[-80:] or "trace"
         data = json.dumps(thinned(self.data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        page = template("page.html")
         parts = {
-            "/*TRACE_CSS*/": template("page.css"),
-            "/*TRACE_JS*/": template("page.js"),
+            "/*TRACE_CSS*/": page_file("page.css"),
+            "/*TRACE_JS*/": page_file("page.js"),
             "{{TITLE}}": html.escape(f"headstart trace: {title}"),
             "{{TRACE_JSON}}": data.translate(ESCAPED),
         }
-        for place, text in parts.items():  # the data comes last: what stands in it is not replaced
-            before, found, after = page.partition(place)
-            assert found, f"the page has no {place}"
-            page = before + text + after
-        return page
+        # In one pass: no place that a text names is filled.
+        places = "|".join(map(re.escape, parts))
+        return re.sub(places, lambda place: parts[place[0]], page_file("page.html"))
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, for notebooks."""
@@ -73,8 +72,12 @@ class Trace:
         """
         return write_whole(Path(path), self.to_html())
 
+    def report(self) -> TraceReport:
+        """What the trace says of its drafts: where they are rejected, and which depth pays."""
+        return trace_report([self.data])
 
-def template(name: str) -> str:
+
+def page_file(name: str) -> str:
     """A file of the page."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
@@ -140,7 +143,7 @@ def stats_data(stats: Stats) -> dict[str, Any]:
 def thinned(data: dict[str, Any]) -> dict[str, Any]:
     """Data that fits the page: where rounds are many or trees large, distributions keep fewer tokens at fewer nodes."""
     rounds = data["rounds"]
-    room = ROUND_BYTES * min(len(rounds), 300) + LATER_BYTES * max(len(rounds) - 300, 0)
+    room = ROUND_BYTES * min(len(rounds), WHOLE_ROUNDS) + LATER_BYTES * max(len(rounds) - WHOLE_ROUNDS, 0)
     for on_path, most in ((False, 10), (True, 10), (True, 5), (True, 3), (True, 1)):
         thin = [_thinner(each, on_path, most) for each in rounds]
         if len(json.dumps(thin, separators=(",", ":"))) <= room:
