@@ -74,7 +74,8 @@
   }
 
   // A token's text with everything invisible in it made visible.
-  const visible = (text) => (text === "" ? "∅" : Array.from(text, (each) => mark(each) ?? each).join(""));
+  const BYTES = /^⟨[0-9A-F]{2}( [0-9A-F]{2})*⟩$/; // of a token that is no whole character
+  const visible = (text) => (text === "" ? "∅" : BYTES.test(text) ? text : Array.from(text, (each) => mark(each) ?? each).join(""));
   const word = (token) => visible(vocab[token].t);
   const quoted = (token) => `“${word(token)}”`;
 
@@ -83,7 +84,7 @@
     const made = el("bdi", { class: "tok" });
     let run = "";
     for (const each of vocab[token].t || "∅") {
-      const sign = mark(each);
+      const sign = BYTES.test(vocab[token].t) ? null : mark(each);
       if (sign === null) {
         run += each;
         continue;
@@ -180,7 +181,7 @@
           ? `plausible: the target’s probability ${number} is above the threshold ${limit}`
           : `rejected: the target’s probability ${number} is not above the threshold ${limit}`;
         if (tried.ok && s === 0) {
-          brief[node] += ", other path won";
+          brief[node] = "other path won";
           full[node] += ", but a longer or likelier path won";
         }
       } else if (s === 1) {
@@ -234,7 +235,8 @@
       const span = el("span", { class: `t off ${colour(token.d)}${/^[!-/:-@[-`{-~]$/.test(token.p) ? " thin" : ""}`, "data-i": index });
       if (token.d > 0) span.dataset.d = token.d;
       if (token.p === "") span.dataset.mark = visible(vocab[token.v].t);
-      else if (/^[^\S\n]+$/.test(token.p)) span.dataset.mark = visible(token.p);
+      else if (!token.p.includes("\n") && Array.from(token.p).every(mark)) span.dataset.mark = visible(token.p);
+      if (/[\u202a-\u202e\u2066-\u2069]/.test(token.p)) span.classList.add("isolated");
       token.p.split("\n").forEach((line, place) => {
         if (place) span.append(el("span", { class: "nl" }, el("i", { "data-d": token.d > 0 && token.d }), "\n"));
         if (line) span.append(line);
@@ -314,7 +316,7 @@
     }
     const columns = Math.max(drafted + 1, depth[last] + 2);
     const gap = (columns > 6 ? 22 : 30) * scale;
-    const box = Math.max(90 * scale, Math.min(158 * scale, (width - gap * (columns - 1)) / columns));
+    const box = Math.max((columns > 7 ? 104 : 90) * scale, Math.min(158 * scale, (width - gap * (columns - 1)) / columns));
     const room = [];
     const measure = (node) => {
       const inside = below(node).reduce((sum, child) => sum + measure(child), 0);
@@ -344,7 +346,7 @@
     const own = ownNode();
     const scale = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const { places, order, narrow, dense, width, height, columns, box, gap } = arrange(now, $("tree-frame").clientWidth - 14 * scale, scale);
-    tree.className = narrow ? "narrow" : "wide";
+    tree.className = narrow ? "narrow" : columns > 6 ? "wide many" : "wide";
     tree.style.width = `${width}px`;
     tree.style.height = `${height}px`;
     tree.setAttribute("aria-label", `Draft tree of round ${now + 1}`);
@@ -437,7 +439,8 @@
     const draft = round.draft[place];
     const best = round.best[place];
     const depth = facts[now].depth[place] + 1;
-    $("best-title").replaceChildren("What could follow ", chip(round.nodes[place].v), ": the ten best");
+    const most = Math.max(draft?.length ?? 0, best?.length ?? 0) || 10;
+    $("best-title").replaceChildren("What could follow ", chip(round.nodes[place].v), `: the ${most === 10 ? "ten" : most} best`);
     const known = node ? [chip(tokenOf(node)), node === own ? ", the target’s own: " : `, drafted at depth ${depth}: `, `${verdict.full[node]}.`] : [`Before any draft: ${verdict.full[0]}.`];
     $("best-note").replaceChildren(...known);
     const rows = new Map();
@@ -473,6 +476,7 @@
     );
     const table = $("best");
     table.hidden = made.length === 0;
+    table.classList.toggle("no-draft", !draft);
     table.tBodies[0].replaceChildren(...made);
     if (!best) $("best-note").append(" The target’s distribution here is not kept in this trace.");
     else if (!draft && facts[now].children[place].length) $("best-note").append(" This draft is looked up and has no probabilities.");
@@ -922,9 +926,9 @@
     const promise = $("promise");
     if (data.lossy) {
       promise.classList.add("lossy");
-      promise.append(el("b", {}, "Lossy. "), "Typical acceptance keeps every draft that the target finds plausible, whatever its probability was. This text does not have the target’s distribution: the model alone would write another one.");
+      promise.append(el("b", {}, "Lossy. "), "Typical acceptance keeps what the target finds plausible, more often than the target would write it. This text does not have the target’s distribution: the target alone writes other texts.");
     } else if (data.rule === "greedy") {
-      promise.append(el("b", {}, "Greedy, nothing changes. "), "A draft stands only where it equals the target’s best token: this is the text that the target writes alone.");
+      promise.append(el("b", {}, "Greedy, nothing changes. "), "A draft stands only where it equals the target’s best token: this is the text that the target writes alone, but for ties that rounding decides.");
     } else {
       promise.append(el("b", {}, "Exact. "), "Whatever was drafted, the text has the target’s own distribution.");
     }
