@@ -13,8 +13,8 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,16 @@ def page_file(name: str) -> str:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write a text beside its place and move it there: a failure leaves nothing, and an older file as it was."""
-    partial = None
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", errors="surrogatepass", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            partial = Path(file.name)
+        with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise OSError(error.errno, f"cannot write the {len(text) / 1e6:.1f} MB of {path}: {error.strerror}") from error
     return path
 

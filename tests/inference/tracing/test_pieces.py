@@ -8,7 +8,14 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.inference.tracing.pieces import decoded, shown_token, text_pieces
 
-TEXTS = ["plain words", "Zürich – 日本語", "👩‍👩‍👧‍👦 family 🇨🇭", "שלום עולם مرحبا", "</script><script>alert(1)</script>", ""]
+TEXTS = [
+    "plain words",
+    "Zürich – 日本語",
+    "👩‍👩‍👧‍👦 family 🇨🇭",
+    "שלום עולם مرحبا",
+    "</script><script>alert(1)</script>",
+    "",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
