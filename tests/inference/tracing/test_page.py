@@ -173,7 +173,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     contexts = []
 
     def call(data: Data, **options: Any) -> Page:
-        path = Trace(data).save(tmp_path / f"trace{len(contexts)}.html") or tmp_path / f"trace{len(contexts)}.html"
+        path = Trace(data).save(tmp_path / f"trace{len(contexts)}.html")
         contexts.append(browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options}))
         contexts[-1].set_offline(True)
         page = contexts[-1].new_page()
@@ -181,7 +181,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: reported.append(message.text))
         page.on("pageerror", lambda error: reported.append(str(error)))
-        page.goto(Path(path).as_uri())
+        page.goto(path.as_uri())
         return page
 
     yield call
