@@ -78,7 +78,7 @@ def sampled_draws(
     draws = []
     for place, node in enumerate(tree.path):
         child, token = tree.after(place)
-        draw = {
+        draw: Draw = {
             "n": node,
             "c": child,
             "kind": "sample",
