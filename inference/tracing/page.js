@@ -232,7 +232,7 @@
         paragraph = el("div", { class: "par off", dir: "auto" });
         $("answer").append(paragraph);
       }
-      const span = el("span", { class: `t off ${colour(token.d)}${/^[!-/:-@[-`{-~]$/.test(token.p) ? " thin" : ""}`, "data-i": index });
+      const span = el("span", { class: `t off ${colour(token.d)}${token.d > 9 ? " deep" : ""}${/^[!-/:-@[-`{-~]$/.test(token.p) ? " thin" : ""}`, "data-i": index });
       if (token.d > 0) span.dataset.d = token.d;
       if (token.p === "") span.dataset.mark = visible(vocab[token.v].t);
       else if (!token.p.includes("\n") && Array.from(token.p).every(mark)) span.dataset.mark = visible(token.p);
