@@ -46,7 +46,7 @@ def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
 def shown_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token by itself: its text, or ⟨E2 96⟩, its bytes, where these are no whole characters."""
-    (symbol,) = tokenizer.convert_ids_to_tokens([token])
+    symbol = next(iter(tokenizer.convert_ids_to_tokens([token])))
     if symbol is None:  # the model's vocabulary is often larger than the tokenizer's
         return f"⟨{token}⟩"
     if re.fullmatch("<0x[0-9A-F]{2}>", symbol):

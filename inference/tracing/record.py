@@ -224,7 +224,7 @@ class Recorder:
         self.drafted += places(number, done)
 
     def _columns(self, step: StepResult) -> dict[str, Tensor]:
-        """What is recorded of a step, on its device."""
+        """Tensors to record of a step, on its device."""
         tree, rule, sampler = step.tree, self._verification.rule, self._verification.sampler
         scores_NV = self._verification.scores_BNV[0]
         probs_NV, above_N, tokens_N = scores_NV.softmax(-1), tree.parents_BN[0].clamp(min=0), tree.tokens_BN[0]

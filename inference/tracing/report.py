@@ -1,4 +1,4 @@
-"""What traces say of a draft: where it is rejected, how well it knows its own chances, and which depth pays.
+"""The report on traces: where drafts are rejected, how well a draft knows its own chances, and which depth pays.
 
 A position is a place of the text that was drafted and tried: a hit if a draft stands there, a miss if the target's own
 token does. Acceptance by depth is that of `Stats`.
@@ -221,7 +221,7 @@ def counts(places: Iterable[Position], key: Any) -> list[Count]:
 
 
 def depths(traces: Sequence[dict[str, Any]], stats: Stats) -> list[Depth]:
-    """What each depth gives, and what it costs."""
+    """Gain and price of each depth."""
     records = [record for row in stats.rows for record in row]
     nodes = Counter(depth for trace in traces for each in trace["rounds"] for depth in node_depths(each))
     spent: Counter[int] = Counter()

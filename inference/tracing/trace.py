@@ -73,7 +73,7 @@ class Trace:
         return write_whole(Path(path), self.to_html())
 
     def report(self) -> TraceReport:
-        """What the trace says of its drafts: where they are rejected, and which depth pays."""
+        """Summary of the drafts: where they are rejected, how well they are calibrated, and which depth pays."""
         return trace_report([self.data])
 
 
