@@ -12,7 +12,8 @@ for name in ("heads", "inference", "train", "scripts"):
     package = importlib.import_module(f"headstart.{name}")
     installed = Path(package.__file__).resolve().parent
     assert not installed.is_relative_to(repository), f"{package.__name__} is {installed}, not the wheel's"
-    sources = (path for pattern in ("*.py", "*.cpp") for path in (repository / name).rglob(pattern))
+    patterns = ("*.py", "*.cpp", "*.html", "*.css", "*.js")
+    sources = (path for pattern in patterns for path in (repository / name).rglob(pattern))
     wanted = {path.relative_to(repository / name) for path in sources}
     missing = sorted(str(path) for path in wanted if not (installed / path).is_file())
     assert not missing, f"the wheel's headstart.{name} lacks {', '.join(missing)}"

@@ -7,6 +7,7 @@ from .sequences import Conversation
 from .speculative_lm import Chat, GenerateOutput, SpeculativeLM
 from .stats import Stats
 from .target import Target
+from .tracing import Trace
 from .tree import DraftTree
 from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
 from .verify import RULES
@@ -34,6 +35,7 @@ __all__ = [
     "Stats",
     "StepResult",
     "Target",
+    "Trace",
     "TreePolicy",
     "TreeShape",
     "custom_generate",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -67,6 +67,8 @@ class Decoding:
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
+    after_round: Callable[[StepResult, Stats], None] | None = None
+    """Called after each round, outside of the time that is measured for it."""
 
 
 @torch.inference_mode()
@@ -97,6 +99,8 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
             continue
         stats.round_seconds.append(time.perf_counter() - began)
         stats.max_depth = max(stats.max_depth, step.tree.max_depth)
+        if decoding.after_round is not None:
+            decoding.after_round(step, stats)
         roots_B = step.next_tokens_B
         if sequences.leaving:
             with timed(stats, "prefill"):

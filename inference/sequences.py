@@ -129,7 +129,7 @@ class Sequences:
         )
 
 
-def shared_length(texts: Sequence[Sequence[int]]) -> int:
+def shared_length(texts: Sequence[Sequence[int] | str]) -> int:
     """Length of the longest common prefix."""
     columns = enumerate(zip(*texts, strict=False))
     return next((length for length, tokens in columns if len(set(tokens)) > 1), min(map(len, texts)))

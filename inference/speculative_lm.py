@@ -43,10 +43,12 @@ from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from .models.loading import check_model_options, refuse_loading_options
+from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .target import Target
+from .tracing.record import Recorder
+from .tracing.trace import Trace, trace_of
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
 from .tuning.tree_spec import TreeSpec
@@ -74,6 +76,8 @@ class GenerateOutput(ModelOutput):
     """Acceptance and timings."""
     past_key_values: Conversation | None = None
     """The conversation that was given, updated for the next call."""
+    trace: Trace | None = None
+    """With `trace`: the recorded rounds, as a page."""
 
 
 class SpeculativeLM:
@@ -238,6 +242,7 @@ class SpeculativeLM:
         tree: TreeSpec | None = None,
         verifier: str | None = None,
         past_key_values: Conversation | None = None,
+        trace: bool = False,
         **settings: Any,
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
@@ -249,7 +254,7 @@ class SpeculativeLM:
                 token is sampled by a random number of its row and position: a seed gives the same text whatever was
                 drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
-            tokenizer: needed for `stop_strings`.
+            tokenizer: needed for `stop_strings`; for `trace` it is loaded if the target has a name.
             max_batch_size: rows decoded at the same time; a finished row frees its slot for the next one (continuous
                 batching). None for all at once.
             tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
@@ -257,6 +262,8 @@ class SpeculativeLM:
                 kind.
             past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
                 in place. One row only, and the same `tree` in every call.
+            trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
+                row only.
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
                 stopping_criteria ... as for `model.generate`. Your own processors and criteria are called with one
                 row's unpadded tokens at a time.
@@ -268,6 +275,13 @@ class SpeculativeLM:
         max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
         lm = self if tree is None and verifier is None else self._variant(tree, verifier)
         lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
+        recorder = Recorder() if trace else None
+        if recorder is not None:
+            if len(input_ids) > 1:
+                raise ValueError(f"trace records one row, not a batch of {len(input_ids)}")
+            if settings.get("max_new_tokens") == 0:
+                raise ValueError("trace records rounds, and there are none with max_new_tokens=0")
+            tokenizer = tokenizer or load_tokenizer(self.target.name)
         if settings.get("max_new_tokens") == 0:
             if streamer is not None:
                 streamer.end()
@@ -283,12 +297,17 @@ class SpeculativeLM:
                 attention_mask=attention_mask,
                 generation_config=generation_config,
                 streamer=streamer,
-                custom_generate=lm.decoding_method(RandomSampler(generator), streamer, max_batch_size, past_key_values),
+                custom_generate=lm.decoding_method(
+                    RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder=recorder
+                ),
                 **with_stop_strings(settings, generation_config, tokenizer),
             )
             for model in models:
                 model.encoded = None
         assert isinstance(output, GenerateOutput)
+        if recorder is not None and tokenizer is not None:
+            prompt_T = input_ids[0] if attention_mask is None else input_ids[0, attention_mask[0].bool()]
+            output.trace = trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
         return output
 
     def _check_arguments(
@@ -384,11 +403,12 @@ class SpeculativeLM:
         max_batch_size: int | None = None,
         past: Conversation | None = None,
         always_output: bool = True,
+        recorder: Recorder | None = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
         """A function that `model.generate` of this target's model takes as `custom_generate`.
 
         It returns a `GenerateOutput`; without `always_output` only if `return_dict_in_generate` asks for it, and else
-        the sequences, as transformers' own decoding methods do.
+        the sequences, as transformers' own decoding methods do. A `recorder` records the rounds of a single row.
         """
 
         def decode(
@@ -438,7 +458,8 @@ class SpeculativeLM:
                     past.forget()
                     past.owner = (self, target.version)
                 try:
-                    stats = speculate(decoding, self.drafter, sequences, past)
+                    decoded = speculate if recorder is None else recorder.speculate
+                    stats = decoded(decoding, self.drafter, sequences, past)
                 except BaseException:
                     if past is not None:  # its state may be half updated
                         past.forget()

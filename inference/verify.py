@@ -145,7 +145,7 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
     weight_B = [torch.ones_like(p[0][:, 0])] * len(p)
     last_B = torch.zeros_like(tree.sizes_B)
     open_B = torch.ones_like(last_B, dtype=torch.bool)
-    for parent, node, leaving in _walk(children):
+    for parent, node, leaving in depth_first(children):
         tokens_B1 = tree.tokens_BN[:, node, None]
         p_B, q_B = p[parent].gather(1, tokens_B1)[:, 0], q[parent].gather(1, tokens_B1)[:, 0]
         if not leaving:
@@ -176,8 +176,7 @@ def typical(
     target's best token follows (Medusa, section 2.3.1). `sampler` is not used.
     """
     log_p_BNV = scores_BNV.log_softmax(-1)
-    entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
-    threshold_BN = (delta * (-entropy_BN).exp()).clamp(max=epsilon)
+    threshold_BN = typical_threshold(log_p_BNV, epsilon, delta)
     parents_BN = tree.structure.above_BN
     log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
@@ -189,6 +188,12 @@ def typical(
     last_B = torch.where(longest_BN, paths_BN, -torch.inf).argmax(-1)
     next_tokens_B = scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0]
     return VerifyResult(*tree.path_to(last_B), next_tokens_B)
+
+
+def typical_threshold(log_p_BNV: Tensor, epsilon: float = EPSILON, delta: float = DELTA) -> Tensor:
+    """The probability that a child of each node must exceed to be accepted by `typical`, [B, N]."""
+    entropy_BN = -(log_p_BNV.exp() * log_p_BNV.nan_to_num(neginf=0.0)).sum(-1)
+    return (delta * (-entropy_BN).exp()).clamp(max=epsilon)
 
 
 @dataclass(frozen=True)
@@ -288,11 +293,11 @@ def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
     return children, tree.draft_probs_BNV
 
 
-def _walk(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bool]]:
+def depth_first(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bool]]:
     """Depth-first tour: (parent, node, False) on the way down, (parent, node, True) on leaving."""
     tour: list[tuple[int, int, bool]] = []
     for node in children[parent]:
-        tour += [(parent, node, False), *_walk(children, node), (parent, node, True)]
+        tour += [(parent, node, False), *depth_first(children, node), (parent, node, True)]
     return tour
 
 

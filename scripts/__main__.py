@@ -17,6 +17,7 @@ COMMANDS = {
     "datastore": ("datastore", "index a corpus, from which drafts are retrieved"),
     "generate": ("generate", "answer a prompt with a head, streaming"),
     "chat": ("generating.chat", "talk to a model in the terminal, with drafts or without"),
+    "trace": ("generating.trace", "record a generation as a page that plays it, or a report of what is rejected"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
     "verify": ("checkpoints.verify", "check a head against its target"),
     "serve-check": ("checkpoints.serve_check", "compare a head in vLLM with the same head here"),

@@ -143,7 +143,8 @@ def test_packages_are_those_of_pyproject() -> None:
     for package, folder in config["package-dir"].items():
         assert package == ("headstart" if folder == "package" else f"headstart.{folder}")
     assert {path.parent for path in FILES} == {path.parent for path in FILES if path.name == "__init__.py"}
-    for path in (path for package in ORDER for path in (ROOT / package).rglob("*") if path.suffix in (".cpp", ".h")):
+    data = (".cpp", ".h", ".html", ".css", ".js")
+    for path in (path for package in ORDER for path in (ROOT / package).rglob("*") if path.suffix in data):
         assert path.name in config["package-data"][f"headstart.{module_of(path.parent)}"], f"the wheel lacks {path}"
     assert not (ROOT / "headstart").exists(), "headstart is a namespace: a folder of that name would shadow it"
 

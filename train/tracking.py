@@ -239,7 +239,7 @@ def _show_in_tensorboard(writer: Any, rates: dict[str, list[float | None]], samp
     writer.flush()
 
 
-def plotted(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[int, float | None]]]) -> Figure:
+def plotted(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]) -> Figure:
     """Plot curves of points (x, y), without the points whose y was not measured, with a legend if they are several."""
     from matplotlib.figure import Figure  # takes a second to import, and is needed last
 

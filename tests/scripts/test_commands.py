@@ -24,7 +24,7 @@ from headstart.scripts import bench, datastore, demo, features, generate, tree
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.checkpoints import export, import_head, push, serve_check, verify
 from headstart.scripts.command_line import options
-from headstart.scripts.generating import chat
+from headstart.scripts.generating import chat, trace
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
 from headstart.train.config import AdapterConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
@@ -40,6 +40,7 @@ COMMANDS = {
     "datastore": (datastore.DatastoreConfig, datastore, "build_datastore"),
     "generate": (generate.GenerateConfig, generate, "stream_answer"),
     "chat": (chat.ChatConfig, chat, "chat_on_screen"),
+    "trace": (trace.TraceConfig, trace, "trace_prompts"),
     "bench": (BenchConfig, bench, "benchmark"),
     "verify": (verify.VerifyConfig, verify, "verify_head"),
     "serve-check": (serve_check.ServeCheckConfig, serve_check, "serve_check"),
@@ -57,6 +58,7 @@ REQUIRED = {
     "datastore": ["--target", "t", "--sources", "[d.jsonl]", "--output", "o"],
     "generate": ["--target", "t", "--prompt", "p"],
     "chat": ["--target", "t"],
+    "trace": ["--target", "t", "--head", "h", "--prompt", "p"],
     "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
     "verify": ["--head", "h", "--target", "t"],
     "serve-check": ["--head", "h", "--target", "t"],

@@ -1,0 +1,411 @@
+"""Recording of one row's rounds, as they are decoded.
+
+Nothing is computed a second time: the target's probabilities are those that the acceptance rule saw, its random numbers
+pass through a `RecordingSampler`, and the draft's logits through a copy of the draft model that shares its weights.
+What is recorded of a round is copied to the host once, after the round and outside of its time.
+
+Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of the frontier.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...heads import DraftHead
+from ...heads.layers.decoder_layer import at_least_fp32
+from ..drafters.adaptive import AdaptiveDrafter
+from ..drafters.base import Drafter, StepResult
+from ..drafters.tree_policies import HeadDrafter
+from ..kv_cache import TreeCache
+from ..logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
+from ..loop import Decoding, Verification, speculate
+from ..sequences import Conversation, Sequences
+from ..stats import PARTS, RoundRecord, Stats
+from ..target import TargetOutput
+from ..tree import DraftTree
+from ..tuning.tree_spec import TreeKind
+from ..verify import (
+    greedy,
+    point_mass,
+    traversal,
+    typical,
+    typical_threshold,
+    with_replacement,
+    without_replacement,
+)
+from .draws import Draw, HostTree, best_draws, node_status, sampled_draws, toured_draws, typical_draws, walked_draws
+
+BEST = 10
+"""Tokens that are kept of a distribution."""
+WHOLE_ROUNDS = 300
+"""Rounds of which the distributions at all nodes are kept; of later ones, only those on the accepted path."""
+
+
+class RecordingSampler(RandomSampler):
+    """A sampler that keeps the random numbers of another, and the probabilities that they decided on."""
+
+    def __init__(self, inner: Sampler) -> None:
+        super().__init__(inner.generator)
+        self.inner = inner
+        self.trials: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Of each call of `accept`: the uniform numbers, the probabilities, and whether they were accepted."""
+        self.probs: Tensor | None = None
+        """What `categorical` drew from."""
+        self.drawn: Tensor | None = None
+        """What it drew."""
+        self.numbers: Tensor | None = None
+        """The newest random numbers: uniform, or the exponential ones of a race."""
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        self.numbers = self.inner.uniform(shape, device)
+        return self.numbers
+
+    def accept(self, probs: Tensor) -> Tensor:
+        accepted = super().accept(probs)
+        assert self.numbers is not None
+        self.trials.append((self.numbers, probs, accepted))
+        return accepted
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        if isinstance(self.inner, PositionSampler):
+            drawn, self.numbers = self.inner.categorical(probs), self.inner.exponential_BNV
+        else:
+            drawn = super().categorical(probs)
+        self.probs, self.drawn = probs, drawn
+        return drawn
+
+
+class RecordedVerification(Verification):
+    """A verification step that keeps the target's scores and what was drawn; it is never compiled."""
+
+    sampler: RecordingSampler | None = None
+    """What the rule drew in the last round; None for one that draws nothing."""
+    scores_BNV: Tensor
+
+    def verify_and_commit(
+        self,
+        tree: DraftTree,
+        output: TargetOutput,
+        scores_BNV: Tensor,
+        sampler: Sampler,
+        cache: TreeCache,
+        stats: Stats,
+    ) -> StepResult:
+        self.scores_BNV, self.sampler = scores_BNV, None
+        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+
+    def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
+        """The numbers of a round that is not recorded."""
+        inner = super()._random_numbers(tree, scores_BNV, sampler)
+        if isinstance(inner, Tensor):
+            by_position = inner.ndim == 3
+            inner = PositionSampler(exponential_BNV=inner) if by_position else PrecomputedSampler(uniform_BU=inner)
+        self.sampler = RecordingSampler(inner)
+        return self.sampler
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """One call of a draft model: the logits after each node of a frontier."""
+
+    tokens_W: Tensor
+    parents_W: Tensor
+    """Indices into the frontier of the call before; -1 for the root."""
+    logits_WD: Tensor
+    """W is 1 where they are the same for the whole frontier."""
+
+
+class Recorder:
+    """The rounds of one generation, as they are recorded."""
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, Any]] = []
+        """Rounds as in `Trace.data`."""
+        self.drafted: list[tuple[int, int]] = [(-1, 0)]
+        """Of each new token: its round, -1 for the prefill, and the depth of its draft, 0 for the target's own."""
+        self.vocab: dict[int, int] = {}
+        """Index in `Trace.data` of each token that occurs."""
+        self.tokens: list[int] = []
+        """New tokens, once they are known."""
+        self.about: dict[str, Any] = {}
+        """Fields of `Trace.data` that say how the text was decoded."""
+        self._seconds: dict[str, float] = {}
+        self._drafter: HeadDrafter | None = None
+        self._expansions: list[Expansion] = []
+        self._own_D = self._index_V = torch.empty(0)
+        """The draft vocabulary as the target's tokens, and the index of each of the target's tokens in it or -1."""
+        self._verification: RecordedVerification
+
+    def speculate(
+        self, decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None
+    ) -> Stats:
+        """Decode as `loop.speculate` does, and record."""
+        assert len(sequences.rows) == 1
+        self._verification = RecordedVerification(decoding.verification.rule)
+        recorded = replace(decoding, verification=self._verification, after_round=self.record)
+        self.about = decoding_data(decoding, drafter)
+        with self._recorded_models(drafter):
+            stats = speculate(recorded, drafter, sequences, past)
+        self.tokens = sequences.rows[0]
+        return stats
+
+    @contextmanager
+    def _recorded_models(self, drafter: Drafter) -> Iterator[None]:
+        """Let copies of the draft models draft, whose expansions are kept.
+
+        Graphs of whole drafts are not used meanwhile: nothing inside of them can be kept.
+        """
+        drafters = head_drafters(drafter)
+        before = [(each.head, each._graphs) for each in drafters]
+        try:
+            for each in drafters:
+                model = copy.copy(each.head)
+                model.expand = partial(self._expand, each.head.expand)  # type: ignore[method-assign]
+                each.head, each._graphs = model, {}
+            self._drafter = drafters[0] if drafters else None
+            yield
+        finally:
+            for each, (model, graphs) in zip(drafters, before, strict=True):
+                each.head, each._graphs = model, graphs
+
+    def _expand(self, expand: Any, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> Any:
+        logits_BWD, state = expand(state, tokens_BW, parents_BW)
+        self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
+        return logits_BWD, state
+
+    def record(self, step: StepResult, stats: Stats) -> None:
+        """Record a round that has ended."""
+        done, number = stats.rows[0][-1], len(self.rounds)
+        parts = {part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0)) for part in PARTS}
+        self._seconds = dict(stats.seconds)
+        found = on_host(self._columns(step))
+        levels, self._expansions = len(self._expansions), []
+        path = [int(node) for node in found["path"][: int(found["length"])]]
+        tokens, parents = ([int(value) for value in found[name]] for name in ("tokens", "parents"))
+        tree = HostTree(tokens, parents, int(found["size"]), path, int(found["next"]), step.tree.max_depth)
+        q, likely = drafts_of(tree, found, levels)
+        draws = draws_of(self._verification.rule, tree, found, q)
+        follows = draws[0]["kind"] in ("best", "sample") and is_rule(self._verification.rule, greedy, point_mass)
+        status = node_status(tree, draws, follows)
+        redrawn = any(draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in draws)
+        kept = range(tree.size) if number < WHOLE_ROUNDS else path
+        self.rounds.append(
+            {
+                "ms": rounded(1000 * stats.round_seconds[-1]),
+                "parts": {part: rounded(value) for part, value in parts.items()},
+                "fallback": done.fallback,
+                "nodes": [
+                    {
+                        "v": self.index(tokens[node]),
+                        "u": parents[node],
+                        "q": rounded(q[node]),
+                        "p": rounded(found["p"][node]) if node else None,
+                        "s": status[node],
+                    }
+                    for node in range(tree.size)
+                ],
+                "draft": {str(node): self._pairs(*likely[node]) for node in kept if node in likely},
+                "best": {str(node): self._pairs(found["best"][node], found["best p"][node]) for node in kept},
+                "draws": [self._shown(draw) for draw in draws],
+                "residual": self._pairs(found["residual"], found["residual p"]) if redrawn else None,
+                "next": self.index(tree.next_token),
+                "emitted": done.returned,
+            }
+        )
+        self.drafted += places(number, done)
+
+    def _columns(self, step: StepResult) -> dict[str, Tensor]:
+        """Tensors to record of a step, on its device."""
+        tree, rule, sampler = step.tree, self._verification.rule, self._verification.sampler
+        scores_NV = self._verification.scores_BNV[0]
+        probs_NV, above_N, tokens_N = scores_NV.softmax(-1), tree.parents_BN[0].clamp(min=0), tree.tokens_BN[0]
+        columns = {
+            "tokens": tokens_N,
+            "parents": tree.parents_BN[0],
+            "size": tree.sizes_B[0],
+            "path": step.path_BA[0],
+            "length": step.lengths_B[0],
+            "next": step.next_tokens_B[0],
+            "p": probs_NV[above_N, tokens_N],
+            **best_of("best", probs_NV),
+        }
+        if tree.draft_probs_BNV is not None:
+            columns |= {"q": tree.draft_probs_BNV[0, above_N, tokens_N], **best_of("draft", tree.draft_probs_BNV[0])}
+        elif tree.max_depth > 0 and self._drafter is not None:
+            for level, each in enumerate(self._expansions):
+                columns |= self._expansion_columns(level, each, tokens_N)
+        if is_rule(rule, typical):
+            columns["threshold"] = typical_threshold(scores_NV.log_softmax(-1), **rule_options(rule))
+        if sampler is None or sampler.probs is None:
+            return columns
+        assert sampler.numbers is not None and sampler.drawn is not None
+        if sampler.trials:
+            trials = [torch.stack([part[0].to(probs_NV.dtype) for part in trial]) for trial in sampler.trials]
+            columns["trials"] = torch.stack(trials)
+        if isinstance(sampler.inner, PositionSampler):
+            race_NV = sampler.numbers[0] / probs_NV
+            columns["won"] = race_NV.gather(1, sampler.drawn[0][:, None])[:, 0]
+            columns["times"] = race_NV[above_N, tokens_N]
+        else:
+            columns["uniform"] = sampler.numbers.flatten()
+            if not is_rule(rule, point_mass):
+                columns |= best_of("residual", sampler.probs[0])
+        return columns
+
+    def _expansion_columns(self, level: int, expansion: Expansion, tokens_N: Tensor) -> dict[str, Tensor]:
+        """The ten best after each node of a frontier, and the probability of each node's token there."""
+        assert self._drafter is not None
+        head, device = self._drafter.head, expansion.logits_WD.device
+        if len(self._own_D) == 0 or self._own_D.device != device:
+            self._own_D = head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
+            self._index_V = self._own_D.new_full((head.target.vocab_size,), -1)
+            self._index_V[self._own_D] = torch.arange(len(self._own_D), device=device)
+        probs_WD = at_least_fp32(expansion.logits_WD).softmax(-1)
+        index_N = self._index_V[tokens_N.to(device)]
+        best = best_of(f"draft {level}", probs_WD)
+        best[f"draft {level}"] = self._own_D[best[f"draft {level}"]]
+        of_node_WN = torch.where(index_N >= 0, probs_WD[:, index_N.clamp(min=0)], 0.0)
+        return {
+            f"tokens {level}": expansion.tokens_W,
+            f"parents {level}": expansion.parents_W,
+            f"q {level}": of_node_WN,
+            **best,
+        }
+
+    def index(self, token: int) -> int:
+        return self.vocab.setdefault(token, len(self.vocab))
+
+    def _pairs(self, tokens: Sequence[float], probs: Sequence[float]) -> list[list[float | None]]:
+        """[token, probability] of the possible tokens."""
+        return [[self.index(int(t)), rounded(p)] for t, p in zip(tokens, probs, strict=True) if p > 0]
+
+    def _shown(self, draw: Draw) -> Draw:
+        shown = {name: rounded(value) if isinstance(value, float) else value for name, value in draw.items()}
+        if "token" in draw:
+            shown["token"] = self.index(draw["token"])
+        if "times" in draw:
+            shown["times"] = [[node, rounded(time)] for node, time in draw["times"]]
+        return shown
+
+
+def decoding_data(decoding: Decoding, drafter: Drafter) -> dict[str, Any]:
+    """Target, drafter and rule of a generation."""
+    heads = [each.head for each in head_drafters(drafter)]
+    rule = decoding.verification.rule
+    return {
+        "target": decoding.target.name,
+        "head": type(heads[0]).__name__ if heads and isinstance(heads[0], DraftHead) else None,
+        "drafter": repr(drafter),
+        "dtype": str(decoding.target.dtype).removeprefix("torch."),
+        "rule": rule_name(rule, drafter.kind),
+        "lossy": is_rule(rule, typical),
+        "temperature": decoding.process_logits.temperature if decoding.verification.samples else 0.0,
+    }
+
+
+def rule_name(rule: Any, kind: TreeKind) -> str:
+    """The name of a rule; on chains some have a name of their own."""
+    if rule is with_replacement:
+        return "with_replacement"
+    if kind == "sampled_chain" and is_rule(rule, without_replacement, traversal):
+        return "token" if is_rule(rule, without_replacement) else "block"
+    rules = (greedy, point_mass, without_replacement, traversal, typical)
+    return next(each.__name__ for each in rules if is_rule(rule, each))
+
+
+def head_drafters(drafter: Drafter) -> list[HeadDrafter]:
+    """The drafters, in a drafter, that draft with a model: all of the same one."""
+    nested = list(drafter.nested())
+    trees = [tree for each in nested if isinstance(each, AdaptiveDrafter) for tree in each.trees]
+    every = [*nested, *(each for tree in trees for each in tree.nested())]
+    return list({id(each): each for each in every if isinstance(each, HeadDrafter)}.values())
+
+
+def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:
+    """The `BEST` likeliest tokens of distributions [..., V] under a name, and their probabilities under "name p"."""
+    best = probs.topk(min(BEST, probs.shape[-1]))
+    return {name: best.indices, f"{name} p": best.values}
+
+
+def on_host(columns: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors as numbers and nested lists, all copied at once."""
+    device = columns["p"].device
+    flat = [tensor.to(device, finest(device)).flatten() for tensor in columns.values()]
+    whole = torch.cat(flat).cpu().split([len(part) for part in flat])  # sync: once a round
+    return {
+        name: part.reshape(tensor.shape).tolist() for (name, tensor), part in zip(columns.items(), whole, strict=True)
+    }
+
+
+def drafts_of(
+    tree: HostTree, found: dict[str, Any], levels: int
+) -> tuple[list[float | None], dict[int, tuple[list[float], list[float]]]]:
+    """Draft probability of each node's token, None where no draft model gave any; the best children by node."""
+    nodes = range(len(tree.tokens))
+    if "q" in found:  # a sampled tree
+        inner = {tree.parents[node] for node in nodes[1:]}
+        likely = {
+            node: (found["draft"][node], found["draft p"][node]) for node in inner if max(found["draft p"][node]) > 0
+        }
+        return [None if node == 0 else found["q"][node] for node in nodes], likely
+    q: list[float | None] = [None] * len(tree.tokens)
+    likely = {}
+    by_path: dict[tuple[int, ...], int] = {}
+    paths: list[tuple[int, ...]] = []
+    for node in nodes[: tree.size]:
+        paths.append((*paths[tree.parents[node]], tree.tokens[node]) if node else ())
+        by_path.setdefault(paths[-1], node)
+    frontier: list[tuple[int, ...]] = []
+    for level in range(levels if "q 0" in found else 0):
+        tokens, parents = found[f"tokens {level}"], found[f"parents {level}"]
+        frontier = [(*frontier[int(up)], int(t)) if up >= 0 else () for t, up in zip(tokens, parents, strict=True)]
+        for place, path in enumerate(frontier):
+            if path not in by_path:
+                continue
+            node, row = by_path[path], min(place, len(found[f"q {level}"]) - 1)
+            likely[node] = found[f"draft {level}"][row], found[f"draft {level} p"][row]
+            for child in tree.children[node]:
+                q[child] = found[f"q {level}"][row][child]
+    return q, likely
+
+
+def draws_of(rule: Any, tree: HostTree, found: dict[str, Any], q: Sequence[float | None]) -> list[Draw]:
+    """The draws of a round, by its rule."""
+    if is_rule(rule, greedy):
+        return best_draws(tree)
+    if is_rule(rule, typical):
+        return typical_draws(tree, found["p"], found["threshold"])
+    if is_rule(rule, point_mass):
+        return sampled_draws(tree, found.get("uniform"), found.get("times", ()), found.get("won", ()))
+    sampled = [value or 0.0 for value in q]
+    draws = toured_draws if is_rule(rule, traversal) else walked_draws
+    return draws(tree, sampled, found.get("trials", ()), found["uniform"][0])
+
+
+def is_rule(rule: Any, *rules: Any) -> bool:
+    """Whether a rule is one of these, perhaps with options."""
+    return (rule.func if isinstance(rule, partial) else rule) in rules
+
+
+def rule_options(rule: Any) -> dict[str, float]:
+    """Options that were given to a rule."""
+    return dict(rule.keywords) if isinstance(rule, partial) else {}
+
+
+def places(number: int, done: RoundRecord) -> list[tuple[int, int]]:
+    """Round and depth of each token that a round returned."""
+    return [(number, depth if depth <= done.accepted else 0) for depth in range(1, done.returned + 1)]
+
+
+def rounded(value: float | None) -> float | None:
+    """Four significant digits; None for what is no finite number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

@@ -1,0 +1,157 @@
+"""A trace: the recorded rounds of a generation, and the self-contained page that plays them.
+
+    output = lm.generate(prompt, max_new_tokens=128, trace=True, tokenizer=tokenizer)
+    output.trace.save("trace.html")
+
+The page is one file without any network: its data is JSON, which no text in it can leave.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..stats import Stats
+from .pieces import decoded, shown_token, text_pieces
+from .record import WHOLE_ROUNDS, Recorder, rounded
+from .report import TraceReport, trace_report
+
+VERSION = 1
+"""Version of the data."""
+ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+"""Characters with which a text could leave the page's JSON."""
+ROUND_BYTES, LATER_BYTES = 9000, 2200
+"""Room for a round in the page's JSON: for each of the first `WHOLE_ROUNDS`, and of those after."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The recorded rounds of one generation."""
+
+    data: dict[str, Any]
+    """What the page shows, as JSON; docs/trace.md describes its fields."""
+
+    def __repr__(self) -> str:
+        stats = self.data["stats"]
+        return f"Trace({stats['tokens']} tokens in {stats['rounds']} rounds, {self.data['rule']})"
+
+    def to_html(self) -> str:
+        """The page: one file, without any network."""
+        title = " ".join(self.data["prompt"].split())[-80:] or "trace"
+        data = json.dumps(thinned(self.data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        parts = {
+            "/*TRACE_CSS*/": page_file("page.css"),
+            "/*TRACE_JS*/": page_file("page.js"),
+            "{{TITLE}}": html.escape(f"headstart trace: {title}"),
+            "{{TRACE_JSON}}": data.translate(ESCAPED),
+        }
+        # In one pass: no place that a text names is filled.
+        places = "|".join(map(re.escape, parts))
+        return re.sub(places, lambda place: parts[place[0]], page_file("page.html"))
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for notebooks."""
+        page = html.escape(self.to_html())
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page; the file is whole, or what it was before.
+
+        Raises:
+            OSError: it cannot be written, such as on a full disk; nothing is left of it.
+        """
+        return write_whole(Path(path), self.to_html())
+
+    def report(self) -> TraceReport:
+        """Summary of the drafts: where they are rejected, how well they are calibrated, and which depth pays."""
+        return trace_report([self.data])
+
+
+def page_file(name: str) -> str:
+    """A file of the page."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text beside its place and move it there: a failure leaves nothing, and an older file as it was."""
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
+    try:
+        with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OSError(error.errno, f"cannot write the {len(text) / 1e6:.1f} MB of {path}: {error.strerror}") from error
+    return path
+
+
+def trace_of(recorder: Recorder, stats: Stats, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Trace:
+    """The trace of a recorded generation."""
+    pieces = text_pieces(tokenizer, recorder.tokens)
+    output = [
+        {"v": recorder.index(token), "p": piece, "r": number, "d": depth}
+        for token, piece, (number, depth) in zip(recorder.tokens, pieces, recorder.drafted, strict=True)
+    ]
+    vocab = [{"id": token, "t": shown_token(tokenizer, token)} for token in recorder.vocab]
+    return Trace(
+        {
+            "version": VERSION,
+            **recorder.about,
+            "vocab": vocab,
+            "prompt": decoded(tokenizer, prompt),
+            "output": output,
+            "rounds": recorder.rounds,
+            "stats": stats_data(stats),
+            "plain": None,
+        }
+    )
+
+
+def stats_data(stats: Stats) -> dict[str, Any]:
+    """Statistics as the page shows them."""
+    low, high = stats.acceptance_length_interval
+    seconds = sum(stats.round_seconds)
+    return {
+        "tokens": stats.tokens,
+        "rounds": stats.rounds,
+        "plain_rounds": stats.plain_rounds,
+        "acceptance_length": rounded(stats.acceptance_length),
+        "interval": None if math.isnan(low) else [rounded(low), rounded(high)],
+        "acceptance_rate_by_depth": [rounded(rate) for rate in stats.acceptance_rate_by_depth],
+        "tokens_per_second": rounded(stats.tokens / seconds) if seconds else None,
+        "prefill_ms": rounded(1000 * stats.seconds.get("prefill", 0.0)),
+        "parts_ms": {part: rounded(1000 * value) for part, value in stats.round_parts.items()},
+    }
+
+
+def thinned(data: dict[str, Any]) -> dict[str, Any]:
+    """Data that fits the page: where rounds are many or trees large, distributions keep fewer tokens at fewer nodes."""
+    rounds = data["rounds"]
+    room = ROUND_BYTES * min(len(rounds), WHOLE_ROUNDS) + LATER_BYTES * max(len(rounds) - WHOLE_ROUNDS, 0)
+    for on_path, most in ((False, 10), (True, 10), (True, 5), (True, 3), (True, 1)):
+        thin = [_thinner(each, on_path, most) for each in rounds]
+        if len(json.dumps(thin, separators=(",", ":"))) <= room:
+            break
+    return {**data, "rounds": thin} if rounds else data
+
+
+def _thinner(found: dict[str, Any], on_path: bool, most: int) -> dict[str, Any]:
+    kept = {str(node) for node, each in enumerate(found["nodes"]) if each["s"] == 1 or not on_path}
+    shorter = {
+        name: {node: pairs[:most] for node, pairs in found[name].items() if node in kept} for name in ("draft", "best")
+    }
+    residual = found["residual"]
+    return {**found, **shorter, "residual": None if residual is None else residual[:most]}

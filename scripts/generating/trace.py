@@ -1,0 +1,162 @@
+"""Record a generation as a page that plays it: `headstart trace --target MODEL --head HEAD --prompt "..."`.
+
+The page is one file, without any network: the text with every token coloured by the depth at which it was drafted, and
+the draft tree, the draws and the time of each round. With `--report`, a summary of one or several prompts instead: what
+is rejected, how well the draft knows its chances, and which depth pays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.train.config import TYPE_CHECKING
+from headstart.train.console import counted, log
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.inference import SpeculativeLM
+    from headstart.inference.tracing import Trace
+    from headstart.train.features.placement import SharedTarget
+
+NODES, DEPTH = 16, 5
+"""Size and depth of the tree that is drafted where none is named, as far as the head goes."""
+
+
+@dataclass(frozen=True)
+class TraceConfig(SpeculativeOptions):
+    """A generation, recorded round by round."""
+
+    required = ("target",)
+    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "limit": 1}
+
+    prompt: str = ""
+    """The user's message."""
+    prompts: list[str] = field(default_factory=list)
+    """JSONL files of prompts for the report."""
+    limit: int | None = None
+    """Use only the first prompts of each file; null for all."""
+    output: str = "trace.html"
+    """HTML file to write: the page, or the report."""
+    report: bool = False
+    """Summarize: tables on the console, and with their plots in the file."""
+    fallback: bool = False
+    """Draft in every round, so that there is something to see; true to decode plainly where that is faster, as the
+    other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
+    top_k: int = 0
+    """Sample from this many best tokens only; 0 for all."""
+    top_p: float = 1.0
+    """Sample from the best tokens that hold this share of the probability only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not self.head and not self.drafter:
+            raise ValueError("a head or a drafter is required and neither was given")
+        if bool(self.prompt) == bool(self.prompts):
+            raise ValueError("one of prompt and prompts is required: a message, or files of them for the report")
+        if self.prompts and not self.report:
+            raise ValueError("prompts are for the report; give --report, or a single --prompt")
+
+
+def main(arguments: list[str]) -> None:
+    """Parse and record."""
+    trace_prompts(options(TraceConfig, "trace", __doc__, arguments))
+
+
+def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> list[Trace]:
+    """Record each prompt, with drafts and plainly; write the page or the report."""
+    from headstart.inference.tracing.report import trace_report
+    from headstart.inference.tracing.trace import write_whole
+    from headstart.scripts.generating.trace_report import print_report, report_page
+    from headstart.scripts.measuring.comparison import read_prompt_files
+    from headstart.train.data.chat_template import check_lengths, prompt_ids
+
+    output = writable(config.output)
+    files = {config.prompt: [[{"role": "user", "content": config.prompt}]]}
+    if config.prompts:
+        files = read_prompt_files(config.prompts, config.limit)
+    lm, tokenizer = config.load(shared)
+    encoded = []
+    for name, rows in files.items():
+        ids = [prompt_ids(tokenizer, messages, config.thinking).to(lm.target.device) for messages in rows]
+        check_lengths(ids, config.max_new_tokens, lm.target.max_positions, name[:40])
+        encoded += ids
+    traces = record(config, lm, tokenizer, encoded)
+    if config.report:
+        report = trace_report([trace.data for trace in traces])
+        print_report(report)
+        write_whole(output, report_page(report, config.head or config.drafter or ""))
+    else:
+        (trace,) = traces
+        trace.save(output)
+    log.info(f"{output}: {output.stat().st_size / 1e6:.2f} MB")
+    return traces
+
+
+def writable(path: str) -> Path:
+    """A file's path, if its folder is there and can be written to."""
+    output = Path(path)
+    if output.is_dir():
+        raise ValueError(f"{path!r} is a folder; name a file in it")
+    if not output.parent.is_dir():
+        raise ValueError(f"no folder at {str(output.parent)!r} to write {output.name!r} to")
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"the folder {str(output.parent)!r} cannot be written to")
+    return output
+
+
+def record(
+    config: TraceConfig, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tensor]
+) -> list[Trace]:
+    """Record the answers to prompts [1, time], each beside plain decoding of the same prompt."""
+    import torch
+
+    from headstart.inference import SpeculativeLM
+    from headstart.scripts.measuring.comparison import answer_settings
+
+    plain = SpeculativeLM(lm.target)
+    settings: dict[str, Any] = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    tree = tree_to_show(config, lm)
+    log.info("warming up both sides")  # the first call of either is slow
+    for decoder, more in ((plain, {}), (lm, tree)):
+        decoder.generate(prompts[0], **{**settings, "max_new_tokens": min(4, config.max_new_tokens)}, **more)
+    traces = []
+    for ids in counted(prompts, "traces") if len(prompts) > 1 else prompts:
+        outputs = []
+        for decoder, more in ((plain, {}), (lm, {"trace": True, "tokenizer": tokenizer, **tree})):
+            generator = torch.Generator(lm.target.device).manual_seed(config.seed)
+            outputs.append(decoder.generate(ids, generator=generator, **more, **settings))
+        alone, traced = outputs
+        assert traced.trace is not None
+        seconds, tokens = sum(alone.stats.round_seconds), alone.stats.tokens
+        measured = None
+        if tokens:
+            measured = {
+                "ms_per_token": 1000 * seconds / tokens,
+                "tokens_per_second": tokens / seconds,
+                "same_text": torch.equal(alone.sequences, traced.sequences),
+            }
+        about = {"target": config.target, "head": config.head, "plain": measured}
+        log.info(traced.stats.summary())
+        traces.append(dataclasses.replace(traced.trace, data={**traced.trace.data, **about}))
+    return traces
+
+
+def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
+    """The argument `tree` of `generate`: a dynamic tree where a head drafts and none is named."""
+    from headstart.inference.drafters.tree_policies import HeadDrafter
+    from headstart.inference.tuning.tree_search import default_dynamic_tree
+
+    if config.tree != "auto" or not config.head or config.fallback:
+        return {}
+    head = next(each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter))
+    return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}

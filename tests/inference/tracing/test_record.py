@@ -1,0 +1,233 @@
+"""Recorded rounds: the same text as without a trace, and every draw, probability and count that decided it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from headstart.heads import HEADS
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.stats import PARTS
+
+SETTINGS = {"max_new_tokens": 32, "eos_token_id": [], "pad_token_id": 0}
+SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.7}
+TOP_K = ("chain:3", "branch:3x2x1", "dynamic:9:3:3", "stop:0.01:chain:4")
+CASES = [
+    *(("greedy", tree) for tree in (*TOP_K, "drawn:branch:2x2", "root", "chain:2|dynamic:7:2:3")),
+    *(
+        (rule, tree)
+        for rule in ("point_mass", "typical")
+        for tree in (*TOP_K, "drawn:chain:3", "independent:branch:2x2")
+    ),
+    *((rule, "drawn:chain:3") for rule in ("token", "with_replacement", "without_replacement", "block", "traversal")),
+    *((rule, "drawn:branch:3x2x1") for rule in ("without_replacement", "traversal")),
+    ("with_replacement", "independent:branch:3x2"),
+    ("token", "stop:0.01:drawn:chain:4"),
+    ("block", "stop:0.01:drawn:chain:4"),
+]
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(3))
+
+
+def generated(lm, prompt, tokenizer, trace, rule="greedy", **more):
+    settings = {**SETTINGS, **(SAMPLED if rule != "greedy" else {"do_sample": False}), **more}
+    generator = torch.Generator().manual_seed(5)
+    return lm.generate(
+        prompt, torch.ones_like(prompt), generator=generator, trace=trace, tokenizer=tokenizer, **settings
+    )
+
+
+def decoder(tools, target, rule, tree):
+    """Drafts by a model that is nearly the target: some stand, some do not."""
+    near = tools.build_model()
+    torch.manual_seed(2)
+    for parameter in near.parameters():
+        parameter.data += 0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim > 1 else 0
+    drafter = make_drafter(target, Target(near.requires_grad_(False)), tree)
+    return SpeculativeLM(target, drafter, "auto" if rule == "greedy" else rule, lossy=True)
+
+
+def followed(found, rule):
+    """The accepted path by the recorded draws alone."""
+    nodes, path = found["nodes"], [0]
+    if rule in ("greedy", "point_mass"):
+        for draw in found["draws"]:
+            assert draw["n"] == path[-1]
+            twins = [n for n, node in enumerate(nodes) if node["u"] == path[-1] and node["v"] == draw["token"]]
+            assert draw["c"] == (twins[0] if twins else None)
+            if "times" in draw:
+                for node, time in draw["times"]:
+                    same = nodes[node]["v"] == draw["token"]
+                    assert time == pytest.approx(draw["time"]) if same else time is None or time >= draw["time"]
+            path += twins[:1]
+        return path
+    tried = [draw for draw in found["draws"] if draw["c"] is not None]
+    for draw in tried:
+        assert nodes[draw["c"]]["u"] == draw["n"]
+        above = draw["u"] > draw["limit"] if rule == "typical" else draw["u"] < draw["limit"]
+        assert draw["ok"] == above or draw["u"] == pytest.approx(draw["limit"], rel=1e-3)
+    stands = {draw["c"] for draw in tried if draw["ok"]}
+    if rule == "typical":
+        ends = {n: [n] for n in [0]}
+        for node in sorted(stands):
+            ends[node] = [*ends[nodes[node]["u"]], node]
+        longest = max(map(len, ends.values()))
+        chance = {n: torch.tensor([nodes[m]["p"] for m in p[1:]]).prod() for n, p in ends.items() if len(p) == longest}
+        return ends[max(chance, key=chance.get)]
+    for node in sorted(stands):  # walks accept a path, tours its last node
+        path = [node]
+        while path[0]:
+            path.insert(0, nodes[path[0]]["u"])
+    return path
+
+
+@pytest.mark.parametrize(("rule", "tree"), CASES)
+def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer, prompt, rule, tree):
+    lm = decoder(tools, tiny_target(), rule, tree)
+    plain, traced = (generated(lm, prompt, tokenizer, trace, rule) for trace in (False, True))
+    assert plain.trace is None and torch.equal(plain.sequences, traced.sequences)
+    assert ([*plain.stats.rows], plain.stats.max_depth) == ([*traced.stats.rows], traced.stats.max_depth) or "|" in tree
+    data = traced.trace.data
+    json.dumps(data, allow_nan=False)
+    new = traced.sequences[0, prompt.shape[1] :].tolist()
+    assert [data["vocab"][each["v"]]["id"] for each in data["output"]] == new
+    assert (
+        data["rule"] == {"token": "token", "without_replacement": "token", "traversal": "block"}.get(rule, rule)
+        or "branch" in tree
+    )
+    if tree != "root" and rule != "typical":
+        status = [node["s"] for found in data["rounds"] for node in found["nodes"][1:]]
+        assert {0, 1} - ({1} if rule == "point_mass" else set()) <= set(status), "no draft stands, or all do"
+    written = [data["vocab"][data["output"][0]["v"]]["id"]]
+    for number, (found, record) in enumerate(zip(data["rounds"], traced.stats.rows[0], strict=True)):
+        nodes = found["nodes"]
+        path = followed(found, rule)
+        assert path == [n for n, node in enumerate(nodes) if node["s"] == 1]
+        assert (record.accepted, record.returned) == (len(path) - 1, found["emitted"])
+        assert nodes[0]["u"] == -1 and all(node["u"] < n for n, node in enumerate(nodes))
+        ids = [data["vocab"][node["v"]]["id"] for node in nodes]
+        assert ids[0] == written[-1]
+        emitted = [*(ids[n] for n in path[1:]), data["vocab"][found["next"]]["id"]]
+        written += emitted[: found["emitted"]]
+        depths = [each["d"] for each in data["output"] if each["r"] == number]
+        assert depths == [*range(1, len(path)), 0][: found["emitted"]]
+        assert set(found["parts"]) == set(PARTS)
+        assert found["ms"] == pytest.approx(1000 * traced.stats.round_seconds[number], rel=1e-3)
+        assert (found["residual"] is not None) == any(
+            draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in found["draws"]
+        )
+        if found["residual"] is not None:
+            shown = dict(map(tuple, found["residual"]))
+            assert found["next"] in shown or min(shown.values()) < 0.1
+    assert written == new
+
+
+def test_probabilities_are_those_of_target_and_draft(tools, tiny_target, tokenizer, prompt):
+    """The target's, by a forward over the text and the path; the draft's, by a sampled tree's own distribution."""
+    target = tiny_target()
+    for tree in ("dynamic:9:3:3", "branch:3x2x1", "drawn:branch:3x2"):
+        rule = "traversal" if "drawn" in tree else "greedy"
+        output = generated(decoder(tools, target, rule, tree), prompt, tokenizer, True, rule)
+        data, before = output.trace.data, prompt.shape[1]
+        temperature = 0.7 if rule != "greedy" else 1.0
+        for found in data["rounds"]:
+            start = before + next(
+                i for i, each in enumerate(data["output"]) if each["r"] == data["rounds"].index(found)
+            )
+            paths = []
+            for node, entry in enumerate(found["nodes"]):
+                token = data["vocab"][entry["v"]]["id"]
+                paths.append([*paths[entry["u"]], token] if node else [])
+                best = found["best"][str(node)]
+                text = torch.cat([output.sequences[0, :start], torch.tensor(paths[node], dtype=torch.int64)])
+                probs = (target.model(text[None]).logits[0, -1] / temperature).softmax(-1)
+                for index, prob in best:
+                    assert prob == pytest.approx(float(probs[data["vocab"][index]["id"]]), rel=1e-3)
+                for child in (each for each in found["nodes"] if each["u"] == node):
+                    assert child["p"] == pytest.approx(float(probs[data["vocab"][child["v"]]["id"]]), rel=1e-3)
+                    likely = dict(map(tuple, found["draft"][str(node)]))
+                    assert child["q"] == likely.get(child["v"], child["q"]) and 0 < child["q"] <= 1
+                    if tree == "branch:3x2x1":
+                        assert child["v"] in likely
+            assert all(sum(prob for _, prob in pairs) <= 1.001 for pairs in found["draft"].values())
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_every_head_gives_its_probabilities(tools, tiny_target, tokenizer, prompt, kind):
+    target = tiny_target(layers=8)
+    tree = "chain:1|dynamic:5:2:2"
+    lm = SpeculativeLM(target, make_drafter(target, tree=tree, head=tools.head_for(target, kind)))
+    heads = [tree.head for tree in lm.drafter.trees]
+    output = generated(lm, prompt, tokenizer, True)
+    assert torch.equal(output.sequences, generated(lm, prompt, tokenizer, False).sequences)
+    rounds = output.trace.data["rounds"]
+    assert all(node["q"] is not None for found in rounds for node in found["nodes"][1:])
+    assert all(a is b.head for a, b in zip(heads, lm.drafter.trees, strict=True)), "the drafter keeps its own head"
+    assert "expand" not in vars(heads[0])
+
+
+@pytest.mark.parametrize("source", ["prompt-lookup", "lookahead", "ngram:2", "random"])
+def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
+    target = tiny_target()
+    prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
+    for adaptive in (False, True):
+        lm = SpeculativeLM(target, make_drafter(target, source, adaptive=adaptive))
+        output = generated(lm, prompt, tokenizer, True)
+        assert torch.equal(output.sequences, generated(lm, prompt, tokenizer, False).sequences)
+        known = source in ("ngram:2", "random")
+        nodes = [node for found in output.trace.data["rounds"] for node in found["nodes"][1:]]
+        assert all((node["q"] is not None) == known for node in nodes)
+        plain = [found["fallback"] for found in output.trace.data["rounds"]]
+        assert plain == [record.fallback for record in output.stats.rows[0]]
+
+
+def test_a_head_and_a_lookup_are_recorded_together(tools, tiny_target, tokenizer):
+    target = tiny_target()
+    prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
+    lm = SpeculativeLM(target, make_drafter(target, "prompt-lookup", "dynamic:6:2:2", tools.head_for(target, "medusa")))
+    output = generated(lm, prompt, tokenizer, True)
+    assert torch.equal(output.sequences, generated(lm, prompt, tokenizer, False).sequences)
+    assert all(followed(found, "greedy") for found in output.trace.data["rounds"])
+
+
+def test_figures_are_those_of_the_statistics(tools, tiny_target, tokenizer, prompt):
+    output = generated(decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3"), prompt, tokenizer, True)
+    shown, stats = output.trace.data["stats"], output.stats
+    assert (shown["tokens"], shown["rounds"], shown["plain_rounds"]) == (stats.tokens, stats.rounds, stats.plain_rounds)
+    assert shown["acceptance_length"] == pytest.approx(stats.acceptance_length, rel=1e-3)
+    assert shown["interval"] == pytest.approx(stats.acceptance_length_interval, rel=1e-3)
+    rates = [None if rate != rate else rate for rate in stats.acceptance_rate_by_depth]
+    assert shown["acceptance_rate_by_depth"] == pytest.approx(rates, rel=1e-3)
+    assert sum(shown["parts_ms"].values()) <= 1000 * sum(stats.round_seconds) / stats.rounds
+    for part in PARTS:
+        mean = sum(found["parts"][part] for found in output.trace.data["rounds"]) / stats.rounds
+        assert shown["parts_ms"][part] == pytest.approx(mean, rel=1e-2, abs=1e-6)
+
+
+def test_what_cannot_be_recorded_is_named(tiny_target, tokenizer, prompt):
+    lm = SpeculativeLM(tiny_target())
+    with pytest.raises(ValueError, match="one row, not a batch of 2"):
+        generated(lm, prompt.expand(2, -1), tokenizer, True)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        generated(lm, prompt, tokenizer, True, max_new_tokens=0)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        generated(lm, prompt, None, True)
+
+
+def test_an_end_within_the_accepted_drafts_ends_the_text(tools, tiny_target, tokenizer, prompt):
+    target = tiny_target(seed=1)
+    truth = generated(SpeculativeLM(target), prompt, tokenizer, False, max_new_tokens=40).sequences[
+        :, prompt.shape[1] :
+    ]
+    lm = SpeculativeLM(target, tools.Oracle(tools.TreeShape.chain(4), truth.tolist(), 258, 0.0))
+    output = generated(lm, prompt, tokenizer, True, max_new_tokens=8)
+    data = output.trace.data
+    assert [found["emitted"] for found in data["rounds"]] == [5, 2] and len(data["output"]) == 8
+    assert data["stats"]["tokens"] == output.stats.tokens == 7
+    assert [each["d"] for each in data["output"]] == [0, 1, 2, 3, 4, 0, 1, 2]
