@@ -93,10 +93,10 @@ def heads_page() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made here, those of benchmarks/, and the files of examples/ that pages link to."""
+    """Add the pages that are made here, those of benchmarks/, and the files of examples/ that they show."""
     from mkdocs.structure.files import File
 
-    beside = [*ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/monitoring/*"), *ROOT.glob("examples/serving/*")]
+    beside = [*ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/monitoring/*"), *ROOT.glob("examples/serving/*.yaml")]
     pages = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in beside}
     for name, text in (pages | {"commands.md": commands_page(), "options.md": heads_page()}).items():
         files.append(File.generated(config, name, content=text))

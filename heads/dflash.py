@@ -137,7 +137,7 @@ class DFlashHead(OffsetVocabularyHead):
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         taken, unused = int(token_counts_V[self.mask_token]), (token_counts_V == 0).nonzero()[:, 0]
-        if taken and len(unused):
+        if self.config.mask_token_id is not None and taken and len(unused):
             raise ValueError(
                 f"{self.config.name} mask_token_id {self.mask_token} stands {taken} times in the answers; choose a "
                 f"token that they do not hold, such as {int(unused[0])}, or better one that no text holds"

