@@ -81,7 +81,7 @@ def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
     assert config.data.sources == ["x.jsonl"]
     assert config.target and config.output.startswith("runs/")
     given = {name: value for name, value in config.head.items() if name != "type"}
-    target = replace(helpers.INFO, hidden_size=64, vocab_size=50_000)
+    target = replace(helpers.INFO, hidden_size=64, vocab_size=50_000, num_layers=30)
     head = build_head(config.head["type"], given, target)
     for name, value in given.items():
         assert getattr(head.config, name) == value
