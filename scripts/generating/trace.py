@@ -159,4 +159,5 @@ def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
     if config.tree != "auto" or not config.head or config.fallback:
         return {}
     head = next(each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter))
+    log.info(f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of trees")
     return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}
