@@ -97,6 +97,21 @@ class SpeculativeOptions(DecodingOptions):
     """Seed of the sampling."""
 
 
+@dataclass(frozen=True)
+class SamplingOptions(SpeculativeOptions):
+    """From which tokens an answer is sampled, for commands that show single answers."""
+
+    top_k: int = 0
+    """Sample from this many best tokens only; 0 for all."""
+    top_p: float = 1.0
+    """Sample from the best tokens that hold this share of the probability only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+
 def options(
     kind: type[Options], command: str, description: str | None, arguments: list[str], first: str | None = None
 ) -> Options:

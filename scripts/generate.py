@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.scripts.command_line import SamplingOptions, options
 from headstart.train.config import TYPE_CHECKING
 from headstart.train.console import console, log
 
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer", "Tensor", "GenerateOutput")
 
 
 @dataclass(frozen=True)
-class GenerateConfig(SpeculativeOptions):
+class GenerateConfig(SamplingOptions):
     """One prompt, answered on screen."""
 
     required = ("target", "prompt")
@@ -37,15 +37,6 @@ class GenerateConfig(SpeculativeOptions):
     """Let stock `model.generate` answer first, and print both rates."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
-    top_k: int = 0
-    """Sample from this many best tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample from the best tokens that hold this share of the probability only."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.scripts.command_line import SamplingOptions, options
 from headstart.train.config import TYPE_CHECKING
 from headstart.train.console import console, log
 
@@ -33,7 +33,7 @@ HELP = """\
 
 
 @dataclass(frozen=True)
-class ChatConfig(SpeculativeOptions):
+class ChatConfig(SamplingOptions):
     """A conversation on screen."""
 
     required = ("target",)
@@ -43,17 +43,8 @@ class ChatConfig(SpeculativeOptions):
     """Longest answer, in tokens."""
     system: str | None = None
     """The system prompt; null for none."""
-    top_k: int = 0
-    """Sample from this many best tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample from the best tokens that hold this share of the probability only."""
     metrics_port: int | None = None
     """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
 
 def main(arguments: list[str]) -> None:

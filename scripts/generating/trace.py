@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.scripts.command_line import SamplingOptions, options
 from headstart.train.config import TYPE_CHECKING
 from headstart.train.console import counted, log
 
@@ -31,7 +31,7 @@ NODES, DEPTH = 16, 5
 
 
 @dataclass(frozen=True)
-class TraceConfig(SpeculativeOptions):
+class TraceConfig(SamplingOptions):
     """A generation, recorded round by round."""
 
     required = ("target",)
@@ -50,15 +50,9 @@ class TraceConfig(SpeculativeOptions):
     fallback: bool = False
     """Draft in every round, so that there is something to see; true to decode plainly where that is faster, as the
     other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
-    top_k: int = 0
-    """Sample from this many best tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample from the best tokens that hold this share of the probability only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not self.head and not self.drafter:
             raise ValueError("a head or a drafter is required and neither was given")
         if bool(self.prompt) == bool(self.prompts):
