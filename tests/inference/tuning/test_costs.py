@@ -19,10 +19,8 @@ TABLE = RoundCosts({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}, draft=0.
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch, tmp_path):
+def measured(nothing_measured, monkeypatch):
     """Nothing was measured yet; the list of what was."""
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "_measured", {})
     calls, original = [], costs._measured
     monkeypatch.setattr(costs, "_measured", lambda *given: calls.append(given) or original(*given))
     return calls

@@ -46,6 +46,31 @@ def test_what_was_measured_is_kept_for_this_process_and_the_next(nothing_measure
     assert asked(0.5) == (2.5, False)  # still there beside the other
 
 
+@pytest.mark.parametrize(
+    ("device", "wall", "own", "kept"),
+    [
+        ("cpu", 1.0, 0.95, True),
+        ("cpu", 1.0, 0.5, False),
+        ("cpu", 0.15, 0.01, False),
+        ("cpu", 0.1, 0.01, True),  # too short to tell
+        ("cpu", 9.0, 8.2, True),
+        ("cpu", 9.0, 8.0, False),
+        ("cuda", 1.0, 0.1, True),  # the processor waits for the device
+    ],
+)
+def test_what_a_busy_machine_measured_is_not_kept_for_the_next_process(
+    nothing_measured, monkeypatch, device, wall, own, kept
+):
+    monkeypatch.setattr(machine, "hardware", lambda device: "this machine")
+    clocks = iter([(5.0, 2.0), (5.0 + wall, 2.0 + own)])
+    monkeypatch.setattr(machine, "_clocks", lambda: next(clocks))
+    assert measured_once(torch.device(device), "speed", lambda: 2.5, positive) == 2.5
+    assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == 2.5  # by the same process
+    later(monkeypatch)
+    monkeypatch.setattr(machine, "_clocks", lambda: (0.0, 0.0))
+    assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == (2.5 if kept else 7.0)
+
+
 def test_the_file_is_the_users_own_and_nothing_is_left_beside_it(nothing_measured):
     asked()
     assert [path.name for path in nothing_measured.iterdir()] == ["machine.json"]
