@@ -118,8 +118,15 @@ class DraftPositions:
     """True where the root and all drafts up to depth k lie in one answer."""
     per_row: tuple[int, ...] = ()
     """Draft positions of each row of the batch, if the loss mask is on the host, as in training."""
-    all: bool = True
-    """Whether no position that has a draft to judge is left out."""
+    judged_U: Tensor | None = None
+    """The different positions in `rows_NK`, sorted, where some draft positions are left out; else None."""
+    places_NK: Tensor | None = None
+    """Where each of `rows_NK` stands in `judged_U`, on the host."""
+
+    @property
+    def all(self) -> bool:
+        """Whether no position that has a draft to judge is left out."""
+        return self.judged_U is None
 
     @classmethod
     def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
@@ -130,14 +137,17 @@ class DraftPositions:
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
         valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
         has_draft_BT = valid_BTK[..., 0]
-        if at_most is not None:  # the random numbers are torch's global ones, on the host
+        most = has_draft_BT.shape[1] if at_most is None else at_most
+        every = bool((has_draft_BT.sum(1) <= most).all())
+        if not every:  # the random numbers are torch's global ones, on the host
             order_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 2.0).argsort(1).argsort(1)
-            has_draft_BT = has_draft_BT & (order_BT < at_most)
+            has_draft_BT = has_draft_BT & (order_BT < most)
         index_N = has_draft_BT.flatten().nonzero()[:, 0]
         # Past the end any row serves: nothing is valid there.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
         per_row = tuple(has_draft_BT.sum(1).tolist()) if has_draft_BT.device.type == "cpu" else ()
-        positions = cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N], per_row, at_most is None)
+        judged = () if every else rows_NK.unique(return_inverse=True)
+        positions = cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N], per_row, *judged)
         return positions._to(features.tokens_BT.device)
 
     @classmethod
@@ -150,11 +160,12 @@ class DraftPositions:
 
     def _to(self, device: torch.device) -> DraftPositions:
         """Copied to a device without waiting for it: their number was found on the host."""
-        tensors = [self.index_N, self.rows_NK, self.valid_NK]
+        tensors = {name: getattr(self, name) for name in ("index_N", "rows_NK", "valid_NK", "judged_U")}
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if device.type == "cuda":  # a copy from pageable memory may wait for what the device is doing
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        index_N, rows_NK, valid_NK = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return replace(self, index_N=index_N, rows_NK=rows_NK, valid_NK=valid_NK)
+            given = {name: tensor.pin_memory() for name, tensor in given.items()}
+        moved: Any = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
+        return replace(self, **moved)
 
 
 class BlockTerms(NamedTuple):
@@ -226,13 +237,16 @@ def draft_loss(
 
         labels_NK = draft_ids(tokens_R[positions.rows_NK[start:stop] + 1], vocabulary_V)
         valid_NK = positions.valid_NK[start:stop] & (labels_NK >= 0)
-        probs_U = None
+        probs_U, places_NK = None, None
         if target_probs is not None:
-            if positions.all:
+            if positions.judged_U is None or positions.places_NK is None:
                 judging_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
                 probs_U = target_probs(positions.rows_NK[judging_U, 0])
             else:
-                probs_U = target_probs(positions.rows_NK[start:stop].T.flatten())
+                places_NK = positions.places_NK[start:stop]
+                first, last = int(places_NK[0, 0]), int(places_NK[-1, -1])  # on the host; they grow with n and k
+                probs_U = target_probs(positions.judged_U[first : last + 1])
+                places_NK = (places_NK - first).to(device)
         of_depths = (logits(k) for k in range(depths))
         weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
         for k in range(depths):
@@ -243,10 +257,8 @@ def draft_loss(
             else:
                 best_NI = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
             hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
-            first = k if positions.all else k * (stop - start)
-            probs_N = probs_U and TargetProbs._make(
-                each if each is None else each[first : first + stop - start] for each in probs_U
-            )
+            its = slice(k, k + stop - start) if places_NK is None else places_NK[:, k]
+            probs_N = probs_U and TargetProbs._make(each if each is None else each[its] for each in probs_U)
             log_q_NV = logits_NV.log_softmax(-1)
             loss_N = log_q_NV.new_zeros(stop - start)
             for name in objective.over_vocabulary:

@@ -624,3 +624,24 @@ def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
     Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", "smooth_l1")
     with pytest.raises(ValueError, match=r"unknown eagle loss 'l1'; choose from .*, smooth_l1"):
         Objective({"l1": 1.0}, "decay", 1.0).check("eagle", "smooth_l1")
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("drafted", [None, 7])
+@pytest.mark.parametrize("loss", [*LOSSES])
+def test_positions_that_are_left_out_change_nothing_for_the_others(
+    loss: str, drafted: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft position's gradient is its own, whichever others share its chunk and the target's states."""
+    monkeypatch.setattr(losses, "positions_at_once", lambda *_: size)
+    whole = build(answers(12), drafted=drafted)
+    whole.solve({loss: 1.0}, decay=0.7).loss.backward()
+    torch.manual_seed(0)
+    positions = DraftPositions.of(whole.features, 3, at_most=4)
+    assert not positions.all and whole.positions.all
+    chosen = [whole.positions.index_N.tolist().index(place) for place in positions.index_N.tolist()]
+    hiddens = [hidden_ND.detach()[chosen].requires_grad_() for hidden_ND in whole.hiddens]
+    some = dataclasses.replace(whole, positions=positions, hiddens=hiddens)
+    some.solve({loss: 1.0}, decay=0.7).loss.backward()
+    for own, hidden in zip(hiddens, whole.hiddens, strict=True):
+        torch.testing.assert_close(own.grad, hidden.grad[chosen])
