@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
+from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.stats import RoundRecord
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
@@ -173,7 +174,13 @@ def greedy_answers(
     new_tokens: int,
     between: Callable[[], None] = lambda: None,
 ) -> GenerateOutput:
-    """Answer prompts greedily with the head, all in one left-padded batch; `between` is called after each round."""
+    """Answer prompts greedily with the head, all in one left-padded batch; `between` is called after each round.
+
+    With a `ReplayTarget`, prompts that it knows cost drafts alone.
+    """
+    if isinstance(target, ReplayTarget) and (unknown := target.unknown(prompts, new_tokens)):
+        with ProgressBar("answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)) as bar:
+            target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens), lambda _: between()])
     # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)

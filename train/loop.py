@@ -39,6 +39,7 @@ from ..heads import CheckpointMetadata, DraftHead, HeadOutput, build_head
 from ..heads.by_name import head_config
 from ..heads.checkpoints.save_load import copy_weights, save_head
 from ..inference import Target, load_tokenizer
+from ..inference.models.replay import ReplayTarget
 from .config import TrainConfig, dtype_of, head_options
 from .console import ProgressBar, Stopped, StopRequest, log
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
@@ -49,7 +50,7 @@ from .data.token_cache import cached_sequences, count_answer_tokens, digest_of, 
 from .engines import actual_engine, alone, autocast, end_together, from_main, prepare, resolved, shard, start
 from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
 from .features.online import OnlineFeatures, feature_source
-from .features.placement import SharedTarget, load_target
+from .features.placement import SharedTarget, is_sharded, load_target
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
 from .run_folder import Progress, RunFolder, as_begun, provenance
@@ -270,6 +271,8 @@ class Inputs:
     """Order of the training sequences, by steps."""
     coverage: float
     """Share of the answers' tokens that are in the draft vocabulary."""
+    replay: ReplayTarget | None = None
+    """The target for evaluations; None where training changes it, or several processes hold parts of it."""
 
 
 def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None = None) -> Inputs:
@@ -303,7 +306,8 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
     lengths = lengths_of(training)
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
-    return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered))
+    replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
+    return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered), replay)
 
 
 def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None:
@@ -437,14 +441,14 @@ def evaluate_and_save(
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
-    found = evaluate(target, copy, inputs.held_out, config.eval, accelerator, stop)
+    found = evaluate(inputs.replay or target, copy, inputs.held_out, config.eval, accelerator, stop)
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []
     with stop.at_once(alone(accelerator)):
         if config.loop.tracker != "none" and config.tracking.samples > 0:
             prompts = eval_prompts(target, inputs.held_out, config.eval)[: config.tracking.samples]
             tree, tokens = found.policies[found.best], config.eval.new_tokens
-            samples = sample_answers(target, copy, tree, prompts, tokens, inputs.tokenizer)
+            samples = sample_answers(inputs.replay or target, copy, tree, prompts, tokens, inputs.tokenizer)
     metadata = CheckpointMetadata(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead
-from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
+from headstart.inference import DynamicShape, Stats, Target, TreeShape, tree_policy
+from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.train.config import EvalConfig
 from headstart.train.console import StopRequest
@@ -118,6 +119,19 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
     for name, policy in found.policies.items():
         alone = [greedy_answers(target, served, policy, [prompt], 6).stats for prompt in prompts]
         assert Stats.merged(alone).rows == found.trees[name].rows  # prompts of many lengths in one batch: the same
+
+
+def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_target(target, examples, monkeypatch):
+    head, config = build_head(target), EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7)
+    expected = evaluate(target, head, examples, config, Accelerator(), StopRequest())
+    replay = ReplayTarget(target)
+    for _ in range(2):
+        found = evaluate(replay, head, examples, config, Accelerator(), StopRequest())
+        assert (found.loss_K, found.accuracy_KI, found.tree) == (expected.loss_K, expected.accuracy_KI, expected.tree)
+        assert {name: stats.rows for name, stats in found.trees.items()} == {
+            name: stats.rows for name, stats in expected.trees.items()
+        }
+        monkeypatch.setattr(Target, "forward_nodes", None)  # the second time
 
 
 def test_the_card_gets_every_tree_with_its_size(target, examples):
