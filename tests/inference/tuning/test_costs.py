@@ -151,6 +151,21 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
     assert sorted(sizes) == [*SIZES] and len(drafts) == costs.DEPTH  # a second was over after the first ones
 
 
+def test_calls_that_were_disturbed_do_not_count(nothing_measured, tiny_target, monkeypatch):
+    """Every second forward takes three times as long."""
+    target, clock, sizes = tiny_target(), [0.0], []
+    forward, cost = target.forward_chain, {1: 0.01, 2: 0.01, 4: 0.02, 8: 0.03, 16: 0.04, 32: 0.05}
+
+    def slow_forward(tokens_BN, *given):
+        sizes.append(tokens_BN.shape[1])
+        clock[0] += cost[sizes[-1]] * (3 if len(sizes) % 2 else 1)
+        return forward(tokens_BN, *given)
+
+    monkeypatch.setattr(target, "forward_chain", slow_forward)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    assert measured_costs(target).forward == pytest.approx(cost)
+
+
 def test_an_encoder_decoder_has_costs_too():
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
     config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
