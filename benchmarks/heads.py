@@ -129,15 +129,14 @@ def loaded(folders: dict[str, Path], nodes: int, compile: bool | str) -> dict[st
     plain = SpeculativeLM.from_pretrained(shared, compile=compile)
     sides: dict[str, Any] = {"generate": shared, "plain": plain}
     for name, folder in folders.items():
-        target, metadata = shared, load_head(folder)[1]
+        target, (head, metadata) = shared, load_head(folder)
         if metadata.adapted:
             target = Target.from_pretrained(TARGET)
             target.merge_adapter(folder / "adapter")
             sides[f"generate, {name}"] = target
-        depth = load_head(folder)[0].max_depth
         always = partial(SpeculativeLM.from_pretrained, target, folder, compile=compile, fallback=False)
-        sides[f"{name}: chain"] = always(tree=f"chain:{depth}")
-        sides[f"{name}: tree"] = always(tree=default_dynamic_tree(depth, nodes))
+        sides[f"{name}: chain"] = always(tree=f"chain:{head.max_depth}")
+        sides[f"{name}: tree"] = always(tree=default_dynamic_tree(head.max_depth, nodes))
         sides[f"{name}: default"] = SpeculativeLM.from_pretrained(target, folder, compile=compile)
     return sides
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
@@ -184,3 +185,11 @@ class Conversation:
         self.cache.lengths_B = kept_B
         self.cache.prefilled = kept
         return self.cache, kept
+
+
+def left_padded(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts [T] as one batch: token ids [B, T], padded on the left with 0, and their attention mask."""
+    input_ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
+    lengths_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    mask_BT = torch.arange(input_ids.shape[1], device=device) >= input_ids.shape[1] - lengths_B1
+    return input_ids, mask_BT.long()

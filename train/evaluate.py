@@ -23,6 +23,7 @@ from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.models.replay import BEYOND, ReplayTarget
+from ..inference.sequences import left_padded
 from ..inference.stats import RoundRecord
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
@@ -183,12 +184,10 @@ def greedy_answers(
             target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens), lambda _: between()])
     # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
-    input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left").to(target.device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
-    mask = torch.arange(input_ids.shape[1], device=target.device) >= input_ids.shape[1] - lengths[:, None]
+    input_ids, mask = left_padded(prompts, target.device)
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
         lm.round_callbacks += [lambda out: bar.update(out.tokens), lambda _: between()]
-        return lm.generate(input_ids, attention_mask=mask.long(), max_new_tokens=new_tokens, do_sample=False)
+        return lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
 
 
 def prompt_of(example: Example) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..kv_cache import Pool, StateShape, TreeCache
-from ..sequences import Sequences
+from ..sequences import Sequences, left_padded
 from ..speculative_lm import SpeculativeLM
 from ..target import Target, TargetOutput
 from ..tree import DraftTree
@@ -74,13 +74,11 @@ class ReplayTarget(Target):
         if not lacking:
             return
         room = self.max_positions - max(map(len, lacking))
-        input_ids = pad_sequence(lacking, batch_first=True, padding_side="left").to(self.device)
-        lengths_R1 = torch.tensor([[len(prompt)] for prompt in lacking], device=self.device)
-        mask = torch.arange(input_ids.shape[1], device=self.device) >= input_ids.shape[1] - lengths_R1
+        input_ids, mask = left_padded(lacking, self.device)
         lm = SpeculativeLM(self.original)
         lm.round_callbacks += round_callbacks
         settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-        output = lm.generate(input_ids, mask.long(), max_new_tokens=min(new_tokens + BEYOND, room), **settings)
+        output = lm.generate(input_ids, mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(lacking, answers_RT, strict=True):
             self.texts[tuple(prompt.tolist())] = torch.cat([prompt.to(self.device), answer_T])
@@ -98,7 +96,7 @@ class ReplayTarget(Target):
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
-        """`Target.read_chunk`, looked up."""
+        """Prefill, as `Target.read_chunk`: the tokens are committed, and their features come from the table."""
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
         chain_BTT = torch.ones(size, size, dtype=torch.bool, device=self.device).tril().expand(len(tokens_BT), -1, -1)
@@ -109,7 +107,7 @@ class ReplayTarget(Target):
         return output
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """`Target.forward_tree`, looked up."""
+        """Next tokens and features of all nodes, as `Target.forward_tree`; the cache gets the nodes' tokens."""
         known, nodes = tree.structure, tree.tokens_BN.shape[1]
         cache.reserve(nodes, longest)
         every = list(range(nodes))

@@ -54,7 +54,7 @@ def test_rounds_are_those_of_decoding(tiny_target, kind, tree, max_batch_size):
         assert real.stats.acceptance_length > 1  # or nothing was compared
 
 
-def test_a_known_answer_takes_no_forward(tiny_target, monkeypatch):
+def test_a_known_answer_takes_no_forward(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     head, texts = drafting_head(target, "eagle3"), prompts()
     replay = ReplayTarget(target)

@@ -151,7 +151,7 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
     assert sorted(sizes) == [*SIZES] and len(drafts) == costs.DEPTH  # a second was over after the first ones
 
 
-def test_calls_that_were_disturbed_do_not_count(nothing_measured, tiny_target, monkeypatch):
+def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):
     """Every second forward takes three times as long."""
     target, clock, sizes = tiny_target(), [0.0], []
     forward, cost = target.forward_chain, {1: 0.01, 2: 0.01, 4: 0.02, 8: 0.03, 16: 0.04, 32: 0.05}
