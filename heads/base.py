@@ -273,6 +273,8 @@ class DraftHead(nn.Module, ABC):
     """`LayerShape` of the decoder layers, if any."""
     token_map: Tensor | None
     """Sorted target ids of the draft vocabulary, by draft id; None for all tokens."""
+    vocabulary_layers: tuple[str, ...] = ()
+    """Modules whose weights have a row for each token of the draft vocabulary."""
     served_names: tuple[str, ...] = ()
     """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
     cached_layers: int = 0
@@ -431,10 +433,15 @@ class DraftHead(nn.Module, ABC):
         """Draft ids to target ids."""
         return draft_tokens if self.token_map is None else self.token_map[draft_tokens]
 
+    def vocabulary(self) -> Tensor:
+        """Target ids of all tokens that the head can draft, sorted."""
+        return self.target_tokens(torch.arange(self.draft_vocab_size, device=next(self.parameters()).device))
+
 
 class OffsetVocabularyHead(DraftHead):
     """A head whose draft vocabulary, if it has one, is saved as servers read it: `d2t` and `t2d`."""
 
+    vocabulary_layers = ("lm_head",)
     d2t: Tensor
     """Difference of target id and draft id, by draft id."""
     t2d: Tensor

@@ -35,9 +35,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
-from ..heads import CheckpointMetadata, DraftHead, HeadOutput, build_head
+from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules, build_head
 from ..heads.by_name import head_config
-from ..heads.checkpoints.save_load import copy_weights, save_head
+from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
+from ..heads.layers.draft_vocab import favouring
 from ..inference import Target, load_tokenizer
 from ..inference.models.replay import ReplayTarget
 from .config import TrainConfig, dtype_of, head_options
@@ -295,14 +296,14 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
     else:
-        warm_start(head, config.init_from, provenance)
+        warm_start(head, config.init_from, target.modules, counts_V, provenance)
     mask_token = getattr(head, "mask_token", None)
     if mask_token is not None and counts_V[mask_token]:
         log.info(
             f"the mask token, {mask_token}, stands {int(counts_V[mask_token])} times in the answers: better "
             "head.mask_token_id is a token that no text holds"
         )
-    covered = counts_V[head.target_tokens(torch.arange(head.draft_vocab_size))].sum() / counts_V.sum()
+    covered = counts_V[head.vocabulary()].sum() / counts_V.sum()
     data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
     lengths = lengths_of(training)
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
@@ -310,15 +311,29 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered), replay)
 
 
-def warm_start(head: DraftHead, source: str, provenance: dict[str, Any]) -> None:
-    """Copy the weights and the draft vocabulary of another head; a ValueError if it does not fit."""
-    metadata = copy_weights(head, source)
+def warm_start(
+    head: DraftHead, source: str, modules: TargetModules, counts_V: Tensor, provenance: dict[str, Any]
+) -> None:
+    """Start from the weights of another head; a ValueError if it does not fit.
+
+    The draft vocabulary follows the data: it is the most frequent tokens of these answers, then those of the other
+    head. A token that the other head cannot draft begins with the row that a new head gives it.
+    """
+    other, metadata = load_head(source, head.target)
+    if type(other) is not type(head):
+        raise ValueError(f"{source!r} holds a {type(other).__name__}, not a {type(head).__name__}")
     trained = metadata.provenance.get("tokenizer")
     if trained not in (None, provenance["tokenizer"]):
         raise ValueError(
             f"init_from {source!r} was trained with tokenizer {trained}, not {provenance['tokenizer']}: its draft "
             "vocabulary means other tokens; choose a head of the same tokenizer, or null"
         )
+    if head.draft_vocab_size < head.target.vocab_size or other.draft_vocab_size < other.target.vocab_size:
+        head.initialize(modules, favouring(counts_V, other.vocabulary()))
+    try:
+        copy_weights(head, other)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 @dataclass(frozen=True)

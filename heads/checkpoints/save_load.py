@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import build_head, head_name
+from ..layers.draft_vocab import draft_ids
 from .files import CONFIG_FILE, WEIGHTS_FILE, json_ready, new_folder, read_json, read_weights
 from .hub import local_folder, push_folder
 from .model_card import Listing, model_card
@@ -140,16 +141,20 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
         partial.replace(Path(folder) / name)
 
 
-def copy_weights(head: DraftHead, source: str | Path) -> CheckpointMetadata:
-    """Start a head from the checkpoint of another one of its class, draft vocabulary included."""
-    other, metadata = load_head(source, head.target)
-    if type(other) is not type(head):
-        raise ValueError(f"{str(source)!r} holds a {type(other).__name__}, not a {type(head).__name__}")
-    try:
-        load_exactly(head, other.state_dict())
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
-    return metadata
+def copy_weights(head: DraftHead, other: DraftHead) -> None:
+    """Start a head from another one of its class; tokens that the other cannot draft keep the rows they have."""
+    weights, own = other.state_dict(), head.state_dict()
+    places_V = draft_ids(head.vocabulary(), other.vocabulary())
+    common_V = places_V >= 0
+    for name in own.keys() & weights.keys():
+        by_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
+        if by_token and own[name].shape[1:] == weights[name].shape[1:]:
+            rows = own[name].clone()
+            rows[common_V] = weights[name][places_V[common_V]].to(rows)
+            weights[name] = rows
+    vocabulary = ("token_map", "d2t", "t2d")
+    kept = {name: own[name] for name in vocabulary if name in own}
+    load_exactly(head, {name: weights[name] for name in weights if name not in vocabulary} | kept)
 
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:

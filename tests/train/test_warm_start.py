@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.checkpoints.save_load import load_head, save_head
+from headstart.heads.checkpoints.save_load import copy_weights, load_head, save_head
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.features import online as features
@@ -89,29 +89,77 @@ def test_a_warm_run_is_resumed_from_its_own_checkpoint(warm, monkeypatch, stop_a
     ).read_bytes()
 
 
-def test_the_draft_vocabulary_comes_along(warm, earlier, changed, tmp_path, first_seen):
-    """Other data has other frequent tokens; the weights belong to the old ones."""
-    path = tmp_path / "other.jsonl"
+def other_data(folder):
+    """Answers whose most frequent tokens are others."""
+    path = folder / "other.jsonl"
     words = ["quick brown fox", "jumps over dogs", "very lazy today"] * 2
     rows = [[{"role": "user", "content": "go"}, {"role": "assistant", "content": text}] for text in words]
     path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
-    options = changed(warm, data={"sources": [str(path)]}, loop={"max_steps": 1})
-    head, metadata = load_head(train(options) / "last")
-    old = load_file(earlier / "last" / "model.safetensors")["token_map"]
-    assert torch.equal(head.token_map, old)
-    fresh = load_head(train(changed(options, output=options.output + "-fresh", init_from=None)) / "last")[0]
-    assert not torch.equal(fresh.token_map, old)
-    assert metadata.measured["coverage"] < load_head(earlier / "last")[1].measured["coverage"]
+    return {"sources": [str(path)]}
+
+
+@pytest.mark.parametrize("size", [5, 7, 12])
+def test_the_draft_vocabulary_follows_the_data(warm, earlier, changed, tmp_path, first_seen, size):
+    """The tokens of the answers come first, then those of the other head, whose rows are kept."""
+    head = {"type": "medusa", "num_heads": 2, "draft_vocab_size": size}
+    options = changed(warm, head=head, data=other_data(tmp_path), loop={"max_steps": 1})
+    new = changed(options, init_from=None, output=f"{warm.output}-new")
+    covered = [load_head(train(each) / "last")[1].measured["coverage"] for each in (options, new)]
+    assert covered[0] == covered[1]
+    began, taken = first_seen[0], load_file(earlier / "last" / "model.safetensors")
+    ours, theirs = began["token_map"].tolist(), taken["token_map"].tolist()
+    assert len(ours) == size
+    assert 0 < len(set(ours) & set(theirs)) < 7
+    for name in ("lm_heads.0.weight", "lm_heads.1.weight"):
+        for token in set(ours) & set(theirs):
+            assert torch.equal(began[name][ours.index(token)], taken[name][theirs.index(token)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("medusa", {"num_heads": 2}),
+        ("hydra", {"num_heads": 2}),
+        ("eagle3", {"feature_layers": [0], "depth": 2}),
+        ("dflash", {"feature_layers": [0], "block_size": 3}),
+        ("dspark", {"feature_layers": [0], "block_size": 3}),
+    ],
+)
+@pytest.mark.parametrize(("theirs", "ours"), [(9, 6), (6, 9), (9, 9)])
+def test_every_row_of_a_common_token_is_taken(tiny_target, kind, options, theirs, ours):
+    target = tiny_target(layers=2, dtype=torch.float32)
+    size = target.info.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    heads = []
+    for each in (theirs, ours):
+        torch.manual_seed(len(heads))
+        head = build_head(kind, options | {"draft_vocab_size": each}, target.info)
+        head.initialize(target.modules, torch.randint(1, 99, (size,), generator=generator))
+        heads.append(head)
+    other, head = heads
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    copy_weights(head, other)
+    common = set(head.vocabulary().tolist()) & set(other.vocabulary().tolist())
+    assert common
+    by_token = 0
+    for name, tensor in head.state_dict().items():
+        if name in ("token_map", "d2t", "t2d"):
+            assert torch.equal(tensor, before[name])
+        elif any(name.startswith(layer) for layer in head.vocabulary_layers):
+            by_token += 1
+            for place, token in enumerate(head.vocabulary().tolist()):
+                known = other.vocabulary().tolist()
+                row = other.state_dict()[name][known.index(token)] if token in common else before[name][place]
+                assert torch.equal(tensor[place], row)
+        else:
+            assert torch.equal(tensor, other.state_dict()[name])
+    assert by_token
 
 
 @pytest.mark.parametrize(
     ("head", "words"),
     [
         ({"type": "hydra", "num_heads": 2}, "holds a MedusaHead, not a HydraHead"),
-        (
-            {"type": "medusa", "num_heads": 2, "draft_vocab_size": 5},
-            r"'lm_heads\.0\.weight' of shape \(7, 32\) instead of \(5, 32\).*'lm_heads\.1\.weight'",
-        ),
         (
             {"type": "medusa", "num_heads": 3, "draft_vocab_size": 7},
             r"missing tensor 'blocks\.2\.layers\.0\.weight'.*missing tensor 'lm_heads\.2\.weight'",
@@ -159,5 +207,6 @@ def test_what_is_not_known_or_does_not_matter_is_no_obstacle(taught, earlier, tm
     source = with_origin(earlier, tmp_path / "head", **change)
     target = Target.from_pretrained(taught, torch.float32)
     head = build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info)
-    warm_start(head, source, load_head(earlier / "last")[1].provenance)
+    counts_V = torch.ones(target.info.vocab_size, dtype=torch.int64)  # no token is more frequent than another
+    warm_start(head, source, target.modules, counts_V, load_head(earlier / "last")[1].provenance)
     assert same(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))
