@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from headstart.train.features.placement import SharedTarget
 
 SIDES = ("generate", "plain", "speculative")
+WELL_COVERED = 0.95
+"""Share of the answers' tokens in the draft vocabulary below which the command says what to do."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class ComparedPrompt:
     """Where speculation first differs from stock `generate`, by `first_difference`."""
     stats: Stats
     """Rounds of the speculative side."""
+    covered: int | None = None
+    """New tokens of the speculative side that are in the draft vocabulary; None if all tokens are."""
 
 
 Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
@@ -99,7 +103,7 @@ def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTar
     fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit), shared)
     config = config.as_loaded(fast)
     with StopRequest() as stop:
-        compared = _compare(fast.target, encoded, _sides(fast, config), deadline, stop)
+        compared = _compare(fast, encoded, _sides(fast, config), deadline, stop)
         every, greedy = [row for rows in compared.values() for row in rows], config.temperature == 0
         report = {
             "options": dataclasses.asdict(config),
@@ -145,12 +149,25 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
     return {"generate": stock, "plain": partial(ours, plain), "speculative": partial(ours, fast)}
 
 
+def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
+    """Tokens that the head can draft; None if these are all tokens, or there is no head."""
+    import torch
+
+    from headstart.inference.drafters.tree_policies import HeadDrafter
+
+    heads = [each.head for each in fast.drafter.nested() if isinstance(each, HeadDrafter)]
+    if not heads or heads[0].draft_vocab_size >= fast.target.info.vocab_size:
+        return None
+    return heads[0].target_tokens(torch.arange(heads[0].draft_vocab_size, device=fast.target.device))
+
+
 def _compare(
-    target: Target, encoded: dict[str, list[Tensor]], sides: dict[str, Side], deadline: float, stop: StopRequest
+    fast: SpeculativeLM, encoded: dict[str, list[Tensor]], sides: dict[str, Side], deadline: float, stop: StopRequest
 ) -> dict[str, list[ComparedPrompt]]:
     """Answer the prompts until the deadline or a request to stop, but at least one."""
     from headstart.inference.tuning.machine import turns
 
+    vocabulary_D = _draft_vocabulary(fast)
     compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
     log.info("each side answers the first prompt once, to be warm")
     with stop.at_once():
@@ -164,7 +181,7 @@ def _compare(
                 if bar.done and time.monotonic() + each > deadline:
                     return compared
                 with stop.at_once():
-                    found = _compare_one(target, input_ids, sides, turns(SIDES, place))
+                    found = _compare_one(fast.target, vocabulary_D, input_ids, sides, turns(SIDES, place))
                 compared[path].append(found)
                 bar.update(bar.done + 1, Path(path).name)
     if not any(compared.values()):
@@ -172,7 +189,11 @@ def _compare(
     return compared
 
 
-def _compare_one(target: Target, input_ids: Tensor, sides: dict[str, Side], order: list[str]) -> ComparedPrompt:
+def _compare_one(
+    target: Target, vocabulary_D: Tensor | None, input_ids: Tensor, sides: dict[str, Side], order: list[str]
+) -> ComparedPrompt:
+    import torch
+
     from headstart.scripts.measuring.bandwidth import now
     from headstart.scripts.measuring.comparison import first_difference
 
@@ -182,13 +203,15 @@ def _compare_one(target: Target, input_ids: Tensor, sides: dict[str, Side], orde
         start = now(target.device)
         outputs[name] = sides[name](input_ids)
         seconds[name] = now(target.device) - start
-    stats = outputs["speculative"][1]
+    sequences, stats = outputs["speculative"]
     assert stats is not None
+    answer_T = sequences[0, input_ids.shape[1] :]
     return ComparedPrompt(
         tokens={name: sequences.shape[1] - input_ids.shape[1] for name, (sequences, _) in outputs.items()},
         seconds=seconds,
-        difference=first_difference(target, outputs["generate"][0], outputs["speculative"][0], input_ids.shape[1]),
+        difference=first_difference(target, outputs["generate"][0], sequences, input_ids.shape[1]),
         stats=stats,
+        covered=None if vocabulary_D is None else int(torch.isin(answer_T, vocabulary_D).sum()),
     )
 
 
@@ -212,12 +235,19 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
         "speedup_vs_plain": vs_plain,
         "plain_vs_generate": plain,
         **summary(stats),
+        "coverage": coverage(compared),
         "identical": sum(row.difference is None for row in compared) if greedy else None,
         "differences": [row.difference for row in compared if row.difference is not None] if greedy else None,
         "milliseconds_per_round": {
             name: 1000 * seconds / max(stats.rounds, 1) for name, seconds in stats.seconds.items() if name != "prefill"
         },
     }
+
+
+def coverage(compared: list[ComparedPrompt]) -> float | None:
+    """Share of the answers' tokens that are in the draft vocabulary; None if that has all tokens."""
+    covered = [row.covered for row in compared if row.covered is not None]
+    return sum(covered) / sum(row.tokens["speculative"] for row in compared) if covered else None
 
 
 def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[str]:
@@ -242,7 +272,7 @@ def print_report(report: dict[str, Any]) -> None:
     table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
     table.add_column("prompts")
     rates = (f"{side} tok/s" for side in SIDES)
-    for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "identical"):
+    for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "covered", "identical"):
         table.add_column(column, justify="right")
     stems = [Path(path).stem for path in report["files"]]
     for path, row in {**report["files"], "total": report["total"]}.items():
@@ -253,6 +283,7 @@ def print_report(report: dict[str, Any]) -> None:
             spread(row["speedup_vs_plain"]),
             number(row["acceptance_length"]),
             " ".join(number(rate) for rate in row["acceptance_rate_by_depth"]),
+            "-" if row["coverage"] is None else f"{row['coverage']:.1%}",
             "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         )
     console.print(table)
@@ -260,6 +291,12 @@ def print_report(report: dict[str, Any]) -> None:
     parts = ", ".join(f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items())
     log.info(f"a round in milliseconds: {parts}")
     log.info(f"{total['plain_rounds']} of {total['rounds']} rounds without drafts, to time plain steps or to be faster")
+    for path, row in report["files"].items():
+        if row["coverage"] is not None and row["coverage"] < WELL_COVERED:
+            log.info(
+                f"{Path(path).stem}: {1 - row['coverage']:.1%} of the answers' tokens are outside the draft vocabulary "
+                "and are never drafted; train on such prompts, with init_from and a larger head.draft_vocab_size"
+            )
     for line in costs(options, total["tokens_per_second"]):
         log.info(line)
     if found := report.get("profile"):

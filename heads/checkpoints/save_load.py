@@ -142,16 +142,20 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
 
 
 def copy_weights(head: DraftHead, other: DraftHead) -> None:
-    """Start a head from another one of its class; tokens that the other cannot draft keep the rows they have."""
+    """Start a head from another one of its class.
+
+    Tokens that the other cannot draft keep the rows they have, moved by the mean difference of the rows of common
+    tokens: a vector that all rows share changes no probability, so training may have moved them by any.
+    """
     weights, own = other.state_dict(), head.state_dict()
     places_V = draft_ids(head.vocabulary(), other.vocabulary())
     common_V = places_V >= 0
     for name in own.keys() & weights.keys():
         by_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
         if by_token and own[name].shape[1:] == weights[name].shape[1:]:
-            rows = own[name].clone()
-            rows[common_V] = weights[name][places_V[common_V]].to(rows)
-            weights[name] = rows
+            taken = weights[name][places_V[common_V]].to(own[name])
+            weights[name] = own[name] + (taken - own[name][common_V]).mean(0)
+            weights[name][common_V] = taken
     vocabulary = ("token_map", "d2t", "t2d")
     kept = {name: own[name] for name in vocabulary if name in own}
     load_exactly(head, {name: weights[name] for name in weights if name not in vocabulary} | kept)

@@ -11,11 +11,13 @@ import torch
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
-from headstart.inference import Stats, Target
+from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.stats import PARTS, RoundRecord
 from headstart.scripts import bench as benchmarking
 from headstart.scripts.bench import SIDES, BenchConfig, ComparedPrompt, benchmark, figures, print_report
 from headstart.train.console import Stopped
+from headstart.train.data.chat_template import prompt_ids
+from headstart.train.data.conversations import read_prompts
 
 
 def answered(seconds, tokens=(10, 10, 10), difference=None, rounds=((1, 2),), times=()):
@@ -107,6 +109,34 @@ def test_the_report_has_every_figure_for_each_file_and_in_total(config, capsys):
     assert report["options"]["max_new_tokens"] == 9
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("chat", "code", "total", "4/4"))
+
+
+def test_what_the_draft_vocabulary_lacks_is_counted_and_named(config, target_folder, tmp_path, capsys):
+    """With a draft vocabulary of one token, the most frequent of the answers."""
+    assert all(row["coverage"] is None for row in benchmark(config)["files"].values())
+    assert "outside" not in capsys.readouterr().out
+    target = Target.from_pretrained(target_folder, torch.float32)
+    lm = SpeculativeLM(target)
+    tokenizer = load_tokenizer(target_folder)
+    answers = {}
+    for path in config.prompts:
+        answers[path] = []
+        for messages in read_prompts(path, config.limit):
+            ids = prompt_ids(tokenizer, messages)
+            answers[path] += lm.generate(ids, max_new_tokens=9, do_sample=False).sequences[0, ids.shape[1] :].tolist()
+    counts_V = torch.bincount(
+        torch.tensor([token for tokens in answers.values() for token in tokens]), minlength=target.info.vocab_size
+    )
+    head = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=1), target.info)
+    head.initialize(target.modules, counts_V)
+    save_head(head, tmp_path / "small", CheckpointMetadata(tree=[[0], [0, 0]]))
+    report = benchmark(BenchConfig(**{**vars(config), "head": str(tmp_path / "small"), "profile": False}))
+    shown = " ".join(capsys.readouterr().out.split())
+    for path, tokens in answers.items():
+        share = tokens.count(int(head.token_map)) / len(tokens)
+        assert 0 < share < 0.95
+        assert report["files"][path]["coverage"] == share
+        assert f"{Path(path).stem}: {1 - share:.1%} of the answers' tokens are outside the draft vocabulary" in shown
 
 
 @pytest.mark.parametrize("new_tokens", [2, 9])  # of two tokens one round drafts nothing, and has no rates
