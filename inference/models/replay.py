@@ -86,11 +86,13 @@ class ReplayTarget(Target):
 
     def table(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """All texts [R, T], padded by `UNKNOWN`, and their features [R, T, F]; read when they are first asked for."""
-        if layers not in self._tables:
-            texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]  # see `_looked_up`
-            texts_RT = pad_sequence(texts, batch_first=True, padding_value=UNKNOWN)
-            read = [self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)]
-            self._tables[layers] = texts_RT, torch.cat(read)
+        for known, (texts_RT, features_RTF) in self._tables.items():  # prefill asks for one layer more than rounds
+            if known[: len(layers)] == layers:
+                return texts_RT, features_RTF[..., : len(layers) * self.info.hidden_size]
+        texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]  # see `_looked_up`
+        texts_RT = pad_sequence(texts, batch_first=True, padding_value=UNKNOWN)
+        read = [self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)]
+        self._tables[layers] = texts_RT, torch.cat(read)
         return self._tables[layers]
 
     def read_chunk(
