@@ -441,7 +441,7 @@ class DraftHead(nn.Module, ABC):
 class OffsetVocabularyHead(DraftHead):
     """A head whose draft vocabulary, if it has one, is saved as servers read it: `d2t` and `t2d`."""
 
-    vocabulary_layers = ("lm_head",)
+    vocabulary_layers: tuple[str, ...] = ("lm_head",)
     d2t: Tensor
     """Difference of target id and draft id, by draft id."""
     t2d: Tensor

@@ -105,7 +105,7 @@ class DSparkHead(DFlashHead):
 
     config_class = DSparkConfig
     config: DSparkConfig
-    vocabulary_layers = ("lm_head", "markov_head.markov_w2")
+    vocabulary_layers: tuple[str, ...] = ("lm_head", "markov_head.markov_w2")
 
     def __init__(self, config: DSparkConfig, target: TargetInfo) -> None:
         super().__init__(config, target)

@@ -96,7 +96,7 @@ class HydraHead(DraftHead):
 
     config_class: ClassVar[type[Any]] = HydraConfig
     config: HydraConfig
-    vocabulary_layers = ("lm_heads",)
+    vocabulary_layers: tuple[str, ...] = ("lm_heads",)
 
     def __init__(self, config: HydraConfig, target: TargetInfo) -> None:
         super().__init__(config, target)

@@ -82,7 +82,7 @@ class MedusaHead(DraftHead):
 
     config_class = MedusaConfig
     config: MedusaConfig
-    vocabulary_layers = ("lm_heads",)
+    vocabulary_layers: tuple[str, ...] = ("lm_heads",)
 
     def __init__(self, config: MedusaConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
