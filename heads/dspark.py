@@ -101,7 +101,7 @@ class MarkovHead(nn.Module):
 
 
 class DSparkHead(DFlashHead):
-    """DSpark head."""
+    """DFlash's layers, corrected by the token before each draft, and optionally an estimate of acceptance."""
 
     config_class = DSparkConfig
     config: DSparkConfig

@@ -92,7 +92,7 @@ class HydraBlocks(nn.Module):
 
 
 class HydraHead(DraftHead):
-    """Hydra head."""
+    """Medusa's heads, each of which also reads the tokens drafted before it."""
 
     config_class: ClassVar[type[Any]] = HydraConfig
     config: HydraConfig

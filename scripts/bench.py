@@ -85,7 +85,7 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and measure."""
+    """Run `headstart bench` with these command-line arguments."""
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 

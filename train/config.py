@@ -378,7 +378,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(CommandOptions):
-    """One training run."""
+    """All that a run of `headstart train` depends on."""
 
     required = ("target", "output", "data.sources")
     minimum: ClassVar[dict[str, float]] = {

@@ -154,7 +154,8 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
         by_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
         if by_token and own[name].shape[1:] == weights[name].shape[1:]:
             taken = weights[name][places_V[common_V]].to(own[name])
-            weights[name] = own[name] + (taken - own[name][common_V]).mean(0)
+            moved = (taken - own[name][common_V]).mean(0) if len(taken) else 0.0
+            weights[name] = own[name] + moved
             weights[name][common_V] = taken
     vocabulary = ("token_map", "d2t", "t2d")
     kept = {name: own[name] for name in vocabulary if name in own}

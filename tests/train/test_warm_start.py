@@ -160,6 +160,20 @@ def test_every_row_of_a_common_token_is_taken(tiny_target, kind, options, theirs
     assert by_token
 
 
+def test_without_a_common_token_a_vocabulary_begins_as_a_new_heads(tiny_target):
+    target = tiny_target(layers=2, dtype=torch.float32)
+    heads = []
+    for tokens in (range(6), range(6, 12)):
+        counts_V = torch.zeros(target.info.vocab_size, dtype=torch.int64)
+        counts_V[list(tokens)] = 1
+        heads.append(build_head("medusa", {"num_heads": 1, "draft_vocab_size": 6}, target.info))
+        heads[-1].initialize(target.modules, counts_V)
+    other, head = heads
+    before = head.lm_heads[0].weight.clone()
+    copy_weights(head, other)
+    assert torch.equal(head.lm_heads[0].weight, before)
+
+
 @pytest.mark.parametrize(
     ("head", "words"),
     [
