@@ -1,89 +1,172 @@
-"""What one change of a recipe does: the same short training from the same start, with one option changed at a time.
+"""What one change of a recipe does: trainings of equal length from the same start, with one option changed at a time.
 
-    python benchmarks/recipes.py --conversations conversations.jsonl --output runs/recipes
+    python benchmarks/recipes.py --conversations conversations.jsonl --prompts eval/*.jsonl held-out/*.jsonl
 
-Acceptance is compared and not the loss, which differs with the objective: real, greedy, on held-out prompts. The
-states of the first conversations are computed once and shared by all runs, so that a run costs the head's own steps
-only. A run that is finished is not made again: the command resumes where it was stopped. The table is `recipes.md`
-under `--output`.
+Acceptance is compared and not the loss, which differs with the objective: real, greedy, in float32, on the same prompts
+of every kind. The states of the conversations are computed once and shared by all runs, so that a run's time is the
+head's own; a change whose steps cost more gets fewer of them. A training that fails is named in the table. What is
+finished is not made again: the command resumes where it was stopped. `--seeds 0 1 2` repeats the changes named by
+`--only`, where differences are small. The table is `recipes.md` under `--output`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import statistics
 from pathlib import Path
+from typing import Any
+
+from common import TARGET, TREES, acceptance, arguments, encoded, replay_target, save
+from torch import Tensor
 
 from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference import load_tokenizer
+from headstart.inference.models.replay import ReplayTarget
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
-from headstart.train.console import console, show_on_console
 from headstart.train.loop import train
+from headstart.train.run_folder import hardware
 
+AS_IT_IS = "as it is"
 CHANGES = {
-    "as it is": [],
-    "AdamW, lr 1e-3": ["--optim.name=adamw", "--optim.lr=1e-3"],
-    "AdamW, lr 3e-4": ["--optim.name=adamw", "--optim.lr=3e-4"],
-    "Muon, lr 5e-3": ["--optim.lr=5e-3"],
-    "linear schedule": ["--optim.schedule=linear"],
-    "constant after the warm-up": ["--optim.schedule=constant_with_warmup"],
-    "EMA 0.95": ["--optim.ema=0.95"],
-    "start: random": ["--head.start=random"],
-    "3.1: fc_norm and norm_output": ["--head.fc_norm=true", "--head.norm_output=true"],
-    "loss: hard CE": ["--head.loss={ce: 1.0}"],
-    "loss: reverse KL": ["--head.loss={reverse_kl: 1.0}"],
-    "loss: LK, alpha": ["--head.loss={lk_alpha: 1.0}"],
-    "loss: LK, lambda": ["--head.loss={lk_lambda: 1.0}"],
-    "depth weights: D-PACE": ["--head.depth_weights=d_pace"],
-    "2 steps of training-time test": ["--head.train_steps=2"],
-    "7 steps of training-time test": ["--head.train_steps=7"],
-    "draft vocabulary 2,048": ["--head.draft_vocab_size=2048"],
-    "states in int8": ["--features.format=int8"],
+    AS_IT_IS: [],
+    "loss: hard CE": ["head.loss={ce: 1.0}"],
+    "loss: reverse KL": ["head.loss={reverse_kl: 1.0}"],
+    "loss: TV": ["head.loss={tv: 1.0}"],
+    "loss: LK, alpha": ["head.loss={lk_alpha: 1.0}"],
+    "loss: LK, lambda": ["head.loss={lk_lambda: 1.0}"],
+    "loss: soft CE and TV": ["head.loss={soft_ce: 0.5, tv: 0.5}"],
+    "loss: soft CE and hard CE": ["head.loss={soft_ce: 0.5, ce: 0.5}"],
+    "depth weights: all 1": ["head.decay=1.0"],
+    "depth weights: 0.6": ["head.decay=0.6"],
+    "depth weights: D-PACE": ["head.depth_weights=d_pace"],
+    "2 steps of training-time test": ["head.train_steps=2"],
+    "3 steps of training-time test": ["head.train_steps=3"],
+    "5 steps of training-time test": ["head.train_steps=5"],
+    "7 steps of training-time test": ["head.train_steps=7"],
+    "3.1: fc_norm": ["head.fc_norm=true"],
+    "3.1: norm_output": ["head.norm_output=true"],
+    "3.1: both": ["head.fc_norm=true", "head.norm_output=true"],
+    "norm_before_residual": ["head.norm_before_residual=true"],
+    "draft vocabulary 2,048": ["head.draft_vocab_size=2048"],
+    "draft vocabulary 8,192": ["head.draft_vocab_size=8192"],
+    "features: last block": ["head.feature_layers=[28]"],
+    "features: 9, 19, 28": ["head.feature_layers=[9, 19, 28]"],
+    "features: 5 of them": ["head.feature_layers=[1, 8, 14, 21, 27]"],
+    "2 decoder layers": ["head.num_layers=2"],
+    "MLP of 768, random start": ["head.intermediate_size=768", "head.start=random"],
+    "MLP of 3,072, random start": ["head.intermediate_size=3072", "head.start=random"],
+    "start: random": ["head.start=random"],
+    "own embedding": ["head.own_embedding=true"],
+    "AdamW, lr 3e-4": ["optim.name=adamw", "optim.lr=3e-4"],
+    "AdamW, lr 1e-3": ["optim.name=adamw", "optim.lr=1e-3"],
+    "AdamW, lr 3e-3": ["optim.name=adamw", "optim.lr=3e-3"],
+    "Muon, lr 2e-3": ["optim.lr=2e-3"],
+    "Muon, lr 5e-3": ["optim.lr=5e-3"],
+    "Muon, lr 1e-2": ["optim.lr=1e-2"],
+    "Muon, lr 2e-2": ["optim.lr=2e-2"],
+    "linear schedule": ["optim.schedule=linear"],
+    "constant after the warm-up": ["optim.schedule=constant_with_warmup"],
+    "EMA 0.95": ["optim.ema=0.95"],
+    "batches of 4": ["loop.batch_size=4"],
+    "batches of 16": ["loop.batch_size=16"],
+    "packed rows": ["data.pack=1024", "loop.batch_size=2"],
+    "states in int8": ["features.format=int8"],
 }
-"""What is changed, in the table's order, and the options that change it."""
+"""What is changed, in the table's order, and the options that change it. KL has the gradient of soft CE."""
+COSTS = {
+    "2 steps of training-time test": 0.74,
+    "3 steps of training-time test": 0.87,
+    "5 steps of training-time test": 1.2,
+    "7 steps of training-time test": 1.6,
+    "draft vocabulary 8,192": 1.15,
+    "2 decoder layers": 1.4,
+    "MLP of 768, random start": 0.95,
+    "MLP of 3,072, random start": 1.1,
+    "batches of 4": 0.5,
+    "batches of 16": 2.0,
+}
+"""Time of a step over that of the recipe as it is, about, where it differs."""
 
 
 def main() -> None:
-    """Train what is missing, then write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train and measure what is missing, and write the table."""
+    parser = arguments(__doc__, "runs/recipes")
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
-    parser.add_argument("--steps", type=int, default=80, help="of each run")
-    parser.add_argument("--limit", type=int, default=700, help="conversations that are read")
-    parser.add_argument("--prompts", type=int, default=32, help="held out, for acceptance")
+    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
+    parser.add_argument("--steps", type=int, default=120, help="of each training; fewer where a step costs more")
+    parser.add_argument("--max-conversations", type=int, default=1000, help="conversations that are read")
+    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="of so few conversations")
+    parser.add_argument("--options", nargs="*", default=[], help="of every training, such as data.max_length=1024")
+    parser.add_argument("--limit", type=int, default=6, help="prompts of each file")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--only", nargs="+", choices=CHANGES, metavar="CHANGE", help=f"some of: {', '.join(CHANGES)}")
-    parser.add_argument("--output", default="runs/recipes")
     args = parser.parse_args()
-    output = Path(args.output)
-    lines = [
-        f"{args.steps} steps of {args.config}; acceptance length on {args.prompts} held-out prompts, with its 95 % "
-        "interval; accuracy at depths 1 to 3, the true tokens before them given.",
-        "",
-        "| change | chain | dynamic tree | accuracy | seconds a step |",
-        "|---|---|---|---|---|",
-    ]
-    for name in args.only or CHANGES:
-        states = "states-int8" if "--features.format=int8" in CHANGES[name] else "states"
-        given = [
-            *("--config", args.config, "--data.sources", f"[{args.conversations}]"),
-            *("--output", str(output / "".join(c if c.isalnum() else "-" for c in name))),
-            *(f"--data.max_conversations={args.limit}", "--data.held_out=0.08"),
-            "--head.draft_vocab_size=4096",  # of the tokens of so few conversations
-            *("--features.mode=cached", "--features.folder", str(output / states)),
-            *(f"--loop.max_steps={args.steps}", "--loop.eval_every=0", "--loop.save_every=0"),
-            *(f"--eval.prompts={args.prompts}", "--eval.new_tokens=64", "--eval.conversations=60"),
+    kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
+    target = replay_target(kinds, args.new_tokens)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in dict.fromkeys([AS_IT_IS, *(args.only or CHANGES)]):
+        found[name] = [measured(name, seed, args, target, kinds) for seed in args.seeds]
+        lines = [
+            f"Hardware: {hardware()}. {args.steps} steps of {args.config}, or as many as take the same time; "
+            f"acceptance length, the mean of {len(kinds)} kinds of {args.limit} prompts, {args.new_tokens} tokens.",
+            "",
+            f"| change | {' | '.join(TREES)} | over as it is | seconds a step | steps | seeds |",
+            "|---" * (5 + len(TREES)) + "|",
+            *(table_row(each, runs, found[AS_IT_IS]) for each, runs in found.items()),
         ]
-        metadata = load_head(train(options(TrainConfig, "train", "", [*given, *CHANGES[name]])) / "best")[1]
-        found, run = metadata.measured, metadata.training
-        chain, dynamic = (
-            f"{row['acceptance_length']:.2f} ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
-            for row in (found["trees"]["chain"], found["trees"]["dynamic"])
-        )
-        accuracy = " ".join(f"{ranks[0]:.3f}" for ranks in found["accuracy"][:3])
-        lines.append(f"| {name} | {chain} | {dynamic} | {accuracy} | {run['seconds'] / run['step']:.2f} |")
-        (output / "recipes.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    console.print("\n".join(lines))
+        save(str(Path(args.output) / "recipes.md"), lines)
+
+
+def measured(
+    name: str, seed: int, args: argparse.Namespace, target: ReplayTarget, kinds: dict[str, list[Tensor]]
+) -> dict[str, Any]:
+    """Train with one change, and measure its acceptance; a training that fails is reported as an error."""
+    folder = Path(args.output) / file_name(f"{name} {seed}")
+    result = folder.with_suffix(".json")
+    if result.exists():
+        return json.loads(result.read_text(encoding="utf-8"))
+    states = file_name(" ".join(["states", *(option for option in CHANGES[name] if "feature" in option)]))
+    given = ["--config", args.config, "--data.sources", f"[{args.conversations}]", "--output", str(folder)]
+    given += [f"--data.max_conversations={args.max_conversations}", f"--loop.seed={seed}", "--loop.save_every=0"]
+    given += [f"--head.draft_vocab_size={args.draft_vocabulary}", "--loop.eval_every=0"]
+    given += [f"--loop.max_steps={round(args.steps / COSTS.get(name, 1.0))}"]
+    given += ["--eval.prompts=1", "--eval.new_tokens=8", "--eval.conversations=8"]
+    given += ["--features.mode=cached", f"--features.folder={Path(args.output) / states}"]
+    given += [f"--{option}" for option in [*args.options, *CHANGES[name]]]
+    try:
+        head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
+    except ValueError as error:
+        found: dict[str, Any] = {"error": str(error)}
+    else:
+        run = metadata.training
+        found = {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"]}
+        found |= acceptance(target, head, kinds, args.new_tokens)
+    result.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def file_name(text: str) -> str:
+    """The text with a hyphen for all that is no letter or digit."""
+    return "-".join(re.findall(r"\w+", text.replace("_", "-")))
+
+
+def table_row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+    """Means over kinds and seeds; the ratio to `base` in trees, with its standard error over kinds and seeds."""
+    if errors := [run["error"] for run in runs if "error" in run]:
+        return "| " + " | ".join([name, errors[0], *[""] * (len(TREES) + 2), str(len(runs))]) + " |"
+    cells = [name, *(f"{statistics.mean(statistics.mean(run[tree].values()) for run in runs):.3f}" for tree in TREES)]
+    tree = [*TREES][-1]
+    ratios = [run[tree][kind] / own[tree][kind] for run, own in zip(runs, base, strict=True) for kind in run[tree]]
+    cells.append(f"{statistics.mean(ratios):.3f} ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}")
+    cells.append(f"{statistics.mean(run['seconds_per_step'] for run in runs):.2f}")
+    cells += [f"{statistics.mean(run['steps'] for run in runs):.0f}", str(len(runs))]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    show_on_console()
     main()
