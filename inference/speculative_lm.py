@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -52,7 +53,7 @@ from .tracing.trace import Trace, trace_of
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
 from .tuning.tree_spec import TreeSpec
-from .verify import choose_rule, greedy
+from .verify import choose_rule, greedy, is_lossy
 
 SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
     "logits_processor",
@@ -429,6 +430,8 @@ class SpeculativeLM:
             _check_prepared(config, inputs, streamer, len(input_ids))
             mask = torch.ones_like(input_ids) if mask is None else mask
             prompts = [row[attended.bool()] for row, attended in zip(input_ids, mask, strict=True)]
+            if config.do_sample and is_lossy(self.verifier):
+                _warn_of_equal_answers(self.verifier, prompts)
             if min(map(len, prompts)) == 0:
                 raise ValueError(f"prompt {[len(row) for row in prompts].index(0)} of the batch is all padding")
             paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
@@ -611,6 +614,17 @@ def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: 
         raise ValueError(f"{unsupported[0]} is not supported; the output holds sequences, scores, logits and stats")
     if streamer is not None and rows > 1:
         raise ValueError(f"a streamer takes one row, not a batch of {rows}")
+
+
+def _warn_of_equal_answers(verifier: str, prompts: list[Tensor]) -> None:
+    """Warn if one prompt is to get several answers by a rule that draws nothing."""
+    different = len({tuple(prompt.tolist()) for prompt in prompts})
+    if different < len(prompts):
+        warnings.warn(
+            f"the verifier {verifier!r} draws nothing: the {len(prompts)} rows get {different} different answers; for "
+            'samples that differ, choose "auto"',
+            stacklevel=3,
+        )
 
 
 def with_stop_strings(

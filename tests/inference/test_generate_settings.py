@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -213,6 +215,20 @@ def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
         ranks = target.model(written).logits[0, len(ROWS[1]) - 1 : -1].argsort(dim=-1, descending=True)
     for token, best in zip(written[0, len(ROWS[1]) :], ranks):
         assert token in best[:3]
+
+
+@pytest.mark.parametrize(("verifier", "told"), [("typical", True), ("typical:0.1:0.5", True), ("auto", False)])
+def test_several_answers_of_typical_acceptance_are_one_and_that_is_told(tiny_target, verifier, told):
+    target = tiny_target(vocab_size=VOCAB, layers=3)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), verifier=verifier, lossy=told)
+    settings: dict = {**PLAIN, "do_sample": True, "num_return_sequences": 3}
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        written = lm.generate(ROWS[1][None], torch.ones_like(ROWS[1][None]), **settings).sequences
+        lm.generate(*padded(ROWS), **PLAIN | {"do_sample": True})  # prompts that differ
+    said = [str(each.message) for each in given if "draws nothing" in str(each.message)]
+    assert ["3 rows get 1 different answers" in each for each in said] == [True] * told
+    assert (len({tuple(row.tolist()) for row in written}) == 1) == told
 
 
 def test_thresholds_of_typical_acceptance_decide_how_much_is_accepted(tiny_target):
