@@ -50,6 +50,11 @@ CHANGES = {
     "3.1: norm_output": ["head.norm_output=true"],
     "3.1: both": ["head.fc_norm=true", "head.norm_output=true"],
     "norm_before_residual": ["head.norm_before_residual=true"],
+    "norms of speculators": [
+        "head.norm_before_residual=true",
+        "head.norm_before_fc=true",
+        "head.norm_output=true",
+    ],
     "draft vocabulary 2,048": ["head.draft_vocab_size=2048"],
     "draft vocabulary 8,192": ["head.draft_vocab_size=8192"],
     "features: last block": ["head.feature_layers=[28]"],

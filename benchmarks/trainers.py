@@ -15,6 +15,13 @@ The trainers differ in what they judge. Ours leaves out drafts whose root or pat
 whose token cannot be drafted; theirs leaves the LM head as it began. With --same-objective a row is one text, all of it
 judged, every token can be drafted and our LM head is frozen, too: then both minimise the same number, and it is printed
 for every row. With --target-top-k there is a third side, ours with that option.
+
+    python benchmarks/trainers.py --conversations conversations.jsonl --recommended --prompts gsm8k.jsonl mt_bench.jsonl
+
+With --recommended each trainer has its own way: the start of its weights, its norms, objective, optimizer and schedule
+as configs/smollm2-eagle3.yaml and the defaults of speculators have them. Rows, their order, the number of steps and the
+draft vocabulary stay the same. A third side is theirs with our learning rate. Then the acceptance of all heads is
+measured, theirs as `headstart import` reads them.
 """
 
 from __future__ import annotations
@@ -38,7 +45,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 STEPS, LENGTH, LR = 3, 1024, 1e-3
-HEAD = {"type": "eagle3", "depth": STEPS, "norm_before_residual": True, "loss": {"kl": 1.0}, "decay": 1.0}
+HEAD = {"depth": STEPS, "norm_before_residual": True, "loss": {"kl": 1.0}, "decay": 1.0}
+OPTIM = {"name": "muon", "lr": LR, "schedule": "constant_with_warmup", "warmup": 0.0}
+RECOMMENDED = "configs/smollm2-eagle3.yaml"
 
 
 def main() -> None:
@@ -51,16 +60,22 @@ def main() -> None:
     parser.add_argument("--draft-vocabulary", type=int, default=4096, help="tokens that can be drafted")
     parser.add_argument("--same-objective", action="store_true", help="what both trainers judge alike, see above")
     parser.add_argument("--target-top-k", type=int, help="of the third side")
+    parser.add_argument("--recommended", action="store_true", help="each trainer in its own way, see above")
+    parser.add_argument("--prompts", nargs="*", default=[], help="with --recommended: JSONL files to measure on")
+    parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peers", default=".venv-peers/bin/python", help="python that has the package speculators")
     parser.add_argument("--side", choices=sorted(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        serve(SIDES[args.side](args.folder), args.folder / f"{args.side}.safetensors")
+        serve(SIDES[args.side](args.folder), args.folder, args.side)
         return
     if not args.conversations:
         parser.error("--conversations is needed")
+    if args.recommended != bool(args.prompts):
+        parser.error("--recommended and --prompts need each other")
     if not Path(args.peers).exists():
         parser.error(f"no python at {args.peers}: `make peers` makes one, or name another with --peers")
     torch.set_num_threads(args.threads)
@@ -73,9 +88,13 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace, folder: Path) -> Any:
     """Write rows with the target's states, the target's ends, the starting weights; return the head."""
+    from transformers import LlamaConfig
+
     from headstart.heads import build_head
     from headstart.heads.checkpoints.export_formats import export_head
     from headstart.inference import Target, load_tokenizer
+    from headstart.scripts.command_line import options as command_options
+    from headstart.train.config import TrainConfig, head_options
     from headstart.train.data.chat_template import encode
     from headstart.train.data.conversations import read_conversations
     from headstart.train.data.token_cache import count_answer_tokens
@@ -88,10 +107,15 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     rows = rows[: args.rows + args.held_out]
     if len(rows) < args.rows + args.held_out:
         sys.exit(f"{args.conversations} fills only {len(rows)} rows of {LENGTH} tokens")
-    info = target.info
-    options = {"draft_vocab_size": None if args.same_objective else args.draft_vocabulary}
+    info, options, optim = target.info, HEAD, OPTIM
+    if args.recommended:
+        config = command_options(
+            TrainConfig, "train", "", ["--config", RECOMMENDED, "--data.sources", f"[{args.conversations}]"]
+        )
+        options, optim = head_options(config)[1], dataclasses.asdict(config.optim)
+    options = {**options, "draft_vocab_size": None if args.same_objective else args.draft_vocabulary}
     torch.manual_seed(0)
-    head = build_head("eagle3", {**{name: HEAD[name] for name in HEAD if name != "type"}, **options}, info)
+    head = build_head("eagle3", options, info)
     head.initialize(target.modules, count_answer_tokens(examples, info.vocab_size))
     for number, row in enumerate(rows):
         positions_T = torch.cat([torch.arange(length) for length in row["lengths"].tolist()])
@@ -105,8 +129,8 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     if target.modules.lm_head.weight.data_ptr() != target.model.get_input_embeddings().weight.data_ptr():
         ends["lm_head.weight"] = target.modules.lm_head.weight.detach()
     save_file(ends, folder / "target" / "model.safetensors")
-    config = target.config.to_dict()
-    config.pop("quantization_config", None)
+    known = LlamaConfig().to_dict()  # a GGUF file's config has keys of its own
+    config = {name: value for name, value in target.config.to_dict().items() if name in known}
     (folder / "target" / "config.json").write_text(json.dumps(config, default=str))
     head.target = dataclasses.replace(info, name=str(folder / "target"))
     export_head(head, "speculators", folder / "start", embedding_VD)
@@ -114,6 +138,9 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     given = {
         "info": dataclasses.asdict(info),
         "options": options,
+        "optim": optim,
+        "rows": args.rows,
+        "recommended": args.recommended,
         "frozen": args.same_objective,
         "threads": args.threads,
         "target_top_k": args.target_top_k,
@@ -163,14 +190,12 @@ class Ours:
 
         given = json.loads((folder / "given.json").read_text())
         torch.set_num_threads(given["threads"])
-        options = {**{name: HEAD[name] for name in HEAD if name != "type"}, **given["options"]}
-        options["target_top_k"] = given["target_top_k"] if top_k else None
+        options = given["options"] | {"target_top_k": given["target_top_k"] if top_k else None}
         self.head = build_head("eagle3", options, TargetInfo(**given["info"])).train()
         self.head.load_state_dict(load_file(folder / "start.safetensors"))
         self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
         self.modules = ends_of(folder)
-        config = OptimConfig(name="muon", lr=LR, schedule="constant_with_warmup", warmup=0.0, weight_decay=0.0)
-        self.optimizer, _ = build_optimizer(self.head, config, 1000, {})
+        self.optimizer, self.schedule = build_optimizer(self.head, OptimConfig(**given["optim"]), given["rows"], {})
 
     def step(self, row: dict[str, Tensor]) -> float:
         """The loss of a row, from whose gradient the optimizer steps."""
@@ -179,52 +204,62 @@ class Ours:
         (output.loss / row["mask"].sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
         return mean_loss(output)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Weights of the head by our tensor names."""
-        return self.head.state_dict()
+    def save(self, folder: Path, name: str) -> None:
+        """Write the head's weights."""
+        save_file(self.head.state_dict(), folder / f"{name}.safetensors")
 
 
 class Theirs:
     """A step as `speculators.train.trainer.Trainer` makes it, in float32 and hence without autocast."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, our_lr: bool = False) -> None:
         from speculators.losses import resolve_loss_config
         from speculators.models.eagle3 import Eagle3DraftModel
         from speculators.models.eagle3.data import shift_batch
         from speculators.train.data import CollateFn
         from speculators.train.optimizers import build_optimizers
-        from speculators.train.trainer import TrainerConfig
-        from transformers import LlamaConfig
+        from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
+        from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
         given = json.loads((folder / "given.json").read_text())
         torch.set_num_threads(given["threads"])
-        start = load_file(folder / "start" / "model.safetensors")
+        start, own_way = load_file(folder / "start" / "model.safetensors"), given["recommended"]
+        torch.manual_seed(0)
         config = LlamaConfig.from_pretrained(folder / "target")
-        config.num_hidden_layers = 1
+        config.num_hidden_layers, config.tie_word_embeddings = 1, False
         self.model = Eagle3DraftModel.from_training_args(
             config,
             t2d=start.get("t2d"),
             d2t=start.get("d2t"),
             draft_vocab_size=given["draft_vocabulary"],
             norm_before_residual=True,
+            norm_before_fc=own_way,
+            norm_output=own_way,
             target_layer_ids=given["layers"],
             ttt_steps=STEPS,
             draft_attn_impl="eager",
             verifier_name_or_path=str(folder / "target"),
         )
-        missing, unknown = self.model.load_state_dict(start, strict=False)
-        assert not unknown and all(name.startswith(("verifier_", "embed_tokens")) for name in missing), (
-            missing,
-            unknown,
-        )
+        if not own_way:
+            missing, unknown = self.model.load_state_dict(start, strict=False)
+            theirs = ("verifier_", "embed_tokens")
+            assert not unknown and all(name.startswith(theirs) for name in missing), (missing, unknown)
         self.model.verifier_norm = torch.nn.Identity()  # the states in our files are behind the norm
         self.model.float().train()
         self.collate = CollateFn(LENGTH, config.hidden_size, len(given["layers"]), torch.float32, shift_batch)
-        settings = TrainerConfig(LR, 1, "", optimizer="muon", muon_lr=LR, weight_decay=0.0, muon_weight_decay=0.0)
+        lr = given["optim"]["lr"] if our_lr else LR
+        settings = TrainerConfig(lr, 1, "", optimizer="muon", muon_lr=lr)
+        if not own_way:
+            settings = settings._replace(weight_decay=0.0, muon_weight_decay=0.0)
         self.optimizers = build_optimizers(self.model, settings)
+        self.schedules = []
+        if own_way:
+            warmup, steps = _resolve_scheduler_steps(settings, given["rows"])
+            self.schedules = [get_linear_schedule_with_warmup(each, warmup, steps) for each in self.optimizers]
         self.loss = resolve_loss_config("kl_div", "eager")
 
     def step(self, row: dict[str, Tensor]) -> float:
@@ -247,21 +282,28 @@ class Theirs:
             optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return float(loss)
+        for stepped in (*self.optimizers, *self.schedules):
+            stepped.step()
+        return float(loss.detach())
 
-    def weights(self) -> dict[str, Tensor]:
-        """Weights of the head by our tensor names."""
+    def save(self, folder: Path, name: str) -> None:
+        """Write the weights by our tensor names, and the head as its trainer saves it."""
         skipped = ("verifier_", "embed_tokens")
         kept = {name: value for name, value in self.model.state_dict().items() if not name.startswith(skipped)}
-        return {name.replace("layers.0.", "midlayer."): value for name, value in kept.items()}
+        ours = {name.replace("layers.0.", "midlayer."): value.contiguous() for name, value in kept.items()}
+        save_file(ours, folder / f"{name}.safetensors")
+        self.model.save_pretrained(folder / name)
 
 
-SIDES = {"ours": Ours, "theirs": Theirs, "ours-top-k": partial(Ours, top_k=True)}
+SIDES = {
+    "ours": Ours,
+    "theirs": Theirs,
+    "ours-top-k": partial(Ours, top_k=True),
+    "theirs-our-lr": partial(Theirs, our_lr=True),
+}
 
 
-def serve(side: Ours | Theirs, out: Path) -> None:
+def serve(side: Ours | Theirs, folder: Path, name: str) -> None:
     """Train on the row that each line of the input names, answer with seconds and loss; at the end, with the peak."""
     print("ready", flush=True)
     for line in sys.stdin:
@@ -269,7 +311,7 @@ def serve(side: Ours | Theirs, out: Path) -> None:
         start = time.perf_counter()
         loss = side.step(row)
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), flush=True)
-    save_file({name: value.contiguous() for name, value in side.weights().items()}, out)
+    side.save(folder, name)
     print(json.dumps({"peak": memory_mib("VmHWM")}), flush=True)
 
 
@@ -281,7 +323,8 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     from headstart.train.run_folder import hardware
 
     head = prepare(args, folder)
-    sides = [side for side in SIDES if side != "ours-top-k" or args.target_top_k]
+    skipped = {"ours-top-k": not args.target_top_k, "theirs-our-lr": not args.recommended}
+    sides = [side for side in SIDES if not skipped.get(side)]
     running = {side: started(side, args, folder) for side in sides}
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     counts = []
@@ -295,6 +338,9 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         )
         print(f"row {number}, {counts[-1]} tokens: {said}", flush=True)
     peaks = {side: ended(process) for side, process in running.items()}
+    if args.recommended:
+        print_acceptance(args, folder, head)
+        return
     print(
         f"\n{hardware()}, torch {torch.__version__}, {args.threads} thread(s), {head.draft_vocab_size:,} draft tokens\n"
     )
@@ -311,9 +357,35 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         print(f"{peaks['ours'] / peaks['theirs']:.2f} of the memory")
 
 
+def print_acceptance(args: argparse.Namespace, folder: Path, head: Any) -> None:
+    """Print the acceptance length of every head on every file of prompts, greedily in float32."""
+    from common import acceptance, encoded, replay_target
+
+    from headstart.heads.checkpoints.files import read_json, read_weights
+    from headstart.heads.checkpoints.import_formats import import_head
+    from headstart.inference import load_tokenizer
+
+    kinds = encoded(load_tokenizer(args.target), args.prompts, args.limit)
+    target = replay_target(kinds, args.new_tokens)
+    head.load_state_dict(load_file(folder / "ours.safetensors"))
+    embedding_VD = load_file(folder / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    heads = {"ours": head}
+    for side in ("theirs", "theirs-our-lr"):
+        config, tensors = read_json(folder / side / "config.json"), read_weights(folder / side)
+        heads[side], _ = import_head(config, tensors, target.info, embedding_VD)
+    found = {side: acceptance(target, each, kinds, args.new_tokens) for side, each in heads.items()}
+    print(f"\n{args.rows} steps of a row, {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32")
+    for tree in found["ours"]:
+        columns = {side: {**own[tree], "mean": statistics.mean(own[tree].values())} for side, own in found.items()}
+        print(f"\n| {tree} | {' | '.join(columns)} | ours / theirs |\n|---|{'---|' * len(columns)}---|")
+        for kind, length in columns["ours"].items():
+            cells = " | ".join(f"{own[kind]:.2f}" for own in columns.values())
+            print(f"| {kind} | {cells} | {length / columns['theirs'][kind]:.2f} |")
+
+
 def started(side: str, args: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
     """The process of a side, ready to train."""
-    python = args.peers if side == "theirs" else sys.executable
+    python = args.peers if side.startswith("theirs") else sys.executable
     command = [python, __file__, "--side", side, "--folder", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
