@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,9 +106,9 @@ def named_heads(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, 
     return {name: load_head(path)[0] for name, path in (each.split("=", 1) for each in given)}
 
 
-def replay_target(kinds: dict[str, list[Tensor]], new_tokens: int) -> ReplayTarget:
+def replay_target(kinds: dict[str, list[Tensor]], new_tokens: int, source: str = TARGET) -> ReplayTarget:
     """Target that has answered these prompts greedily in float32, so that measuring a head costs its drafts alone."""
-    original = Target.from_pretrained(TARGET, torch.float32)
+    original = Target.from_pretrained(source, torch.float32)
     original.compile()
     target = ReplayTarget(original)
     for rows in kinds.values():  # all before the first look-up: what is known is read again when there is more
@@ -125,3 +127,16 @@ def acceptance(
         return greedy_answers(target, head, shape, prompts[kind], new_tokens).stats.acceptance_length
 
     return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in TREES.items()}
+
+
+def remembered(path: Path, given: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result in a file, made if there is none; one that was made from anything else than `given` is refused."""
+    if not path.exists():
+        path.write_text(json.dumps({"given": given, "result": make()}), encoding="utf-8")
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if other := [name for name, value in given.items() if stored["given"].get(name) != value]:
+        was = {name: stored["given"].get(name) for name in other}
+        sys.exit(
+            f"{path} was made with {was}, not { ({name: given[name] for name in other}) }; choose another --output"
+        )
+    return stored["result"]

@@ -12,13 +12,12 @@ finished is not made again: the command resumes where it was stopped. `--seeds 0
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
-from common import TARGET, TREES, acceptance, arguments, encoded, replay_target, save
+from common import TARGET, TREES, acceptance, arguments, encoded, remembered, replay_target, save
 from torch import Tensor
 
 from headstart.heads.checkpoints.save_load import load_head
@@ -57,7 +56,7 @@ CHANGES = {
     ],
     "draft vocabulary 2,048": ["head.draft_vocab_size=2048"],
     "draft vocabulary 8,192": ["head.draft_vocab_size=8192"],
-    "features: last block": ["head.feature_layers=[28]"],
+    "features: last block but one": ["head.feature_layers=[28]"],
     "features: 9, 19, 28": ["head.feature_layers=[9, 19, 28]"],
     "features: 5 of them": ["head.feature_layers=[1, 8, 14, 21, 27]"],
     "2 decoder layers": ["head.num_layers=2"],
@@ -132,9 +131,6 @@ def measured(
 ) -> dict[str, Any]:
     """Train with one change, and measure its acceptance; a training that fails is reported as an error."""
     folder = Path(args.output) / file_name(f"{name} {seed}")
-    result = folder.with_suffix(".json")
-    if result.exists():
-        return json.loads(result.read_text(encoding="utf-8"))
     states = file_name(" ".join(["states", *(option for option in CHANGES[name] if "feature" in option)]))
     given = ["--config", args.config, "--data.sources", f"[{args.conversations}]", "--output", str(folder)]
     given += [f"--data.max_conversations={args.max_conversations}", f"--loop.seed={seed}", "--loop.save_every=0"]
@@ -143,16 +139,18 @@ def measured(
     given += ["--eval.prompts=1", "--eval.new_tokens=8", "--eval.conversations=8"]
     given += ["--features.mode=cached", f"--features.folder={Path(args.output) / states}"]
     given += [f"--{option}" for option in [*args.options, *CHANGES[name]]]
-    try:
-        head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
-    except ValueError as error:
-        found: dict[str, Any] = {"error": str(error)}
-    else:
+
+    def make() -> dict[str, Any]:
+        try:
+            head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
+        except ValueError as error:
+            return {"error": str(error)}
         run = metadata.training
-        found = {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"]}
-        found |= acceptance(target, head, kinds, args.new_tokens)
-    result.write_text(json.dumps(found), encoding="utf-8")
-    return found
+        lengths = acceptance(target, head, kinds, args.new_tokens)
+        return {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"], **lengths}
+
+    measure = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new_tokens, "options": given}
+    return remembered(folder.with_suffix(".json"), measure, make)
 
 
 def file_name(text: str) -> str:
@@ -166,8 +164,10 @@ def table_row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]])
         return "| " + " | ".join([name, errors[0], *[""] * (len(TREES) + 2), str(len(runs))]) + " |"
     cells = [name, *(f"{statistics.mean(statistics.mean(run[tree].values()) for run in runs):.3f}" for tree in TREES)]
     tree = [*TREES][-1]
-    ratios = [run[tree][kind] / own[tree][kind] for run, own in zip(runs, base, strict=True) for kind in run[tree]]
-    cells.append(f"{statistics.mean(ratios):.3f} ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}")
+    pairs = [(run, own) for run, own in zip(runs, base, strict=True) if "error" not in own]
+    ratios = [run[tree][kind] / own[tree][kind] for run, own in pairs for kind in run[tree]]
+    error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+    cells.append(f"{statistics.mean(ratios):.3f}{error}" if ratios else "")
     cells.append(f"{statistics.mean(run['seconds_per_step'] for run in runs):.2f}")
     cells += [f"{statistics.mean(run['steps'] for run in runs):.0f}", str(len(runs))]
     return f"| {' | '.join(cells)} |"

@@ -87,6 +87,8 @@ def main() -> None:
     settings = answer_settings(args.new_tokens, 1.0) | {"top_k": 0, "top_p": 1.0}
     files = encoded(load_tokenizer(args.target), args.prompts, 2 * args.limit)
     others = [ids_1T for rows in files.values() for ids_1T in rows[args.limit :]]
+    if not others:
+        parser.error(f"no file has more than {args.limit} prompts, and those behind them are counted on")
     files = {file: rows[: args.limit] for file, rows in files.items()}
     rates: dict[str, list[float]] = {}
     for way, spec in (("alike", COUNTED), ("drawn", f"drawn:{COUNTED}")):

@@ -16,16 +16,18 @@ NAME=HEAD` measures other heads beside them. The tables are `scaling.md` under `
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, replay_target, save
+from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, remembered, replay_target, save
+from torch import Tensor
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import load_tokenizer
+from headstart.inference.models.replay import ReplayTarget
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import open_source
@@ -58,25 +60,27 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
+    measure = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new_tokens}
+    beside = {}
     for name, head in others.items():
-        if not (output / f"{name}.json").exists():
-            result = {"lengths": acceptance(target, head, kinds, args.new_tokens)}
-            (output / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
-    beside = {name: json.loads((output / f"{name}.json").read_text(encoding="utf-8"))["lengths"] for name in others}
+        make = partial(acceptance, target, head, kinds, args.new_tokens)
+        beside[name] = remembered(output / f"{name}.json", measure, make)
     found: dict[int, dict[str, Any]] = {}
     for tokens, count in conversations.items():
-        result = output / f"{tokens}.json"
-        if not result.exists():
-            given = ["--config", args.config, "--data.sources", f"[{args.conversations}]"]
-            given += ["--output", str(output / str(tokens)), f"--data.max_conversations={count}"]
-            given += [f"--head.draft_vocab_size={sizes[tokens]}", f"--loop.epochs={args.epochs}"]
-            given += [f"--{each}" for each in args.options]
-            head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
-            lengths = acceptance(target, head, kinds, args.new_tokens)
-            hours = metadata.training["seconds"] / 3600
-            result.write_text(json.dumps({"lengths": lengths, "hours": hours}), encoding="utf-8")
-        found[tokens] = json.loads(result.read_text(encoding="utf-8"))
+        given = ["--config", args.config, "--data.sources", f"[{args.conversations}]"]
+        given += ["--output", str(output / str(tokens)), f"--data.max_conversations={count}"]
+        given += [f"--head.draft_vocab_size={sizes[tokens]}", f"--loop.epochs={args.epochs}"]
+        given += [f"--{each}" for each in args.options]
+        make = partial(trained, given, target, kinds, args.new_tokens)
+        found[tokens] = remembered(output / f"{tokens}.json", {**measure, "options": given}, make)
         save(str(output / "scaling.md"), tables(found, beside, args))
+
+
+def trained(given: list[str], target: ReplayTarget, kinds: dict[str, list[Tensor]], new_tokens: int) -> dict[str, Any]:
+    """Train by these options, and return the head's acceptance and the hours that it took."""
+    head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
+    lengths = acceptance(target, head, kinds, new_tokens)
+    return {"lengths": lengths, "hours": metadata.training["seconds"] / 3600}
 
 
 def conversations_with(path: str, tokens: int) -> int:
@@ -134,7 +138,7 @@ def tables(found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: a
             lines += [
                 "",
                 f"{sizes[-1]:,} tokens, predicted from the smaller sizes: {error:.2f} off (root mean square over the "
-                f"kinds), {errors[-1]:+.2f} the mean.",
+                f"kinds); the mean is predicted {abs(errors[-1]):.2f} too {'high' if errors[-1] > 0 else 'low'}.",
             ]
     hours = ", ".join(f"{found[size]['hours']:.2f} for {size:,}" for size in sizes)
     return [*lines, "", f"Hours of training: {hours}."]

@@ -76,6 +76,8 @@ def main() -> None:
         parser.error("--conversations is needed")
     if args.recommended != bool(args.prompts):
         parser.error("--recommended and --prompts need each other")
+    if args.recommended and (args.same_objective or args.target_top_k):
+        parser.error("--recommended takes neither --same-objective nor --target-top-k")
     if not Path(args.peers).exists():
         parser.error(f"no python at {args.peers}: `make peers` makes one, or name another with --peers")
     torch.set_num_threads(args.threads)
@@ -366,7 +368,7 @@ def print_acceptance(args: argparse.Namespace, folder: Path, head: Any) -> None:
     from headstart.inference import load_tokenizer
 
     kinds = encoded(load_tokenizer(args.target), args.prompts, args.limit)
-    target = replay_target(kinds, args.new_tokens)
+    target = replay_target(kinds, args.new_tokens, args.target)
     head.load_state_dict(load_file(folder / "ours.safetensors"))
     embedding_VD = load_file(folder / "target" / "model.safetensors")["model.embed_tokens.weight"]
     heads = {"ours": head}

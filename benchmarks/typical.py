@@ -25,7 +25,7 @@ from headstart.train.data.conversations import distinct_share
 from headstart.train.run_folder import hardware
 
 THRESHOLDS = ("0.3:0.3", "0.09:0.3", "0.09:1", "0.03:0.3", "0.01:0.1")
-"""Epsilon and delta, from the strictest to the loosest; 0.09 and 0.3 are Medusa's."""
+"""Epsilon and delta; 0.09 and 0.3 are Medusa's."""
 
 
 def main() -> None:

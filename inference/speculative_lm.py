@@ -621,9 +621,9 @@ def _warn_of_equal_answers(verifier: str, prompts: list[Tensor]) -> None:
     different = len({tuple(prompt.tolist()) for prompt in prompts})
     if different < len(prompts):
         warnings.warn(
-            f"the verifier {verifier!r} draws nothing: the {len(prompts)} rows get {different} different answers; for "
-            'samples that differ, choose "auto"',
-            stacklevel=3,
+            f"the verifier {verifier!r} draws no random numbers: equal prompts get equal answers ({different} "
+            f"different prompts in {len(prompts)} rows); for samples that differ, choose the verifier 'auto'",
+            stacklevel=2,
         )
 
 

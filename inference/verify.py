@@ -173,8 +173,8 @@ def typical(
     """LOSSY: accept whatever the target finds plausible; does not keep the target's distribution.
 
     A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
-    target's best token follows (Medusa, section 2.3.1). `sampler` is not used: a prompt has one text, whatever the
-    seed, and that is closer to the greedy one than a sample is (benchmarks/typical.md).
+    target's best token follows (Medusa, section 2.3.1). `sampler` is not used: with the same drafts a prompt has one
+    text, whatever the seed, and that is closer to the greedy one than a sample is (benchmarks/typical.md).
     """
     log_p_BNV = scores_BNV.log_softmax(-1)
     threshold_BN = typical_threshold(log_p_BNV, epsilon, delta)

@@ -226,8 +226,8 @@ def test_several_answers_of_typical_acceptance_are_one_and_that_is_told(tiny_tar
         warnings.simplefilter("always")
         written = lm.generate(ROWS[1][None], torch.ones_like(ROWS[1][None]), **settings).sequences
         lm.generate(*padded(ROWS), **PLAIN | {"do_sample": True})  # prompts that differ
-    said = [str(each.message) for each in given if "draws nothing" in str(each.message)]
-    assert ["3 rows get 1 different answers" in each for each in said] == [True] * told
+    said = [str(each.message) for each in given if "draws no random numbers" in str(each.message)]
+    assert ["1 different prompts in 3 rows" in each for each in said] == [True] * told
     assert (len({tuple(row.tolist()) for row in written}) == 1) == told
 
 

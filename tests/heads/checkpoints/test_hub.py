@@ -145,7 +145,10 @@ def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(hub: Hub
     assert same(load_head("me/head")[0], head)
 
 
-def test_an_id_that_is_none_is_refused_before_anything_is_asked(hub: Hub) -> None:
+def test_an_id_that_is_none_is_refused_before_anything_is_asked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no folder ../head
     hub.trouble = lambda handler: pytest.fail("asked the Hub")
     with pytest.raises(ValueError, match=r"no head at '../head': it is no folder, and no Hub id either"):
         local_folder("../head")
