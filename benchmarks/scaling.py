@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS:VOCABULARY")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS[:VOCABULARY]")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--options", nargs="*", default=[], help="of each training, such as optim.lr=5e-3")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=HEAD", help="heads to measure beside them")
     args = parser.parse_args()
     others, output = named_heads(parser, args.also), Path(args.output)
-    sizes = {int(tokens): int(vocabulary) for tokens, vocabulary in (each.split(":") for each in args.sizes)}
+    sizes = {int(tokens): vocabulary for tokens, _, vocabulary in (each.partition(":") for each in args.sizes)}
     conversations = {tokens: conversations_with(args.conversations, tokens) for tokens in sorted(sizes)}
     output.mkdir(parents=True, exist_ok=True)
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
@@ -69,7 +69,8 @@ def main() -> None:
     for tokens, count in conversations.items():
         given = ["--config", args.config, "--data.sources", f"[{args.conversations}]"]
         given += ["--output", str(output / str(tokens)), f"--data.max_conversations={count}"]
-        given += [f"--head.draft_vocab_size={sizes[tokens]}", f"--loop.epochs={args.epochs}"]
+        given += [f"--head.draft_vocab_size={sizes[tokens]}"] if sizes[tokens] else []
+        given += [f"--loop.epochs={args.epochs}"]
         given += [f"--{each}" for each in args.options]
         make = partial(trained, given, target, kinds, args.new_tokens)
         found[tokens] = remembered(output / f"{tokens}.json", {**measure, "options": given}, make)

@@ -39,7 +39,7 @@ from headstart.train.console import console
 from headstart.train.data.batches import Batch, Order, collate
 from headstart.train.engines import autocast, resolved
 from headstart.train.features.cached import FORMATS, FeatureCache
-from headstart.train.features.online import CachedFeatures, cache_bytes, online_features
+from headstart.train.features.online import CachedFeatures, cache_bytes, kept_layers, online_features
 from headstart.train.features.placement import load_target
 from headstart.train.loop import load_inputs
 from headstart.train.memory_plan import plan_run
@@ -244,12 +244,13 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
             "online": partial(online_features, target, inputs.head)
         }
         for name in FORMATS:
-            cache = FeatureCache(Path(folder) / name, {"format": name})
+            manifest = {"format": name, "layers": kept_layers(inputs.head.feature_layers)}
+            cache = FeatureCache(Path(folder) / name, manifest)
             sources[name] = CachedFeatures(target, inputs.head, cache)
             for batch in batches:
                 sources[name](batch)
             cache.flush()
-            sources[name] = CachedFeatures(target, inputs.head, FeatureCache(Path(folder) / name, {"format": name}))
+            sources[name] = CachedFeatures(target, inputs.head, FeatureCache(Path(folder) / name, manifest))
         held = {id(batch): online_features(target, inputs.head, batch) for batch in batches}
         sources["left out"] = lambda batch: held[id(batch)]
         seconds, losses = steps_of(sources, batches, inputs.head, config, accelerator)

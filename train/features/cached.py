@@ -1,6 +1,6 @@
 """The feature cache: the target's states on disk, written once, read at random through a memory map.
 
-manifest.json     identity of the states: target, layers, tokenizer, format; a run with another one is refused
+manifest.json     identity of the states: target, tokenizer, format, and the layers, of which a run needs some or all
 *.safetensors     shards, each written completely or not at all, named by a hash of its sequences
 
 A shard holds sequences one after the other, N tokens in all; the LM head makes logits from the last layer's states:
@@ -46,7 +46,10 @@ class FeatureCache:
     """One folder of states, by the hash of a sequence's tokens."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
-        """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError."""
+        """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError.
+
+        A folder that was made with more layers serves as well: `layers` are those that it has.
+        """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
         self._locations: dict[Key, _Location] = {}
         self._open: dict[Path, Any] = {}
@@ -56,10 +59,13 @@ class FeatureCache:
         path = folder / MANIFEST
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
+            if set(manifest["layers"]) <= set(before["layers"]):
+                manifest = {**manifest, "layers": before["layers"]}
             check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(manifest, indent=1))
+        self.layers = tuple(manifest["layers"])
         self.refresh()
 
     def refresh(self) -> None:

@@ -77,7 +77,7 @@ class CachedFeatures(OnlineFeatures):
     ) -> None:
         """Read and fill a cache; `accelerator` joins the processes over which the target may be sharded."""
         super().__init__(target, head)
-        self.cache, self.layers = cache, kept_layers(head.feature_layers)
+        self.cache, self.layers = cache, cache.layers
         self._together = accelerator if is_sharded(target) else None
         self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
         self._last = self.layers.index(-1)

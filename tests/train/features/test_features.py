@@ -97,6 +97,16 @@ def test_cached_features_are_those_of_the_batch(target, head, cached, examples, 
     close(cached()(batch, torch.float64), found, batch, atol=0, rtol=0)
 
 
+def test_a_folder_with_more_layers_serves_as_well(target, head, cached, examples, reads):
+    batch = collate(examples)
+    head.feature_layers = (1, 0)
+    cached(layers=[1, 0, -1]).write(Accelerator(), examples)
+    head.feature_layers, before = (0, -1), len(reads)
+    found = cached()(batch, torch.float64)
+    assert len(reads) == before
+    close(found, online_features(target, head, batch, torch.float64), batch, atol=1e-5, rtol=0)
+
+
 def test_a_sequence_is_read_once_whatever_batch_or_row_it_stands_in(target, head, cached, examples, reads):
     source = cached(shard_bytes=1)  # a shard for every sequence
     first = source(collate(examples))
