@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,16 @@ def replay_target(kinds: dict[str, list[Tensor]], new_tokens: int, source: str =
 def acceptance(
     target: ReplayTarget, head: DraftHead, kinds: dict[str, list[Tensor]], new_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Acceptance length of a head by tree, then by kind, greedily on prompts of shape [1, T]."""
+    """Acceptance length of a head by tree, then by kind, greedily on prompts of shape [1, T].
+
+    The dynamic tree is no deeper than the head can draft.
+    """
     head = head.to(target.device, target.dtype).eval()
     prompts = {kind: [ids_1T[0] for ids_1T in rows] for kind, rows in kinds.items()}
 
     def length(shape: TreePolicy, kind: str) -> float:
+        if isinstance(shape, DynamicShape):
+            shape = replace(shape, depth=min(shape.depth, head.max_depth))
         return greedy_answers(target, head, shape, prompts[kind], new_tokens).stats.acceptance_length
 
     return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in TREES.items()}

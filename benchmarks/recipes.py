@@ -67,10 +67,10 @@ CHANGES = {
     "AdamW, lr 3e-4": ["optim.name=adamw", "optim.lr=3e-4"],
     "AdamW, lr 1e-3": ["optim.name=adamw", "optim.lr=1e-3"],
     "AdamW, lr 3e-3": ["optim.name=adamw", "optim.lr=3e-3"],
-    "Muon, lr 2e-3": ["optim.lr=2e-3"],
-    "Muon, lr 5e-3": ["optim.lr=5e-3"],
-    "Muon, lr 1e-2": ["optim.lr=1e-2"],
-    "Muon, lr 2e-2": ["optim.lr=2e-2"],
+    "Muon, lr 2e-3": ["optim.name=muon", "optim.lr=2e-3"],
+    "Muon, lr 5e-3": ["optim.name=muon", "optim.lr=5e-3"],
+    "Muon, lr 1e-2": ["optim.name=muon", "optim.lr=1e-2"],
+    "Muon, lr 2e-2": ["optim.name=muon", "optim.lr=2e-2"],
     "linear schedule": ["optim.schedule=linear"],
     "constant after the warm-up": ["optim.schedule=constant_with_warmup"],
     "EMA 0.95": ["optim.ema=0.95"],
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
     parser.add_argument("--steps", type=int, default=120, help="of each training; fewer where a step costs more")
     parser.add_argument("--max-conversations", type=int, default=1000, help="conversations that are read")
-    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="of so few conversations")
+    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="of so few conversations; 0 for all tokens")
     parser.add_argument("--options", nargs="*", default=[], help="of every training, such as data.max_length=1024")
     parser.add_argument("--limit", type=int, default=6, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -134,8 +134,8 @@ def measured(
     states = file_name(" ".join(["states", *(option for option in CHANGES[name] if "feature" in option)]))
     given = ["--config", args.config, "--data.sources", f"[{args.conversations}]", "--output", str(folder)]
     given += [f"--data.max_conversations={args.max_conversations}", f"--loop.seed={seed}", "--loop.save_every=0"]
-    given += [f"--head.draft_vocab_size={args.draft_vocabulary}", "--loop.eval_every=0"]
-    given += [f"--loop.max_steps={round(args.steps / COSTS.get(name, 1.0))}"]
+    given += [f"--head.draft_vocab_size={args.draft_vocabulary}"] if args.draft_vocabulary else []
+    given += ["--loop.eval_every=0", f"--loop.max_steps={round(args.steps / COSTS.get(name, 1.0))}"]
     given += ["--eval.prompts=1", "--eval.new_tokens=8", "--eval.conversations=8"]
     given += ["--features.mode=cached", f"--features.folder={Path(args.output) / states}"]
     given += [f"--{option}" for option in [*args.options, *CHANGES[name]]]
