@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from headstart.train.run_folder import provenance
 CONFIGS = Path(__file__).parents[1] / "configs"
 PROBE_STEPS = 12
 """Steps of the run that measures how long one takes."""
+Sides = Callable[[], dict[str, Side]]
 
 
 def main() -> None:
@@ -79,8 +81,9 @@ def main() -> None:
         return
     folders |= {name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)}
 
-    sides = loaded(folders, args.nodes, args.compile or "auto")
-    measure = {"sides": [*sides], "limit": args.limit, "new_tokens": args.new_tokens, "nodes": args.nodes}
+    sides = cache(partial(loaded, folders, args.nodes, args.compile or "auto"))  # not before a piece is missing
+    measure = {"heads": [*folders], "limit": args.limit, "new_tokens": args.new_tokens, "nodes": args.nodes}
+    measure |= {"compile": args.compile}
     pieces: dict[str, Any] = {}
     after: dict[str, dict[str, Any]] = {}
     for path, (kind, rows) in zip(args.prompts, prompts.items(), strict=True):
@@ -93,7 +96,7 @@ def main() -> None:
         measure |= {"prompts": args.prompts[0], "contexts": args.contexts, "conversations": args.conversations}
         make = partial(after_contexts, sides, args)
         after = remembered(output / "contexts.json", measure, make)
-    save(str(output / "heads.md"), tables(pieces, after, folders))
+        save(str(output / "heads.md"), tables(pieces, after, folders))
 
 
 def trained(name: str, given: list[str], minutes: float, output: Path) -> Path:
@@ -133,16 +136,16 @@ def loaded(folders: dict[str, Path], nodes: int, compile: bool | str) -> dict[st
     return sides
 
 
-def measured(sides: dict[str, Side], rows: list[Tensor], settings: dict[str, Any], title: str) -> dict[str, Any]:
+def measured(sides: Sides, rows: list[Tensor], settings: dict[str, Any], title: str) -> dict[str, Any]:
     """Speed of every side, and what the heads' decoding counted."""
     torch.manual_seed(0)
-    rates, stats = compared(sides, rows, settings, title)
+    rates, stats = compared(sides(), rows, settings, title)
     heads = {name: found for name, found in stats.items() if ": " in name}
     counted = {name: {**summary(found), "parts": found.round_parts} for name, found in heads.items()}
     return json_ready({"rates": rates, "heads": counted, **provenance()})
 
 
-def after_contexts(sides: dict[str, Side], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def after_contexts(sides: Sides, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Greedy acceptance of each head's tree when earlier turns, of other conversations, stand before a prompt."""
     tokenizer, settings = load_tokenizer(TARGET), answer_settings(args.new_tokens, 0.0)
     earlier = [turn for row in read_conversations(args.conversations, 200) for turn in row["messages"]]
@@ -155,7 +158,7 @@ def after_contexts(sides: dict[str, Side], args: argparse.Namespace) -> dict[str
             while prompt_ids(tokenizer, earlier[first : first + turns] + messages).shape[1] < length - args.new_tokens:
                 turns += 2
             asked.append(prompt_ids(tokenizer, earlier[first : first + turns] + messages))
-        for name, side in sides.items():
+        for name, side in sides().items():
             if name.endswith(": tree"):
                 runs = [side(ids, settings)[1] for ids in asked]
                 found.setdefault(name, {})[str(length)] = json_ready(summary(Stats.merged(runs)))

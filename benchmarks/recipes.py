@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
     parser.add_argument("--steps", type=int, default=120, help="of each training; fewer where a step costs more")
     parser.add_argument("--max-conversations", type=int, default=1000, help="conversations that are read")
-    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="of so few conversations; 0 for all tokens")
+    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="of so few conversations; 0: the config's")
     parser.add_argument("--options", nargs="*", default=[], help="of every training, such as data.max_length=1024")
     parser.add_argument("--limit", type=int, default=6, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64)

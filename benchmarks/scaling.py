@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS[:VOCABULARY]")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS[:VOCABULARY]", help="the config's if none")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--options", nargs="*", default=[], help="of each training, such as optim.lr=5e-3")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
@@ -55,7 +55,8 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=HEAD", help="heads to measure beside them")
     args = parser.parse_args()
     others, output = named_heads(parser, args.also), Path(args.output)
-    sizes = {int(tokens): vocabulary for tokens, _, vocabulary in (each.partition(":") for each in args.sizes)}
+    pairs = (each.partition(":") for each in args.sizes)
+    sizes = {int(tokens): int(vocabulary or 0) for tokens, _, vocabulary in pairs}
     conversations = {tokens: conversations_with(args.conversations, tokens) for tokens in sorted(sizes)}
     output.mkdir(parents=True, exist_ok=True)
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)

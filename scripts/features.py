@@ -24,7 +24,7 @@ def precompute(config: TrainConfig) -> None:
     from headstart.train.console import log
     from headstart.train.data.token_cache import lengths_of
     from headstart.train.engines import end_together, resolved, start
-    from headstart.train.features.online import CachedFeatures, cache_bytes, kept_layers, open_cache
+    from headstart.train.features.online import CachedFeatures, cache_bytes, open_cache
     from headstart.train.loop import load_inputs
     from headstart.train.run_folder import as_begun
 
@@ -32,11 +32,11 @@ def precompute(config: TrainConfig) -> None:
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
     inputs = load_inputs(config, accelerator)
-    bytes_per_token = cache_bytes(inputs.head, config.features.format)
-    total = bytes_per_token * sum(lengths_of(inputs.training))
-    layers = ", ".join(map(str, kept_layers(inputs.head.feature_layers)))
-    log.info(f"{bytes_per_token:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
     cache = open_cache(accelerator, inputs.head, inputs.provenance, config.features, Path(config.output))
+    bytes_per_token = cache_bytes(inputs.head, config.features.format, cache.layers)
+    total = bytes_per_token * sum(lengths_of(inputs.training))
+    layers = ", ".join(map(str, cache.layers))
+    log.info(f"{bytes_per_token:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
     CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, inputs.training)
     log.info(f"{cache.folder} holds the states of {len(inputs.training):,} sequences")
     end_together(accelerator)

@@ -48,7 +48,8 @@ class FeatureCache:
     def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
         """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError.
 
-        A folder that was made with more layers serves as well: `layers` are those that it has.
+        A folder that was made with more layers serves as well: `layers` are those that it has, -1 for the state after
+        the final norm.
         """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
         self._locations: dict[Key, _Location] = {}

@@ -77,10 +77,10 @@ class CachedFeatures(OnlineFeatures):
     ) -> None:
         """Read and fill a cache; `accelerator` joins the processes over which the target may be sharded."""
         super().__init__(target, head)
-        self.cache, self.layers = cache, cache.layers
+        self.cache = cache
         self._together = accelerator if is_sharded(target) else None
-        self._chosen = [self.layers.index(layer) for layer in head.feature_layers]
-        self._last = self.layers.index(-1)
+        self._chosen = [cache.layers.index(layer) for layer in head.feature_layers]
+        self._last = cache.layers.index(-1)
         self._epoch: int | None = None
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
@@ -100,7 +100,7 @@ class CachedFeatures(OnlineFeatures):
 
     def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
         """Return a batch with its states from the cache, in the cache's format."""
-        shape = (*batch.tokens_BT.shape, len(self.layers))
+        shape = (*batch.tokens_BT.shape, len(self.cache.layers))
         states_BTLD = torch.zeros((*shape, self.target.info.hidden_size), dtype=FORMATS[self.cache.format])
         scales_BTL = torch.zeros(shape) if self.cache.format == "int8" else None
         for key, (row, place) in zip(keys, batch.places(), strict=True):
@@ -144,8 +144,9 @@ class CachedFeatures(OnlineFeatures):
         missing = any(key not in self.cache for key in keys)
         if missing if self._together is None else any_process(self._together, missing):
             tokens_BT = batch.tokens_BT.to(self.target.device)
-            states_BTF, _ = self.target.read(tokens_BT, self.layers, _on(self.target, batch.positions_BT))
-            states_BTLD = states_BTF.unflatten(-1, (len(self.layers), -1))
+            layers = self.cache.layers
+            states_BTF, _ = self.target.read(tokens_BT, layers, _on(self.target, batch.positions_BT))
+            states_BTLD = states_BTF.unflatten(-1, (len(layers), -1))
             for key, (row, place) in zip(keys, batch.places(), strict=True):
                 self.cache.add(key, states_BTLD[row, place])
         return keys
@@ -165,17 +166,19 @@ def feature_source(
     `auto` caches states that fit in its limit and are read again, or are there already.
     """
     options = config.features
-    gib = cache_bytes(head, options.format) * sum(lengths_of(examples)) / 2**30
+    tokens = sum(lengths_of(examples))
+    gib = cache_bytes(head, options.format) * tokens / 2**30
     begun = options.folder is not None and (Path(options.folder) / MANIFEST).exists()
     if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
         return OnlineFeatures(target, head)
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
     cached = CachedFeatures(target, head, cache, accelerator)
-    log.info(f"the target's states: {gib:.2f} GiB in {cached.cache.folder}")
+    gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
+    log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
     if options.from_server is not None:
         if accelerator.is_main_process:
-            folder, layers = Path(options.from_server), options.server_layers
-            added = take_server_states(cached.cache, target, cached.layers, examples, folder, layers)
+            folder = Path(options.from_server)
+            added = take_server_states(cache, target, examples, folder, options.server_layers)
             log.info(f"states of {added} sequences from {folder}")
         cached.settle(accelerator)
     if options.mode == "cached":
@@ -203,10 +206,13 @@ def open_cache(
         return FeatureCache(folder, manifest)
 
 
-def cache_bytes(head: DraftHead, storage: str) -> int:
-    """Bytes that a token's states take on disk in a format; int8 has a float32 scale for each layer."""
+def cache_bytes(head: DraftHead, storage: str, layers: Sequence[int] = ()) -> int:
+    """Bytes that a token's states take on disk in a format; int8 has a float32 scale for each layer.
+
+    `layers` are those that a folder has, if not only what the head reads.
+    """
     bytes_per_layer = head.target.hidden_size * FORMATS[storage].itemsize + (4 if storage == "int8" else 0)
-    return len(kept_layers(head.feature_layers)) * bytes_per_layer
+    return len(layers or kept_layers(head.feature_layers)) * bytes_per_layer
 
 
 def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:

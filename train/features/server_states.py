@@ -28,18 +28,17 @@ from .cached import FeatureCache, key_of
 def take_server_states(
     cache: FeatureCache,
     target: Target,
-    layers: Sequence[int],
     examples: Sequence[Example],
     folder: Path,
     server_layers: Sequence[int],
 ) -> int:
     """Add the states of every example to the cache; return the number of sequences that were added.
 
-    The cache holds the feature layers `layers`, -1 for the state after the final norm. The files hold `server_layers`,
-    in their order and by speculators' numbers. An invalid file, or an example without states, raises a ValueError.
+    The files hold `server_layers`, in their order and by speculators' numbers. An invalid file, or an example without
+    states, raises a ValueError.
     """
     blocks = target.info.num_layers
-    wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
+    wanted = [blocks if layer == -1 else layer + 1 for layer in cache.layers]
     if lacking := [layer for layer in wanted if layer not in server_layers]:
         raise ValueError(
             f"features.server_layers {list(server_layers)} lack {lacking}: the head reads {wanted} in the server's "
@@ -56,7 +55,7 @@ def take_server_states(
         tokens_T, states_TLD = _read(path, target, len(server_layers))
         key = key_of(tokens_T)
         if key in missing:
-            cache.add(key, _selected(states_TLD, target, layers, columns))
+            cache.add(key, _selected(states_TLD, target, cache.layers, columns))
             del missing[key]
             added += 1
     if missing:

@@ -66,7 +66,7 @@ def source(target, head, tmp_path):
 
 
 def take(source, target, examples, folder, layers=LAYERS):
-    return take_server_states(source.cache, target, source.layers, examples, folder, layers)
+    return take_server_states(source.cache, target, examples, folder, layers)
 
 
 def test_they_are_the_targets_own(target, head, source, examples, served, monkeypatch):
