@@ -3,8 +3,8 @@
     python benchmarks/answers.py --prompts prompts.jsonl --limit 192 --head examples/smollm2-135m-eagle3
 
 The same prompts, greedy, so that all sides write texts of the same lengths: stock `generate` in batches of `--batch`,
-in the order of the file; our engine with as many places, of which a prompt that waits takes each that becomes free; and
-that with a head. Interleaved by blocks of prompts; the ratios' median and quartiles over blocks.
+in the order of the file; our engine with as many places, of which a prompt that waits takes each that becomes free, and
+the same with all prompts of a batch padded to the longest; and with a head. Interleaved by blocks of prompts; the ratios' median and quartiles over blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common import TARGET, arguments, ratio, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference import SpeculativeLM, Target, load_tokenizer, loop
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.console import console
@@ -25,6 +25,10 @@ from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES
 from headstart.train.run_folder import hardware
+
+
+PADDED = "headstart, prompts padded to the longest"
+APART = loop.APART_ON_CPU
 
 
 def main() -> None:
@@ -40,13 +44,15 @@ def main() -> None:
     target, tokenizer = Target.from_pretrained(args.target, torch.bfloat16), load_tokenizer(args.target)
     prompts = [prompt_ids(tokenizer, row)[0] for row in read_prompts(args.prompts, args.limit)]
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    sides: dict[str, Any] = {"generate": target, "headstart": SpeculativeLM(target)}
+    plain = SpeculativeLM.from_pretrained(target).warmup()
+    sides: dict[str, Any] = {"generate": target, PADDED: plain, "headstart": plain}
     if args.head:
-        sides["headstart with a head"] = SpeculativeLM.from_pretrained(target, args.head)
+        sides["headstart with a head"] = SpeculativeLM.from_pretrained(target, args.head).warmup()
     block = WAVES * args.batch
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number, start in enumerate(range(0, len(prompts) - block + 1, block)):
         for name in turns([*sides], number):
+            loop.APART_ON_CPU = int(1e9) if name == PADDED else APART
             began = time.perf_counter()
             tokens = answer(sides[name], prompts[start : start + block], args.batch, target, settings)
             rates[name].append(tokens / (time.perf_counter() - began))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -49,6 +49,9 @@ SHARED_TOKENS = 32
 """Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which must pay."""
 PREFILL_TOKENS = 2048
 """Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
+APART_ON_CPU, APART = 64, 2048
+"""Tokens of padding that reading some of the prompts in a forward of their own must save: as many as are read in the time
+that a forward takes at least, which an accelerator spends on its launch."""
 UNUSED = RandomSampler()
 """Sampler for rules that draw no random numbers."""
 SAMPLED_SHAPES = 2
@@ -82,7 +85,7 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
         decoding = replace(decoding, noise=noise)
     with timed(stats, "prefill"):
         began = time.perf_counter()
-        cache, roots_B = prefill(decoding, drafter, sequences, sequences.active, past)
+        cache, roots_B = prefill_all(decoding, drafter, sequences, past)
         stats.first_token_seconds = [time.perf_counter() - began]
         roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
     whole = drafter
@@ -272,17 +275,11 @@ def replace_ended(
     while sequences.leaving and sequences.waiting:
         slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
         slots = slots[: len(sequences.waiting)]
-        rows = [sequences.waiting.popleft() for _ in slots]
         sequences.leaving -= {sequences.active[slot] for slot in slots}
-        fresh = drafter.fresh()
-        fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
-        into_R = torch.tensor(slots, device=roots_B.device)
-        cache.replace(into_R, fresh_cache)
-        fresh_cache.release()
-        drafter.replace(into_R, fresh)
-        roots_B = roots_B.index_copy(0, into_R, fresh_roots)
-        for slot, row in zip(slots, rows, strict=True):
-            sequences.active[slot] = row
+        for slot in slots:
+            sequences.active[slot] = sequences.waiting.popleft()
+        for group in similar_lengths(sequences, slots, decoding.target):
+            roots_B = prefill_slots(decoding, drafter, sequences, group, cache, roots_B)
     if not sequences.leaving:
         return roots_B
     kept = [slot for slot, row in enumerate(sequences.active) if row not in sequences.leaving]
@@ -293,6 +290,60 @@ def replace_ended(
     cache.select(kept_R)
     drafter.select(kept_R)
     return roots_B[kept_R]
+
+
+def prefill_all(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None
+) -> tuple[TreeCache, Tensor]:
+    """Read the prompts of all active rows, those of similar lengths together; return the KV cache and the roots [B]."""
+    groups = similar_lengths(sequences, range(len(sequences.active)), decoding.target)
+    sequences.active = [sequences.active[slot] for group in groups for slot in group]
+    first, batch = len(groups[0]), len(sequences.active)
+    cache, roots_B = prefill(decoding, drafter, sequences, sequences.active[:first], past)
+    if first == batch:
+        return cache, roots_B
+    # The rows of the other groups begin as copies of a row that has been read.
+    copied_B = torch.tensor([*range(first), *[0] * (batch - first)], device=roots_B.device)
+    cache.select(copied_B)
+    drafter.select(copied_B)
+    roots_B, slots = roots_B[copied_B], iter(range(first, batch))
+    for group in groups[1:]:
+        roots_B = prefill_slots(decoding, drafter, sequences, [next(slots) for _ in group], cache, roots_B)
+    return cache, roots_B
+
+
+def similar_lengths(sequences: Sequences, slots: Sequence[int], target: Target) -> list[list[int]]:
+    """Slots of the batch in groups whose prompts are read together, padded to the longest of the group.
+
+    A group is split where that saves the most padding, as long as it saves more than is then read twice.
+    """
+    prompts = {slot: sequences.prompts[sequences.active[slot]] for slot in slots}
+    needed = APART_ON_CPU if target.device.type == "cpu" else APART
+
+    def split(longest_first: list[int]) -> list[list[int]]:
+        count, longest = len(longest_first), len(prompts[longest_first[0]])
+        saved = [(count - at) * (longest - len(prompts[slot])) for at, slot in enumerate(longest_first)]
+        most = max(saved)
+        if most >= needed and target.shares_prompts:  # sync: once a batch whose prompts differ in length
+            most -= shared_length([prompts[slot].tolist() for slot in longest_first])
+        if most < needed:
+            return [sorted(longest_first)]
+        at = saved.index(max(saved))
+        return [*split(longest_first[:at]), *split(longest_first[at:])]
+
+    return split(sorted(slots, key=lambda slot: len(prompts[slot]), reverse=True))
+
+
+def prefill_slots(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, slots: list[int], cache: TreeCache, roots_B: Tensor
+) -> Tensor:
+    """Read the prompts of the rows that have taken these slots of the batch; return the roots [B]."""
+    fresh, into_R = drafter.fresh(), torch.tensor(slots, device=roots_B.device)
+    fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, [sequences.active[slot] for slot in slots])
+    cache.replace(into_R, fresh_cache)
+    fresh_cache.release()
+    drafter.replace(into_R, fresh)
+    return roots_B.index_copy(0, into_R, fresh_roots)
 
 
 def prefill(

@@ -178,7 +178,7 @@ class Drafter:
             part.compile()
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows only."""
+        """Keep these rows only; an index may repeat, for `replace` to put other rows there."""
         if self.row_states:
             self.row_states = [self.row_states[row] for row in rows_R.tolist()]
         for part in self.parts:

@@ -255,6 +255,8 @@ class HeadDrafter(Drafter):
 
     def select(self, rows_R: Tensor) -> None:
         shared = self.shared
+        if shared.chunks and len(rows_R) > len(shared.chunks[0].lengths_B):
+            self.catch_up()  # or the prompts of rows that are copied for others to take their places would be read
         shared.state = shared.state.select(rows_R)
         shared.chunks, shared.steps = (
             [PrefillChunk(*(tensor[rows_R] for tensor in vars(chunk).values())) for chunk in chunks]

@@ -8,7 +8,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM
+from headstart.inference import SpeculativeLM, loop
+from headstart.inference.sequences import Sequences
 
 VOCAB = 20
 HEADS = {
@@ -45,8 +46,10 @@ def prompts(count, vocab=VOCAB):
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("slots", [1, 2, 4, 20])
-@pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3"])
-def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree):
+@pytest.mark.parametrize(("tree", "apart"), [("chain:3", 1), ("dynamic:9:3:3", 64)])
+def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree, apart):
+    """Whether prompts of different lengths are read together, or apart from each other."""
+    monkeypatch.setattr(loop, "APART_ON_CPU", apart)
     rows = prompts(11)
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
     settings |= {"pad_token_id": 0}
@@ -99,6 +102,45 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     for tokens, weight in found.items():
         expected = probability(rows[0], tokens[:2]) * probability(rows[1], tokens[2:])
         assert weight == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared", "expected"),
+    [
+        ([10, 10, 10, 10], 0, [[0, 1, 2, 3]]),
+        ([10, 74, 10], 0, [[1], [0, 2]]),
+        ([10, 41, 10], 0, [[0, 1, 2]]),  # two rows of 31 tokens of padding do not pay for another forward
+        ([200, 10, 400, 12, 11], 0, [[2], [0], [1, 3, 4]]),
+        ([110, 174, 110], 100, [[0, 1, 2]]),  # nor 64 tokens for a hundred that would be read again
+        ([110, 275, 110], 100, [[1], [0, 2]]),
+    ],
+)
+def test_prompts_are_read_apart_where_that_saves_padding(target, lengths, shared, expected):
+    first = torch.zeros(shared, dtype=torch.int64)
+    rows = [torch.cat([first, torch.full((length - shared,), row + 1)]) for row, length in enumerate(lengths)]
+    sequences = Sequences(rows, 4, frozenset())
+    assert loop.similar_lengths(sequences, range(len(rows)), target) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "plain"])
+def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, name):
+    """By the target or by the head, however late the head reads."""
+    rows = [torch.arange(length) % VOCAB for length in (90, 4, 5, 6)]
+    read, original = [], target.read_chunk
+    monkeypatch.setattr(
+        target, "read_chunk", lambda tokens, *rest: read.append(tokens.shape) or original(tokens, *rest)
+    )
+    head = head_of(name, target)
+    observed, observe = [], head.observe
+    head.observe = lambda state, features, tokens, *rest: (
+        observed.append(tokens.shape) or observe(state, features, tokens, *rest)
+    )
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2")
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    lm.generate(padded, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=[], pad_token_id=0)
+    assert read == [(1, 90), (3, 6)]
+    assert max(batch for batch, tokens in observed if tokens > 10) == 1
 
 
 def test_no_slot_is_refused(target):
