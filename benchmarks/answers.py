@@ -3,8 +3,9 @@
     python benchmarks/answers.py --prompts prompts.jsonl --limit 192 --head examples/smollm2-135m-eagle3
 
 The same prompts, greedy, so that all sides write texts of the same lengths: stock `generate` in batches of `--batch`,
-in the order of the file; our engine with as many places, of which a prompt that waits takes each that becomes free, and
-the same with all prompts of a batch padded to the longest; and with a head. Interleaved by blocks of prompts; the ratios' median and quartiles over blocks.
+in the order of the file; our engine with as many places, of which a prompt that waits takes each that becomes free; the
+same with all prompts of a batch padded to the longest; and with a head. Interleaved by blocks of prompts; the ratios'
+median and quartiles over blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES
 from headstart.train.run_folder import hardware
 
-
 PADDED = "headstart, prompts padded to the longest"
 APART = loop.APART_ON_CPU
+"""As it is without `PADDED`."""
 
 
 def main() -> None:
