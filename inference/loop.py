@@ -50,8 +50,8 @@ SHARED_TOKENS = 32
 PREFILL_TOKENS = 2048
 """Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
 APART_ON_CPU, APART = 64, 2048
-"""Tokens of padding that reading some of the prompts in a forward of their own must save: as many as are read in the time
-that a forward takes at least, which an accelerator spends on its launch."""
+"""Tokens of padding that must be saved for some of the prompts to be read in a forward of their own: more than are read
+in the time that a forward takes at least. On an accelerator that is its launch."""
 UNUSED = RandomSampler()
 """Sampler for rules that draw no random numbers."""
 SAMPLED_SHAPES = 2
