@@ -6,7 +6,9 @@ Acceptance is compared and not the loss, which differs with the objective: real,
 of every kind. The states of the conversations are computed once and shared by all runs, so that a run's time is the
 head's own; a change whose steps cost more gets fewer of them. A training that fails is named in the table. What is
 finished is not made again: the command resumes where it was stopped. `--seeds 0 1 2` repeats the changes named by
-`--only`, where differences are small. The table is `recipes.md` under `--output`.
+`--only`, where differences are small. `--sampled` adds what a head is worth at temperature 1: the acceptance rate of
+exact verification, 1 - TV, over conversations that were sampled and not trained on. The table is `recipes.md` under
+`--output`.
 """
 
 from __future__ import annotations
@@ -14,17 +16,22 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import TARGET, TREES, acceptance, arguments, encoded, remembered, replay_target, save
 from torch import Tensor
 
+from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
-from headstart.inference import load_tokenizer
+from headstart.inference import Target, load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
+from headstart.train.data.conversations import read_conversations
+from headstart.train.data.split import rendering
+from headstart.train.evaluate import teacher_forced
 from headstart.train.loop import train
 from headstart.train.run_folder import hardware
 
@@ -94,6 +101,9 @@ COSTS = {
 }
 """Time of a step over that of the recipe as it is, about, where it differs."""
 
+RATES = 3
+"""Depths whose acceptance rate at temperature 1 is shown."""
+
 
 def main() -> None:
     """Train and measure what is missing, and write the table."""
@@ -107,11 +117,16 @@ def main() -> None:
     parser.add_argument("--options", nargs="*", default=[], help="of every training, such as data.max_length=1024")
     parser.add_argument("--limit", type=int, default=6, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--sampled", help="JSONL file of sampled conversations, for the acceptance rate at temperature 1"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--only", nargs="+", choices=CHANGES, metavar="CHANGE", help=f"some of: {', '.join(CHANGES)}")
     args = parser.parse_args()
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
+    columns = ["change", *TREES, "over as it is", *(["rates at T = 1"] if args.sampled else [])]
+    columns += ["seconds a step", "steps", "seeds"]
     found: dict[str, list[dict[str, Any]]] = {}
     for name in dict.fromkeys([AS_IT_IS, *(args.only or CHANGES)]):
         found[name] = [measured(name, seed, args, target, kinds) for seed in args.seeds]
@@ -119,8 +134,8 @@ def main() -> None:
             f"Hardware: {hardware()}. {args.steps} steps of {args.config}, or as many as take the same time; "
             f"acceptance length, the mean of {len(kinds)} kinds of {args.limit} prompts, {args.new_tokens} tokens.",
             "",
-            f"| change | {' | '.join(TREES)} | over as it is | seconds a step | steps | seeds |",
-            "|---" * (5 + len(TREES)) + "|",
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
             *(table_row(each, runs, found[AS_IT_IS]) for each, runs in found.items()),
         ]
         save(str(Path(args.output) / "recipes.md"), lines)
@@ -147,10 +162,21 @@ def measured(
             return {"error": str(error)}
         run = metadata.training
         lengths = acceptance(target, head, kinds, args.new_tokens)
-        return {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"], **lengths}
+        rates = {"rates": sampled_rates(target.original, head, args.sampled)} if args.sampled else {}
+        return {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"], **lengths, **rates}
 
     measure = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new_tokens, "options": given}
+    measure |= {"sampled": args.sampled} if args.sampled else {}
     return remembered(folder.with_suffix(".json"), measure, make)
+
+
+def sampled_rates(target: Target, head: DraftHead, path: str) -> list[float]:
+    """Acceptance rate at temperature 1 by depth, the true tokens before it given: 1 - TV, which is the TV loss."""
+    render = rendering(TrainConfig(target=TARGET), target, load_tokenizer(TARGET))
+    rows = enumerate(read_conversations(path))
+    examples = [example for number, row in rows for example in render.encode(row, f"{path}: row {number}", number)]
+    head.config = replace(head.config, loss={"tv": 1.0})
+    return [1 - loss for loss in teacher_forced(target, head, examples)[0][:RATES]]
 
 
 def file_name(text: str) -> str:
@@ -168,6 +194,9 @@ def table_row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]])
     ratios = [run[tree][kind] / own[tree][kind] for run, own in pairs for kind in run[tree]]
     error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
     cells.append(f"{statistics.mean(ratios):.3f}{error}" if ratios else "")
+    if all("rates" in run for run in runs):
+        rates = zip(*(run["rates"] for run in runs), strict=True)
+        cells.append(" ".join(f"{statistics.mean(rate):.3f}" for rate in rates))
     cells.append(f"{statistics.mean(run['seconds_per_step'] for run in runs):.2f}")
     cells += [f"{statistics.mean(run['steps'] for run in runs):.0f}", str(len(runs))]
     return f"| {' | '.join(cells)} |"
