@@ -113,10 +113,12 @@ class CachedFeatures(OnlineFeatures):
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
         """Compute all missing states, each process its part; Ctrl-C and SIGTERM raise `Stopped` and lose nothing."""
         lengths = lengths_of(examples)
-        longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        batches = budgeted(longest_first, lengths, BATCH_TOKENS)
+        lacking = [i for i in range(len(lengths)) if key_of(torch.tensor(examples[i].tokens)) not in self.cache]
+        accelerator.wait_for_everyone()  # before any process writes what the others find lacking
+        lacking.sort(key=lambda i: -lengths[i])
+        batches = budgeted(lacking, lengths, BATCH_TOKENS)
         with StopRequest() as stop:
-            with ProgressBar("tokens", sum(lengths)) as bar, suppress(Stopped):
+            with ProgressBar("tokens", sum(lengths[i] for i in lacking)) as bar, suppress(Stopped):
                 for start in range(0, len(batches), accelerator.num_processes):
                     group = batches[start : start + accelerator.num_processes]
                     if any_process(accelerator, stop.wanted):

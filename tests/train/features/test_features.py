@@ -120,6 +120,14 @@ def test_a_sequence_is_read_once_whatever_batch_or_row_it_stands_in(target, head
     assert len(reads) == 2
 
 
+def test_what_a_folder_holds_is_not_read_again_for_what_it_lacks(cached, examples, reads):
+    cached().write(Accelerator(), examples[1:])
+    cached().write(Accelerator(), examples)
+    cached().write(Accelerator(), examples)
+    assert [len(rows) for rows in reads] == [len(examples) - 1, 1]
+    assert torch.equal(reads[1][0], torch.tensor(examples[0].tokens))
+
+
 @pytest.mark.parametrize("word", list(FORMATS))
 def test_what_is_trained_on_is_what_was_kept(cached, examples, word):
     """Rounded at once: a run that reads its states again sees the same numbers."""
