@@ -156,13 +156,14 @@ def measured(
     given += [f"--{option}" for option in [*args.options, *CHANGES[name]]]
 
     def make() -> dict[str, Any]:
+        config = options(TrainConfig, "train", "", given)
         try:
-            head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
+            head, metadata = load_head(train(config) / "last")
         except ValueError as error:
             return {"error": str(error)}
         run = metadata.training
         lengths = acceptance(target, head, kinds, args.new_tokens)
-        rates = {"rates": sampled_rates(target.original, head, args.sampled)} if args.sampled else {}
+        rates = {"rates": sampled_rates(target.original, head, args.sampled, config)} if args.sampled else {}
         return {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"], **lengths, **rates}
 
     measure = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new_tokens, "options": given}
@@ -170,9 +171,9 @@ def measured(
     return remembered(folder.with_suffix(".json"), measure, make)
 
 
-def sampled_rates(target: Target, head: DraftHead, path: str) -> list[float]:
+def sampled_rates(target: Target, head: DraftHead, path: str, config: TrainConfig) -> list[float]:
     """Acceptance rate at temperature 1 by depth, the true tokens before it given: 1 - TV, which is the TV loss."""
-    render = rendering(TrainConfig(target=TARGET), target, load_tokenizer(TARGET))
+    render = rendering(config, target, load_tokenizer(TARGET))
     rows = enumerate(read_conversations(path))
     examples = [example for number, row in rows for example in render.encode(row, f"{path}: row {number}", number)]
     head.config = replace(head.config, loss={"tv": 1.0})
