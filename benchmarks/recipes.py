@@ -136,7 +136,7 @@ def main() -> None:
             "",
             f"| {' | '.join(columns)} |",
             "|---" * len(columns) + "|",
-            *(table_row(each, runs, found[AS_IT_IS]) for each, runs in found.items()),
+            *(table_row(each, runs, found[AS_IT_IS], len(columns)) for each, runs in found.items()),
         ]
         save(str(Path(args.output) / "recipes.md"), lines)
 
@@ -156,8 +156,8 @@ def measured(
     given += [f"--{option}" for option in [*args.options, *CHANGES[name]]]
 
     def make() -> dict[str, Any]:
-        config = options(TrainConfig, "train", "", given)
         try:
+            config = options(TrainConfig, "train", "", given)
             head, metadata = load_head(train(config) / "last")
         except ValueError as error:
             return {"error": str(error)}
@@ -172,7 +172,7 @@ def measured(
 
 
 def sampled_rates(target: Target, head: DraftHead, path: str, config: TrainConfig) -> list[float]:
-    """Acceptance rate at temperature 1 by depth, the true tokens before it given: 1 - TV, which is the TV loss."""
+    """Acceptance rate at temperature 1 by depth, the true tokens before it given: 1 - TV, where TV is the TV loss."""
     render = rendering(config, target, load_tokenizer(TARGET))
     rows = enumerate(read_conversations(path))
     examples = [example for number, row in rows for example in render.encode(row, f"{path}: row {number}", number)]
@@ -185,10 +185,10 @@ def file_name(text: str) -> str:
     return "-".join(re.findall(r"\w+", text.replace("_", "-")))
 
 
-def table_row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+def table_row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]], columns: int) -> str:
     """Means over kinds and seeds; the ratio to `base` in trees, with its standard error over kinds and seeds."""
     if errors := [run["error"] for run in runs if "error" in run]:
-        return "| " + " | ".join([name, errors[0], *[""] * (len(TREES) + 2), str(len(runs))]) + " |"
+        return "| " + " | ".join([name, errors[0], *[""] * (columns - 3), str(len(runs))]) + " |"
     cells = [name, *(f"{statistics.mean(statistics.mean(run[tree].values()) for run in runs):.3f}" for tree in TREES)]
     tree = [*TREES][-1]
     pairs = [(run, own) for run, own in zip(runs, base, strict=True) if "error" not in own]

@@ -50,8 +50,8 @@ SHARED_TOKENS = 32
 PREFILL_TOKENS = 2048
 """Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
 APART_ON_CPU, APART = 64, 2048
-"""Tokens of padding that must be saved for some of the prompts to be read in a forward of their own: more than are read
-in the time that a forward takes at least. On an accelerator that is its launch."""
+"""Tokens of padding that reading some prompts in a forward of their own must save: more than are read in the least time
+that a forward takes, which on an accelerator is that of its launch."""
 UNUSED = RandomSampler()
 """Sampler for rules that draw no random numbers."""
 SAMPLED_SHAPES = 2
@@ -276,10 +276,12 @@ def replace_ended(
         slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
         slots = slots[: len(sequences.waiting)]
         sequences.leaving -= {sequences.active[slot] for slot in slots}
-        for slot in slots:
-            sequences.active[slot] = sequences.waiting.popleft()
-        for group in similar_lengths(sequences, slots, decoding.target):
-            roots_B = prefill_slots(decoding, drafter, sequences, group, cache, roots_B)
+        slot_of = {sequences.waiting.popleft(): slot for slot in slots}
+        for rows in similar_lengths(sequences, [*slot_of], decoding.target):
+            group = [slot_of[row] for row in rows]
+            roots_B = prefill_slots(decoding, drafter, sequences, rows, group, cache, roots_B)
+            for row, slot in zip(rows, group, strict=True):
+                sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
     kept = [slot for slot, row in enumerate(sequences.active) if row not in sequences.leaving]
@@ -296,60 +298,81 @@ def prefill_all(
     decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None
 ) -> tuple[TreeCache, Tensor]:
     """Read the prompts of all active rows, those of similar lengths together; return the KV cache and the roots [B]."""
-    groups = similar_lengths(sequences, range(len(sequences.active)), decoding.target)
-    sequences.active = [sequences.active[slot] for group in groups for slot in group]
-    first, batch = len(groups[0]), len(sequences.active)
-    cache, roots_B = prefill(decoding, drafter, sequences, sequences.active[:first], past)
-    if first == batch:
+    batch = len(sequences.active)
+    first, *others = similar_lengths(sequences, sequences.active, decoding.target)
+    sequences.active = first
+    cache, roots_B = prefill(decoding, drafter, sequences, first, past, batch)
+    if not others:
         return cache, roots_B
     # The rows of the other groups begin as copies of a row that has been read.
-    copied_B = torch.tensor([*range(first), *[0] * (batch - first)], device=roots_B.device)
+    copied_B = torch.tensor([*range(len(first)), *[0] * (batch - len(first))], device=roots_B.device)
     cache.select(copied_B)
     drafter.select(copied_B)
-    roots_B, slots = roots_B[copied_B], iter(range(first, batch))
-    for group in groups[1:]:
-        roots_B = prefill_slots(decoding, drafter, sequences, [next(slots) for _ in group], cache, roots_B)
+    roots_B = roots_B[copied_B]
+    for rows in others:
+        slots = range(len(sequences.active), len(sequences.active) + len(rows))
+        roots_B = prefill_slots(decoding, drafter, sequences, rows, slots, cache, roots_B)
+        sequences.active = [*sequences.active, *rows]
     return cache, roots_B
 
 
-def similar_lengths(sequences: Sequences, slots: Sequence[int], target: Target) -> list[list[int]]:
-    """Slots of the batch in groups whose prompts are read together, padded to the longest of the group.
+def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> list[list[int]]:
+    """Rows in groups whose prompts are read together, padded to the longest of the group.
 
-    A group is split where that saves the most padding, as long as it saves more than is then read twice.
+    A group is split where that saves the most padding, if what it saves, less a common prefix that is then read again,
+    is worth another forward.
     """
-    prompts = {slot: sequences.prompts[sequences.active[slot]] for slot in slots}
+    prompts = sequences.prompts
     needed = APART_ON_CPU if target.device.type == "cpu" else APART
+    longest = max(len(prompts[row]) for row in rows)
+    if sum(longest - len(prompts[row]) for row in rows) < needed:
+        return [rows]
+    # sync: once a batch whose prompts differ in length
+    texts = {row: tuple(prompts[row].tolist()) for row in rows}
+    read = sorted(set(texts.values()) if target.shares_prompts else texts.values(), key=len, reverse=True)
 
-    def split(longest_first: list[int]) -> list[list[int]]:
-        count, longest = len(longest_first), len(prompts[longest_first[0]])
-        saved = [(count - at) * (longest - len(prompts[slot])) for at, slot in enumerate(longest_first)]
-        most = max(saved)
-        if most >= needed and target.shares_prompts:  # sync: once a batch whose prompts differ in length
-            most -= shared_length([prompts[slot].tolist() for slot in longest_first])
-        if most < needed:
-            return [sorted(longest_first)]
+    def split(longest_first: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        count, longest = len(longest_first), len(longest_first[0])
+        saved = [(count - at) * (longest - len(text)) for at, text in enumerate(longest_first)]
+        again = shared_length(longest_first) if target.shares_prompts else 0
+        if max(saved) < needed + again:
+            return [longest_first]
         at = saved.index(max(saved))
         return [*split(longest_first[:at]), *split(longest_first[at:])]
 
-    return split(sorted(slots, key=lambda slot: len(prompts[slot]), reverse=True))
+    groups = [{*group} for group in split(read)]
+    return [[row for row in rows if texts[row] in group] for group in groups]
 
 
 def prefill_slots(
-    decoding: Decoding, drafter: Drafter, sequences: Sequences, slots: list[int], cache: TreeCache, roots_B: Tensor
+    decoding: Decoding,
+    drafter: Drafter,
+    sequences: Sequences,
+    rows: list[int],
+    slots: Sequence[int],
+    cache: TreeCache,
+    roots_B: Tensor,
 ) -> Tensor:
-    """Read the prompts of the rows that have taken these slots of the batch; return the roots [B]."""
+    """Read the prompts of rows that take these slots of the batch; return the roots [B]."""
     fresh, into_R = drafter.fresh(), torch.tensor(slots, device=roots_B.device)
-    fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, [sequences.active[slot] for slot in slots])
+    fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
     cache.replace(into_R, fresh_cache)
-    fresh_cache.release()
     drafter.replace(into_R, fresh)
     return roots_B.index_copy(0, into_R, fresh_roots)
 
 
 def prefill(
-    decoding: Decoding, drafter: Drafter, sequences: Sequences, rows: list[int], past: Conversation | None = None
+    decoding: Decoding,
+    drafter: Drafter,
+    sequences: Sequences,
+    rows: list[int],
+    past: Conversation | None = None,
+    batch_size: int | None = None,
 ) -> tuple[TreeCache, Tensor]:
-    """Read the prompts of `rows`, chunk by chunk; return the KV cache, and the token [B] that follows each prompt."""
+    """Read the prompts of `rows`, chunk by chunk; return the KV cache, and the token [B] that follows each prompt.
+
+    The cache has room for new tokens in `batch_size` rows; with None, where another takes its entries, for the prompts.
+    """
     target, prompts = decoding.target, [sequences.prompts[row] for row in rows]
     lengths = [len(prompt) for prompt in prompts]
     capacity = max(map(len, sequences.prompts)) + sequences.new_tokens + drafter.max_nodes
@@ -363,7 +386,9 @@ def prefill(
         drafter.begin(context)
     tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
-    cache = cache or target.new_cache(len(stages[0].rows), capacity, len(prompts))
+    if cache is None:
+        room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
+        cache = target.new_cache(len(stages[0].rows), *room)
     last: dict[int, tuple[Tensor, Tensor]] = {}
     for number, stage in enumerate(stages):
         if number:

@@ -35,8 +35,8 @@ class Sequences:
     ) -> None:
         """Begin with unpadded prompts [T], each to be continued by `new_tokens` at most.
 
-        Stopping criteria are called after each token with one row's unpadded tokens [1, T], `callbacks` after prefill
-        and after every round. Rows beyond `max_batch_size` wait.
+        Stopping criteria are called after each token with one row's unpadded tokens [1, T], `callbacks` whenever
+        prompts have been read and after every round. Rows beyond `max_batch_size` wait.
         """
         self.prompts, self.callbacks, self.criteria, self.streamer = prompts, callbacks, criteria, streamer
         self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids

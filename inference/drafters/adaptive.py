@@ -167,7 +167,7 @@ class AdaptiveDrafter(Drafter):
 
     Measurements are kept from one generation to the next. A step's time is all of it: draft, forward, verification,
     host, and what the drafter reads. Prompts, and tokens of autoregressive steps, are read by a head when it drafts
-    again.
+    again, or when other rows join the batch.
 
     With sampled trees and sampling, another tree would give another text for the same seed: then there is no choice,
     and each step takes the first tree.

@@ -1,7 +1,8 @@
 """The drafter interface: drafters, what they read of the prompts, and what they learn from each step.
 
 A subclass of `Drafter` needs `max_nodes` and `propose`; one that remembers the text also `begin`, `prefill` and
-`observe`. A drafter of the user's own runs inside a `ValidatedDrafter`, so that nothing it does can change the output.
+`observe`, and for batches `select` and `replace`. A drafter of the user's own runs inside a `ValidatedDrafter`, so that
+nothing it does can change the output.
 
 Letters in tensor names: B batch, T time, A accepted, N nodes, R selected rows, V vocabulary, F width of the chosen
 layers side by side.
@@ -178,7 +179,7 @@ class Drafter:
             part.compile()
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows only; an index may repeat, for `replace` to put other rows there."""
+        """Keep these rows only, in this order; an index may repeat: `replace` then overwrites the copies."""
         if self.row_states:
             self.row_states = [self.row_states[row] for row in rows_R.tolist()]
         for part in self.parts:

@@ -57,7 +57,7 @@ class Progress:
     empty: bool = True
     """Whether the head has read nothing yet."""
     lazy: bool = False
-    """Whether prompts are read only when drafts are needed, which may be never."""
+    """Whether prompts are read only when drafts are needed, which may be never, or when other rows join the batch."""
     chunks: list[PrefillChunk] = field(default_factory=list)
     """Prompts to read."""
     steps: list[PrefillChunk] = field(default_factory=list)
@@ -256,7 +256,7 @@ class HeadDrafter(Drafter):
     def select(self, rows_R: Tensor) -> None:
         shared = self.shared
         if shared.chunks and len(rows_R) > len(shared.chunks[0].lengths_B):
-            self.catch_up()  # or the prompts of rows that are copied for others to take their places would be read
+            self.catch_up()  # else the head would read the prompts of copies that others are about to replace
         shared.state = shared.state.select(rows_R)
         shared.chunks, shared.steps = (
             [PrefillChunk(*(tensor[rows_R] for tensor in vars(chunk).values())) for chunk in chunks]

@@ -22,7 +22,7 @@ from ..console import ProgressBar, Stopped, StopRequest, log
 from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
-from ..engines import alone, any_process
+from ..engines import alone, any_process, from_main
 from .cached import FORMATS, MANIFEST, FeatureCache, corrupt_shards, decoded, key_of
 from .placement import is_sharded
 from .server_states import take_server_states
@@ -113,8 +113,10 @@ class CachedFeatures(OnlineFeatures):
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
         """Compute all missing states, each process its part; Ctrl-C and SIGTERM raise `Stopped` and lose nothing."""
         lengths = lengths_of(examples)
-        lacking = [i for i in range(len(lengths)) if key_of(torch.tensor(examples[i].tokens)) not in self.cache]
-        accelerator.wait_for_everyone()  # before any process writes what the others find lacking
+        scanned = range(len(lengths)) if accelerator.is_main_process else ()
+        found = {key_of(torch.tensor(examples[i].tokens)): i for i in scanned}
+        lacking = [i for key, i in found.items() if key not in self.cache]
+        lacking = from_main(accelerator, lacking)  # another job may be writing: the processes need one list
         lacking.sort(key=lambda i: -lengths[i])
         batches = budgeted(lacking, lengths, BATCH_TOKENS)
         with StopRequest() as stop:
