@@ -113,7 +113,7 @@ class SpeculativeLM:
         self.callbacks: list[Callable[[Stats], None]] = []
         """Called with the statistics of every generation."""
         self.round_callbacks: list[Callable[[Sequences], None]] = []
-        """Called whenever prompts have been read, and after every round, with the sequences so far; an exception ends the
+        """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
         generation."""
         self.listeners, self.round_listeners = self.callbacks, self.round_callbacks  # earlier names
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
