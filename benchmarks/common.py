@@ -118,11 +118,16 @@ def replay_target(kinds: dict[str, list[Tensor]], new_tokens: int, source: str =
 
 
 def acceptance(
-    target: ReplayTarget, head: DraftHead, kinds: dict[str, list[Tensor]], new_tokens: int
+    target: ReplayTarget,
+    head: DraftHead,
+    kinds: dict[str, list[Tensor]],
+    new_tokens: int,
+    trees: dict[str, TreePolicy] = TREES,
+    drafter: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Acceptance length of a head by tree, then by kind, greedily on prompts of shape [1, T].
 
-    The dynamic tree is no deeper than the head can draft.
+    A dynamic tree is no deeper than the head can draft. What a `drafter` looks up is added to each tree.
     """
     head = head.to(target.device, target.dtype).eval()
     prompts = {kind: [ids_1T[0] for ids_1T in rows] for kind, rows in kinds.items()}
@@ -130,9 +135,9 @@ def acceptance(
     def length(shape: TreePolicy, kind: str) -> float:
         if isinstance(shape, DynamicShape):
             shape = replace(shape, depth=min(shape.depth, head.max_depth))
-        return greedy_answers(target, head, shape, prompts[kind], new_tokens).stats.acceptance_length
+        return greedy_answers(target, head, shape, prompts[kind], new_tokens, drafter=drafter).stats.acceptance_length
 
-    return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in TREES.items()}
+    return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in trees.items()}
 
 
 def remembered(path: Path, given: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

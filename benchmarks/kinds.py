@@ -14,9 +14,12 @@ from common import TARGET, acceptance, arguments, encoded, named_heads, replay_t
 from torch import Tensor
 
 from headstart.heads import DraftHead
-from headstart.inference import load_tokenizer
+from headstart.inference import DynamicShape, load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
 from headstart.train.run_folder import hardware
+
+NODES, LOOKED_UP = 32, 8
+"""Of a tree that is joined with a drafter's, and those that the drafter may add."""
 
 
 def main() -> None:
@@ -26,6 +29,9 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument(
+        "--beside", nargs="+", default=[], metavar="DRAFTER", help="prompt-lookup, or retrieval:FOLDER; a table each"
+    )
     args = parser.parse_args()
     heads = named_heads(parser, args.heads)
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
@@ -33,8 +39,12 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, float]]] = {"covered": {}}
     for name, head in heads.items():
         found["covered"][name] = {kind: covered(target, rows, args.new_tokens, head) for kind, rows in kinds.items()}
-        for tree, lengths in acceptance(target, head, kinds, args.new_tokens).items():
-            found.setdefault(tree, {})[name] = lengths
+        lengths = acceptance(target, head, kinds, args.new_tokens)
+        for drafter in args.beside:
+            tree = {f"tree of {NODES - LOOKED_UP}, {LOOKED_UP} of {drafter}": DynamicShape(NODES - LOOKED_UP, 7, 8)}
+            lengths |= acceptance(target, head, kinds, args.new_tokens, tree, f"{drafter}:{LOOKED_UP + 1}")
+        for what, each in lengths.items():
+            found.setdefault(what, {})[name] = each
     lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32."]
     for what, figures in found.items():
         cell = "{:.1%}" if what == "covered" else "{:.2f}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..heads.base import dtype_name
+from ..heads.base import TargetModules, dtype_name
 from ..heads.layers.draft_cache import FEW, counting
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
@@ -169,6 +169,14 @@ class Target:
     def compiled(self) -> bool:
         """Whether `compile` did anything."""
         return any(each is not None for each in (self.graph, self.packed, self.packed_model))
+
+    @property
+    def draft_modules(self) -> TargetModules:
+        """The parts of it that heads draft with; once compiled for a CPU, the LM head runs in the kernels."""
+        if self.packed is None and self.packed_model is None:
+            return self.modules
+        lm_head: Any = self.packed.lm_head if self.packed else self.packed_model.get_output_embeddings()
+        return replace(self.modules, lm_head=lm_head)
 
     @property
     def version(self) -> Hashable:

@@ -174,8 +174,11 @@ def greedy_answers(
     prompts: list[Tensor],
     new_tokens: int,
     between: Callable[[], None] = lambda: None,
+    drafter: str | None = None,
 ) -> GenerateOutput:
     """Answer prompts greedily with the head, all in one left-padded batch; `between` is called after each round.
+
+    A `drafter` beside the head adds what it looks up, as in `SpeculativeLM.from_pretrained`.
 
     With a `ReplayTarget`, prompts that it knows cost drafts alone.
     """
@@ -183,7 +186,7 @@ def greedy_answers(
         with ProgressBar("answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)) as bar:
             target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens), lambda _: between()])
     # Not compiled: the head's weights change before the next evaluation.
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False)
     input_ids, mask = left_padded(prompts, target.device)
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
         lm.round_callbacks += [lambda out: bar.update(out.tokens), lambda _: between()]

@@ -23,7 +23,7 @@ from ...heads.eagle3 import FusionLayer
 from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries, counting
 from ..kv_cache import StateShape, TreeCache
-from .cpu_kernels import Packed, PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
+from .cpu_kernels import PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
 
 SILU = type(ACT2FN["silu"])
 """The activation that the kernels implement."""
@@ -73,10 +73,10 @@ class Call(ctypes.Structure):
 class PackedLayers:
     """Decoder layers of one shape, and the call that runs them."""
 
-    def __init__(self, layers: Sequence[LlamaLayer], eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[LlamaLayer], eps: float, dtype: torch.dtype, rounded: bool = False) -> None:
         """Pack the weights of layers, of which the first may have a `hidden_norm`, as EAGLE-3's has.
 
-        Values in the caches are rounded to `dtype`, float32 or bfloat16.
+        Values in the caches are rounded to `dtype`, float32 or bfloat16, and weights as in `pack`.
         """
         first, self.dtype = layers[0].self_attn, dtype
         self.size = int(first.head_dim)
@@ -99,7 +99,7 @@ class PackedLayers:
             linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
             linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
             for name, module in zip(LINEARS, linears, strict=True):
-                packed = pack(module.weight, module.bias)
+                packed = pack(module.weight, module.bias, rounded)
                 self.kept.append(packed)
                 setattr(struct, name, packed.struct)
             fuses = hasattr(layer, "hidden_norm")
@@ -168,7 +168,7 @@ class PackedDecoder:
         self.kinds = kinds
         self.norm_D = decoder.norm.weight.detach().float().contiguous()
         head = model.get_output_embeddings()
-        self.lm_head: Packed = pack(head.weight, head.bias)
+        self.lm_head = PackedLinear(head)
         shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
         self.state_shapes = [shape] * (2 * len(self.layers.structs))
 
@@ -201,7 +201,7 @@ class PackedDecoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V], float32, of states [..., D] after the final norm."""
-        return linear(self.lm_head, states, self.dtype == torch.bfloat16)
+        return linear(self.lm_head.packed, states, self.dtype == torch.bfloat16)
 
 
 class PackedBlock(nn.Module):
@@ -211,7 +211,7 @@ class PackedBlock(nn.Module):
         super().__init__()
         self.dtype = layer.self_attn.q_proj.weight.dtype
         self.fuses = isinstance(layer, FusionLayer)
-        self.layers = PackedLayers([layer], layer.post_attention_layernorm.eps or 0.0, self.dtype)
+        self.layers = PackedLayers([layer], layer.post_attention_layernorm.eps or 0.0, self.dtype, rounded=True)
 
     def forward(self, *given: Any) -> Tensor:
         """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
@@ -229,18 +229,22 @@ class PackedBlock(nn.Module):
 
 
 def packed_head(head: DraftHead) -> DraftHead:
-    """A copy of a head that drafts in the kernels; the head itself where they do not apply."""
+    """A copy of a head that drafts in the kernels, with weights of 8 bits; the head itself where they do not apply."""
 
     def block(module: nn.Module) -> nn.Module | None:
         if head.whole_layers and isinstance(module, DecoderLayer | FusionLayer) and _fits(module):
             return PackedBlock(module) if type(module.mlp.act) is SILU else None
         return None
 
-    if library() is None or any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules()):
+    if library() is None or is_packed(head):
         return head
-    packed = cast(DraftHead, packed_copy(head, block))
-    applies = any(isinstance(module, PackedLinear | PackedBlock) for module in packed.modules())
-    return packed if applies else head
+    packed = cast(DraftHead, packed_copy(head, block, rounded=True))
+    return packed if is_packed(packed) else head
+
+
+def is_packed(head: DraftHead) -> bool:
+    """Whether a head drafts in the kernels."""
+    return any(isinstance(module, PackedLinear | PackedBlock) for module in head.modules())
 
 
 def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecoder | None:
@@ -270,7 +274,7 @@ def _fits(layer: LlamaLayer) -> bool:
 def _agrees(packed: PackedDecoder, model: PreTrainedModel) -> bool:
     """Whether a text, read in two parts, gets the model's logits."""
     length, part = 12, 7
-    tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.outputs
+    tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.packed.outputs
     expected_BNV = model(tokens_BN, use_cache=False).logits.float()
     cache = TreeCache(packed.state_shapes, 1, torch.device("cpu"))
     found = []

@@ -3,7 +3,8 @@
 `cpu_kernels.cpp` is compiled once for each machine, in seconds, into the user's cache folder. It computes in float32
 (rounding to bfloat16 where a bfloat16 model does), whatever format the weights are packed in: weights that were
 bfloat16, or quantized integers, before they became float32 are unpacked exactly, from a half to a sixth of the bytes.
-Reading those bytes is the cost of a forward of a few tokens.
+Those of a head, whose drafts are verified anyway, are rounded to 8 bits. Reading the bytes is the cost of a forward of
+a few tokens.
 
 Letters in tensor names: O outputs, I inputs, C outputs of a block, N rows.
 """
@@ -23,7 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import torch
@@ -170,13 +171,14 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
-    """Pack float32 or bfloat16 weights in the shortest format that holds them exactly."""
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None, rounded: bool = False) -> Packed:
+    """Pack float32 or bfloat16 weights in the shortest format that holds them exactly, or, `rounded`, to 8 bits."""
     columns = kernels().headstart_columns()
     (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
     weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
     parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
-    name, held = next((name, held) for name in FORMATS if (held := _held(parts, name, columns)) is not None)
+    formats = ROUNDED if rounded else FORMATS
+    name, held = next((name, held) for name in formats if (held := _held(parts, *formats[name], columns)) is not None)
     words, scales = held[0], held[1] if len(held) > 1 else None
     bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
     return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
@@ -186,12 +188,11 @@ Held = tuple[Tensor, ...] | None
 """Words, int32 [O, words of inputs], and of integers scales with offsets [O, groups of inputs, 2]; None if inexact."""
 
 
-def _held(parts: Sequence[Tensor], name: str, columns: int) -> list[Tensor] | None:
+def _held(parts: Sequence[Tensor], unit: int, hold: Callable[[Tensor], Held], columns: int) -> list[Tensor] | None:
     """Words, and scales if the format has them, each [blocks, ..., columns].
 
-    None if the format does not hold all weights exactly, which a few rows mostly show.
+    None if the format does not hold all weights, which a few rows mostly show.
     """
-    unit, hold = FORMATS[name]
     if parts[0].shape[1] % unit or hold(parts[0][:32].float()) is None:
         return None
     held = []
@@ -216,10 +217,12 @@ def _affine4(weight_OI: Tensor) -> Held:
     return None
 
 
-def _affine8(weight_OI: Tensor) -> Held:
-    """Q8_0 has 127 steps on either side of zero."""
+def _affine8(weight_OI: Tensor, rounded: bool = False) -> Held:
+    """Q8_0 has 127 steps on either side of zero; `rounded` takes the nearest for weights that are between them."""
     groups = weight_OI.unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
+    if rounded:
+        groups = (groups / scale).nan_to_num_(0.0).round_().clamp_(-127, 127) * scale
     numbers = _numbers(groups, scale, -128 * scale, 8)
     if numbers is None:
         return None
@@ -227,7 +230,10 @@ def _affine8(weight_OI: Tensor) -> Held:
 
 
 def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
-    """Integers, uint8, that unpack to the weights as (2^bits + number) * scale + (offset - 2^bits * scale)."""
+    """Integers, uint8, that unpack to the weights as (2^bits + number) * scale + (offset - 2^bits * scale).
+
+    None if they do not, or if the weights are too large for a float16 scale.
+    """
     base, scale, offset = 2**bits, scale.half().float(), offset.half().float()
     numbers = ((groups - offset) / scale).nan_to_num_(0.0).round_().clamp_(0, base - 1)
     exact = torch.equal((numbers + base) * scale + (offset - base * scale), groups)
@@ -247,6 +253,8 @@ FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
 }
 """Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a multiple of the first
 value; the second packs weights."""
+ROUNDED = FORMATS | {"affine8": (GROUP, partial(_affine8, rounded=True))}
+"""The same for weights that need not be exact."""
 
 
 def kernels() -> ctypes.CDLL:
@@ -276,8 +284,12 @@ def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     return out
 
 
-def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None] = lambda module: None) -> nn.Module:
-    """A copy of a module whose linear layers run in the kernels; it shares all else.
+def packed_copy(
+    module: nn.Module,
+    block: Callable[[nn.Module], nn.Module | None] = lambda module: None,
+    rounded: bool = False,
+) -> nn.Module:
+    """A copy of a module whose linear layers run in the kernels, `rounded` as in `pack`; it shares all else.
 
     `block` returns a replacement for a whole module, or None to replace its parts.
     """
@@ -285,22 +297,22 @@ def packed_copy(module: nn.Module, block: Callable[[nn.Module], nn.Module | None
     if own is not None:
         return own
     if type(module) is nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
-        return PackedLinear(module)
+        return PackedLinear(module, rounded)
     twin = copy.copy(module)
     # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
     hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
     twin.__dict__.update(hooks)
-    twin.__dict__["_modules"] = {name: packed_copy(child, block) for name, child in module.named_children()}
+    twin.__dict__["_modules"] = {name: packed_copy(child, block, rounded) for name, child in module.named_children()}
     return twin
 
 
 class PackedLinear(nn.Module):
     """A linear layer in the kernels; `weight` and `bias` are the layer's own."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, rounded: bool = False) -> None:
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
-        self.packed = pack(layer.weight, layer.bias)
+        self.packed = pack(layer.weight, layer.bias, rounded)
 
     def forward(self, rows: Tensor) -> Tensor:
         return linear(self.packed, rows, self.weight.dtype == torch.bfloat16).to(rows.dtype)

@@ -67,7 +67,7 @@ def make_drafter(
         if tree == "auto":
             trees = _auto_drafter(head, metadata or CheckpointMetadata(), target, adaptive)
         else:
-            trees = tree_drafter(head, tree, target.modules)
+            trees = tree_drafter(head, tree, target.draft_modules)
         drafter = trees if drafter is None else HeadAndLookup(trees, drafter)
     if drafter is None or isinstance(drafter, NoDraft):
         return NoDraft()
@@ -137,7 +137,7 @@ def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target,
     policies = auto_trees(head, metadata, machine_key(target.device, target.compiled), costs)
     if not adaptive or target.graph is not None:  # to compile a function for each tree would take minutes
         policies = policies[:1]
-    trees = [tree_drafter(head, each, target.modules, batch_budget(each, target.device)) for each in policies]
+    trees = [tree_drafter(head, each, target.draft_modules, batch_budget(each, target.device)) for each in policies]
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
@@ -206,7 +206,7 @@ def _grown(make: Callable[[int], DraftModel], tree: TreeSpec, target: Target) ->
     """Trees of a draft model that is made for the deepest of them."""
     specs = tree.split("|") if isinstance(tree, str) else [tree]
     depth = max(tree_policy(spec).depth for spec in specs)
-    return tree_drafter(make(depth), tree, target.modules)
+    return tree_drafter(make(depth), tree, target.draft_modules)
 
 
 def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...heads import DraftHead
 from ...heads.base import dtype_name
+from ..compiled.cpu_decoder import is_packed
 from ..compiled.cpu_kernels import kernels
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
@@ -82,6 +83,7 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
     if head is not None:
         weights = sum(weight.numel() for weight in head.parameters())
         drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
+        drafts += ", 8 bits" if is_packed(head) else ""
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
     code = "eager" if not target.compiled else "compiled"
     if target.compiled and target.graph is None:  # a hash of the kernels' source, compiler and processor
@@ -107,7 +109,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     calls: dict[int, Callable[[], object]] = {size: partial(check, size) for size in SIZES}
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
-        drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.modules), torch.ones_like(text_1T[0, :1])
+        drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
         drafter.begin(DraftContext(1, TEXT + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
         features = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, []).features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))

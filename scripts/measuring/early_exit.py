@@ -36,7 +36,7 @@ class Recorder(EarlyExitChain):
     """Chain that never stops, and records its rounds; for batch size 1."""
 
     def __init__(self, head: DraftHead, target: Target) -> None:
-        super().__init__(head, EarlyExitShape(head.max_depth, 0.0), target.modules)
+        super().__init__(head, EarlyExitShape(head.max_depth, 0.0), target.draft_modules)
         self.features_K = []
         self.rounds: list[ChainRound] = []
 

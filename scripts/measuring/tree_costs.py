@@ -56,7 +56,7 @@ def dynamic_lengths(
 ) -> dict[tuple[int, int], float]:
     """Acceptance length of dynamic trees along the target's own answers, by size (the root counted) and depth."""
     depths = range(1, head.max_depth + 1)
-    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.modules)
+    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.draft_modules)
     lengths: dict[tuple[int, int], list[int]] = {(size, depth): [] for size in sizes for depth in depths}
     for example in counted(examples, f"trees of width {width}, by answers"):
         text_1T = torch.tensor([example.tokens], device=target.device)

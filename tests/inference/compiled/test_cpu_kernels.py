@@ -125,6 +125,26 @@ def test_groups_of_one_value_and_of_zeros_are_held():
     assert packed.format == "affine4" and torch.equal(linear(packed, torch.eye(64)).T, weight)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_that_need_not_be_exact_take_the_nearest_of_255_steps(name):
+    weight = held(name, 40, 64)
+    weight[3, 32:] = 0
+    packed = pack(weight, rounded=True)
+    found = linear(packed, torch.eye(64)).T
+    assert packed.format == ("affine4" if name == "affine4" else "affine8")
+    if name.startswith("affine"):
+        assert torch.equal(found, weight)
+    groups = weight.unflatten(1, (-1, 32))
+    steps = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
+    assert ((found.unflatten(1, (-1, 32)) - groups).abs() <= 0.5001 * steps + 127 * 2.0**-11 * steps).all()
+
+
+@pytest.mark.parametrize("weight", [drawn(40, 48), drawn(40, 64) * 1e8])
+def test_weights_that_do_not_fit_into_eight_bits_stay_exact(weight):
+    packed = pack(weight, rounded=True)
+    assert packed.format == "float32" and torch.equal(linear(packed, torch.eye(weight.shape[1])).T, weight)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear_layers_of_any_number_of_rows(name, biased, threads):
@@ -306,17 +326,24 @@ def head_of(target, name):
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_draft_nearly_the_same_in_the_kernels(name, dtype):
+def test_heads_draft_in_the_kernels_nearly_as_with_weights_of_eight_bits(name, dtype):
     target = target_of(KNOWN["llama"], dtype)
     head = head_of(target, name)
     packed = packed_head(head)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(
+                linear(pack(module.weight, rounded=True), torch.eye(module.in_features)).T
+            )
+    head = head.to(dtype)
     assert any(isinstance(module, PackedLinear | PackedBlock) for module in packed.modules())
+    target.compile()
     features = torch.randn(2, 5, 64 * len(head.feature_layers), generator=torch.Generator().manual_seed(3)).to(dtype)
     tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     found = []
     with torch.inference_mode():
-        for each in (head, packed):
-            state = each.begin(target.modules, 2, 40, 3, 9)
+        for each, modules in ((head, target.modules), (packed, target.draft_modules)):
+            state = each.begin(modules, 2, 40, 3, 9)
             state = each.observe(state, features, tokens, torch.tensor([5, 3]))
             first, state = each.expand(state, tokens[:, -1:], torch.full((2, 1), -1))
             second, state = each.expand(state, tokens[:, :2], torch.zeros(2, 2, dtype=torch.int64))
