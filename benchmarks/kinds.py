@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.inference import DynamicShape, load_tokenizer
+from headstart.inference.compiled.cpu_decoder import packed_head
 from headstart.inference.models.replay import ReplayTarget
 from headstart.train.run_folder import hardware
 
@@ -32,8 +33,11 @@ def main() -> None:
     parser.add_argument(
         "--beside", nargs="+", default=[], metavar="DRAFTER", help="prompt-lookup, or retrieval:FOLDER; a table each"
     )
+    parser.add_argument("--packed", action="store_true", help="draft in the kernels for CPUs, with weights of 8 bits")
     args = parser.parse_args()
     heads = named_heads(parser, args.heads)
+    if args.packed:
+        heads = {name: packed_head(head.float().eval()) for name, head in heads.items()}
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
     found: dict[str, dict[str, dict[str, float]]] = {"covered": {}}
