@@ -9,18 +9,20 @@ nothing with what any of the heads was trained on; `--exclude` takes conversatio
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from common import TARGET, acceptance, arguments, encoded, named_heads, replay_target, save
+from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, replay_target, save
 from torch import Tensor
 
 from headstart.heads import DraftHead
-from headstart.inference import DynamicShape, load_tokenizer
+from headstart.inference import load_tokenizer
 from headstart.inference.compiled.cpu_decoder import packed_head
 from headstart.inference.models.replay import ReplayTarget
 from headstart.train.run_folder import hardware
 
-NODES, LOOKED_UP = 32, 8
-"""Of a tree that is joined with a drafter's, and those that the drafter may add."""
+LOOKED_UP = 8
+"""Nodes of the dynamic tree that a drafter beside the head may add instead of the head."""
 
 
 def main() -> None:
@@ -40,13 +42,15 @@ def main() -> None:
         heads = {name: packed_head(head.float().eval()) for name, head in heads.items()}
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
+    whole = TREES["dynamic tree of 32"]
     found: dict[str, dict[str, dict[str, float]]] = {"covered": {}}
     for name, head in heads.items():
         found["covered"][name] = {kind: covered(target, rows, args.new_tokens, head) for kind, rows in kinds.items()}
         lengths = acceptance(target, head, kinds, args.new_tokens)
         for drafter in args.beside:
-            tree = {f"tree of {NODES - LOOKED_UP}, {LOOKED_UP} of {drafter}": DynamicShape(NODES - LOOKED_UP, 7, 8)}
-            lengths |= acceptance(target, head, kinds, args.new_tokens, tree, f"{drafter}:{LOOKED_UP + 1}")
+            tree = replace(whole, size=whole.size - LOOKED_UP)
+            trees = {f"tree of {tree.size}, {LOOKED_UP} of {drafter}": tree}
+            lengths |= acceptance(target, head, kinds, args.new_tokens, trees, f"{drafter}:{LOOKED_UP + 1}")
         for what, each in lengths.items():
             found.setdefault(what, {})[name] = each
     lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32."]
