@@ -289,61 +289,69 @@ void quantize(const float* row, int64_t inputs, Group* to) {
   }
 }
 
-// Sums of 8 x 4 unsigned weights of each output with a limb of the inputs, by instructions that multiply bytes and add
-// four products to 32 bits.
+// Sums of four unsigned weights of each output with a limb's four inputs, by instructions that multiply bytes and add
+// four products to 32 bits. As many registers of outputs as `HALVES` share a pass: one sum would wait for itself.
 #if defined(__AVX512VNNI__)
-constexpr bool INTEGERS = true;
-INLINE Ints dots(const Words (&weights)[GROUP / 4], const int8_t* limb, Ints sums) {
-  UNROLL for (int k = 0; k < GROUP / 4; k++)
-    sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights[k], _mm512_set1_epi32(load<int32_t>(limb + 4 * k)));
-  return sums;
+constexpr int HALVES = 2;
+INLINE Ints dot(Words weights, Ints inputs, Ints sums) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
 }
 #elif defined(__AVXVNNI__)
-constexpr bool INTEGERS = true;
-INLINE Ints dots(const Words (&weights)[GROUP / 4], const int8_t* limb, Ints sums) {
-  UNROLL for (int k = 0; k < GROUP / 4; k++)
-    sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights[k],
-                                         _mm256_set1_epi32(load<int32_t>(limb + 4 * k)));
-  return sums;
+constexpr int HALVES = 1;  // of 16 registers, eight hold its weights
+INLINE Ints dot(Words weights, Ints inputs, Ints sums) {
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)inputs);
 }
 #else
-constexpr bool INTEGERS = false;  // products with floats that are made of the weights are as fast
-INLINE Ints dots(const Words (&)[GROUP / 4], const int8_t*, Ints sums) { return sums; }
+constexpr int HALVES = 0;  // products with floats that are made of the weights are as fast
+INLINE Ints dot(Words, Ints, Ints sums) { return sums; }
 #endif
+constexpr bool INTEGERS = HALVES > 0;
 
 // One block's columns of some rows, by integers: sums of (number - middle) * input, so that little cancels.
 template <int BITS>
 __attribute__((noinline)) void integer_products(const Weights& w, const Group* rows, int64_t count, int64_t block,
                                                 float* to) {
-  constexpr int WORDS = GROUP * BITS / 32, MIDDLE = 1 << (BITS - 1);
+  constexpr int WORDS = GROUP * BITS / 32, MIDDLE = 1 << (BITS - 1), PASS = std::max(HALVES, 1);
   const int64_t groups = w.inputs / GROUP;
   const uint32_t* words = w.words + block * groups * WORDS * COLUMNS;
   const uint16_t* scales = w.scales + block * groups * 2 * COLUMNS;
   std::fill(to, to + count * COLUMNS, 0.0f);
   for (int64_t g = 0; g < groups; g++, words += WORDS * COLUMNS, scales += 2 * COLUMNS)
-    UNROLL for (int half = 0; half < 2; half++) {
-      const Floats scale = load_halves(scales + half * LANES);
-      const Floats offset = load_halves(scales + COLUMNS + half * LANES) + scale * float(MIDDLE);
-      Words weights[GROUP / 4];
-      UNROLL for (int k = 0; k < WORDS; k++) {
-        const Words word = load<Words>(words + k * COLUMNS + half * LANES);
-        __builtin_prefetch(reinterpret_cast<const char*>(words + k * COLUMNS + half * LANES) + AHEAD);
-        if constexpr (BITS == 4) {
-          weights[2 * k] = word & 0x0f0f0f0f;
-          weights[2 * k + 1] = (word >> 4) & 0x0f0f0f0f;
-        } else {
-          weights[k] = word;
+    UNROLL for (int first = 0; first < 2; first += PASS) {
+      Words weights[PASS][GROUP / 4];
+      Floats scale[PASS], offset[PASS];
+      UNROLL for (int half = 0; half < PASS; half++) {
+        const int column = (first + half) * LANES;
+        scale[half] = load_halves(scales + column);
+        offset[half] = load_halves(scales + COLUMNS + column) + scale[half] * float(MIDDLE);
+        UNROLL for (int k = 0; k < WORDS; k++) {
+          const Words word = load<Words>(words + k * COLUMNS + column);
+          __builtin_prefetch(reinterpret_cast<const char*>(words + k * COLUMNS + column) + AHEAD);
+          if constexpr (BITS == 4) {
+            weights[half][2 * k] = word & 0x0f0f0f0f;
+            weights[half][2 * k + 1] = (word >> 4) & 0x0f0f0f0f;
+          } else {
+            weights[half][k] = word;
+          }
         }
       }
       for (int64_t row = 0; row < count; row++) {
         const Group& input = rows[row * groups + g];
-        Ints sums[3];
-        UNROLL for (int limb = 0; limb < 3; limb++)
-          sums[limb] = dots(weights, input.limbs[limb], Ints{} - MIDDLE * input.sums[limb]);
-        const Floats low = __builtin_convertvector((sums[1] << 8) + sums[2], Floats);
-        const Floats product = (__builtin_convertvector(sums[0], Floats) * 65536.0f + low) * input.scale;
-        float* at = to + row * COLUMNS + half * LANES;
-        store(at, load<Floats>(at) + product * scale + offset * input.total);
+        Ints sums[PASS][3] = {};
+        UNROLL for (int k = 0; k < GROUP / 4; k++)
+          UNROLL for (int limb = 0; limb < 3; limb++) {
+            const Ints inputs = load<int32_t>(input.limbs[limb] + 4 * k) - Ints{};
+            UNROLL for (int half = 0; half < PASS; half++)
+              sums[half][limb] = dot(weights[half][k], inputs, sums[half][limb]);
+          }
+        const int32_t middle_high = MIDDLE * input.sums[0], middle_low = MIDDLE * (256 * input.sums[1] + input.sums[2]);
+        UNROLL for (int half = 0; half < PASS; half++) {
+          const Floats high = __builtin_convertvector(sums[half][0] - middle_high, Floats);
+          const Floats low = __builtin_convertvector((sums[half][1] << 8) + sums[half][2] - middle_low, Floats);
+          float* at = to + row * COLUMNS + (first + half) * LANES;
+          const Floats product = (high * 65536.0f + low) * input.scale;
+          store(at, load<Floats>(at) + product * scale[half] + offset[half] * input.total);
+        }
       }
     }
 }
