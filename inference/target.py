@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -45,6 +45,22 @@ class TargetOutput:
 
     logits_BNV: Tensor
     features_BNF: Tensor
+
+
+class CurrentLMHead(nn.Module):
+    """A target's LM head for a drafter, which holds it while the target is compiled, or compiled again."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+
+    @property
+    def weight(self) -> Tensor:
+        return self.target.modules.lm_head.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.target.lm_head(states)
+        return logits
 
 
 class Target:
@@ -172,11 +188,18 @@ class Target:
 
     @property
     def draft_modules(self) -> TargetModules:
-        """The parts of it that heads draft with; once compiled for a CPU, the LM head runs in the kernels."""
-        if self.packed is None and self.packed_model is None:
+        """The parts of it that heads draft with; on a CPU, with the LM head as it runs now, in the kernels or not."""
+        if not cpu_kernels.serve(self.device):
             return self.modules
-        lm_head: Any = self.packed.lm_head if self.packed else self.packed_model.get_output_embeddings()
+        lm_head: Any = CurrentLMHead(self)
         return replace(self.modules, lm_head=lm_head)
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The LM head, in the kernels once compiled for a CPU."""
+        if self.packed is not None:
+            return self.packed.lm_head
+        return self.modules.lm_head if self.packed_model is None else self.packed_model.get_output_embeddings()
 
     @property
     def version(self) -> Hashable:

@@ -353,6 +353,21 @@ def test_heads_draft_in_the_kernels_nearly_as_with_weights_of_eight_bits(name, d
         assert (plain - fast).abs().max() <= (1e-4 if dtype == FLOAT else 0.05) * plain.abs().max()
 
 
+def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
+    target = target_of(KNOWN["llama"])
+    head = head_of(target, "eagle")
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
+    states = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
+    before = lm.drafter.modules.logits(states)
+    assert torch.equal(before, target.modules.logits(states))
+    lm.compile()
+    assert torch.equal(lm.drafter.modules.logits(states), target.packed.lm_head(states))
+    with torch.no_grad():
+        target.modules.lm_head.weight.mul_(2)
+    target.compile()
+    assert torch.allclose(lm.drafter.modules.logits(states), 2 * before, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
     target = target_of(KNOWN["llama"], dtype)
