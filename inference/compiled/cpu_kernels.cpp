@@ -236,12 +236,13 @@ void all_products(const float* rows, int64_t step, int64_t count, int64_t inputs
     pass(rows + row * step, step, std::min(together, count - row), inputs, kind, to + row * to_step, to_step, more);
 }
 
-// A buffer of this thread's own that is not allocated at every call.
+// A buffer of this thread's own that is not allocated at every call, aligned as vectors are.
 template <int NUMBER>
 float* scratch(int64_t size) {
-  static thread_local std::vector<float> kept;
-  if (int64_t(kept.size()) < size) kept.resize(size);
-  return kept.data();
+  static thread_local std::vector<Floats> kept;
+  const size_t vectors = (size + LANES - 1) / LANES;
+  if (kept.size() < vectors) kept.resize(vectors);
+  return reinterpret_cast<float*>(kept.data());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
