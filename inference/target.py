@@ -205,7 +205,8 @@ class Target:
     def version(self) -> Hashable:
         """The model, its active adapters, and on a CPU a number that grows with every change of a weight in place."""
         on_cpu = cpu_kernels.serve(self.device)  # elsewhere graphs read the weights where they are
-        changes = sum(parameter._version for parameter in self.model.parameters()) if on_cpu else 0
+        versioned = [weight for weight in self.model.parameters() if on_cpu and not weight.is_inference()]
+        changes = sum(weight._version for weight in versioned)
         return id(self.model), active_adapters(self.model), changes
 
     def merge_adapter(self, folder: str | Path) -> None:

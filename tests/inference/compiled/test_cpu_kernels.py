@@ -353,6 +353,16 @@ def test_heads_draft_in_the_kernels_nearly_as_with_weights_of_eight_bits(name, d
         assert (plain - fast).abs().max() <= (1e-4 if dtype == FLOAT else 0.05) * plain.abs().max()
 
 
+def test_a_target_that_was_made_in_inference_mode_is_compiled():
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    with torch.inference_mode():
+        target = target_of(KNOWN["llama"])
+        lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
+    assert target.compiled
+    assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
+
+
 def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
     target = target_of(KNOWN["llama"])
     head = head_of(target, "eagle")
