@@ -204,9 +204,9 @@ class Target:
     @property
     def version(self) -> Hashable:
         """The model, its active adapters, and on a CPU a number that grows with every change of a weight in place."""
-        on_cpu = cpu_kernels.serve(self.device)  # elsewhere graphs read the weights where they are
-        versioned = [weight for weight in self.model.parameters() if on_cpu and not weight.is_inference()]
-        changes = sum(weight._version for weight in versioned)
+        # Elsewhere graphs read the weights where they are.
+        weights = self.model.parameters() if cpu_kernels.serve(self.device) else ()
+        changes = sum(weight._version for weight in weights if not weight.is_inference())
         return id(self.model), active_adapters(self.model), changes
 
     def merge_adapter(self, folder: str | Path) -> None:
