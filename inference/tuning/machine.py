@@ -1,6 +1,6 @@
 """Measurements of this machine, made once and kept in a file in the user's cache folder.
 
-    machine.json    {"AMD EPYC, AVX2, 2 threads, torch 2.13.0+cpu, format 1": {"seconds of ...": ..., ...}, ...}
+    machine.json    {"AMD EPYC (family 25, model 1), AVX2, 2 threads, torch 2.13.0+cpu, format 1": {"...": ...}, ...}
 
 A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version:
 measurements of one do not hold for another. Without the file, or with one that cannot be read, all is measured anew;
@@ -65,13 +65,14 @@ def machine_key(device: torch.device, compiled: bool) -> str:
 
 @cache
 def processor() -> str:
-    """Name of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
+    """Name of the processor, with its family and model where the system tells: virtual machines hide the rest."""
+    cpuinfo, told = Path("/proc/cpuinfo"), {}
     if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+        entries = [line.partition(":") for line in cpuinfo.read_text(encoding="utf-8").splitlines()]
+        told = {name.strip(): value.strip() for name, _, value in reversed(entries)}  # of the first processor
+    if {"model name", "cpu family", "model"} <= told.keys():
+        return f"{told['model name']} (family {told['cpu family']}, model {told['model']})"
+    return told.get("model name") or platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import warnings
@@ -256,3 +257,20 @@ def test_timed_calls_take_turns_and_end_with_the_time(monkeypatch, limit, calls)
     assert taken == (
         {"a": [1.0], "b": [1.5]} if first_alone else {"a": [0.25] * (calls - 1), "b": [0.75] * (calls - 1)}
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        # two generations that a virtual machine calls alike; the second processor's lines are not read
+        (["cpu family : 25", "model : 17", "model name : AMD EPYC", "", "model : 9"], "AMD EPYC (family 25, model 17)"),
+        (["cpu family : 26", "model : 2", "model name : AMD EPYC"], "AMD EPYC (family 26, model 2)"),
+        (["model name : IBM/S390"], "IBM/S390"),
+        (["CPU implementer : 0x41"], platform.processor() or platform.machine()),  # ARM
+    ],
+)
+def test_processors_of_one_name_are_told_apart(monkeypatch, tmp_path, lines, name):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("\n".join(lines))
+    monkeypatch.setattr(machine, "Path", lambda _: cpuinfo)
+    assert machine.processor.__wrapped__() == name
