@@ -32,10 +32,12 @@ PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""
 PROBE_STEPS = 4
 """Steps of a probe. The first are slow: a head reads what it has missed, and its weights are not in the cache."""
-AVERAGED_STEPS = 16
-"""Steps over which tokens per step are averaged, exponentially."""
-TIMED_STEPS = 5
-"""A candidate's latest steps, whose median is its cost: one slow step does not count, three do."""
+AVERAGED_STEPS = 48
+"""Steps over which tokens per step are averaged, exponentially: over fewer, chance decides."""
+PRIOR_STEPS = 4
+"""As many steps counts what a head's tree is expected to emit: the first ones of a text do not decide alone."""
+TIMED_STEPS = 7
+"""A candidate's latest steps, whose median is its cost: a few slow ones do not count, a probe of them does."""
 MARGIN = 0.02
 """Speedup that drafts must have over autoregressive steps: near a tie nothing is gained by a change."""
 CANDIDATE_SIZES = (2, 4, 8, 16)
@@ -58,7 +60,7 @@ class Candidate:
     """Of its latest steps."""
     steps: int = 1
     """Steps that `length` averages, at most `AVERAGED_STEPS`."""
-    idle: float = 0.0
+    idle: float = math.inf
     """Tokens generated since it ran last."""
 
 
@@ -68,14 +70,17 @@ class Speeds:
     def __init__(self, candidates: list[Candidate], plain: int | None, measured: bool) -> None:
         """Begin with candidates, of which `plain` is autoregressive steps; where speeds are equal, the first one leads.
 
-        Unless their costs were measured here, the first probe need not be saved for.
+        Where their costs were not `measured`, nothing is known: the first probe need not be saved for, and the first
+        steps tell more than what was expected.
         """
         self.candidates, self.plain = candidates, plain
+        for candidate in candidates:
+            candidate.steps = PRIOR_STEPS if measured else 1
         self.running = self.leader = max(range(len(candidates)), key=self.speed)
         self.probe = 0
         """Steps that are left of the current probe."""
         self.probe_tokens = self.probe_seconds = 0.0
-        self.budget = 0.0 if measured else 1.0
+        self.budget = 0.0 if measured else 1.5
         """Tokens that probes may lose."""
         self.deficit = 0.0
         """Tokens lost to autoregressive steps since drafts took the lead."""
@@ -117,11 +122,9 @@ class Speeds:
         self.running = self.leader
         other = self._to_probe()
         if other is not None:
-            lost = PROBE_STEPS * (self.cost(other) * self.speed(self.leader) - self.candidates[other].length)
-            if lost <= max(self.budget, 0.0):
-                self.running, self.probe, self.probe_tokens, self.probe_seconds = other, PROBE_STEPS, 0.0, 0.0
-                if self.leader == self.plain:  # the text has moved on since drafts were probed
-                    self.candidates[other].steps = 1
+            self.running, self.probe, self.probe_tokens, self.probe_seconds = other, PROBE_STEPS, 0.0, 0.0
+            if self.leader == self.plain:  # the text has moved on since drafts were probed
+                self.candidates[other].steps = 1
         return self.running
 
     def record(self, seconds: float, tokens: float) -> None:
@@ -149,17 +152,24 @@ class Speeds:
             self.deficit += self.cost(self.running) / self.cost(self.plain) - tokens
 
     def _to_probe(self) -> int | None:
-        """The next candidate to probe: one that may be faster, and else the one that was idle for longest.
+        """The next candidate to probe, if what it may lose is saved: the best of those that may be faster.
 
-        Where autoregressive steps lead, only the best tree is probed.
+        Else the one that was idle for longest. Each has its own share of what is saved, so that one that is dear to
+        probe does not hold up the others. Where autoregressive steps lead, only the best tree is probed.
         """
         others = [number for number in range(len(self.candidates)) if number != self.leader]
         if not others or len(self.candidates[self.leader].seconds) < PROBE_STEPS:
             return None
-        best = max(others, key=self.speed)
+        saved, best = max(self.budget, 0.0), max(others, key=self.speed)
         if self.leader == self.plain or self.speed(best) > self.speed(self.leader):
-            return best
-        return max(others, key=lambda number: self.candidates[number].idle)
+            return best if self._lost(best) <= saved else None
+        idle = {other: self.candidates[other].idle for other in others}
+        paid = [other for other in others if self._lost(other) <= min(saved, PROBE_SHARE * idle[other] / len(others))]
+        return max(paid, key=lambda other: idle[other], default=None)
+
+    def _lost(self, number: int) -> float:
+        """Tokens that a probe is expected to lose."""
+        return PROBE_STEPS * (self.cost(number) * self.speed(self.leader) - self.candidates[number].length)
 
 
 class AdaptiveDrafter(Drafter):
