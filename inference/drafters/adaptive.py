@@ -36,6 +36,8 @@ AVERAGED_STEPS = 48
 """Steps over which tokens per step are averaged, exponentially: over fewer, chance decides."""
 PRIOR_STEPS = 4
 """As many steps counts what a head's tree is expected to emit: the first ones of a text do not decide alone."""
+LEAST_LENGTH = 1.05
+"""Tokens per step that a tree is taken to emit even where all its drafts were rejected: it may recover."""
 TIMED_STEPS = 7
 """A candidate's latest steps, whose median is its cost: a few slow ones do not count, a probe of them does."""
 MARGIN = 0.02
@@ -137,10 +139,12 @@ class Speeds:
         ran.idle = 0.0
         if self.running != self.plain:
             ran.steps = min(ran.steps + 1, AVERAGED_STEPS)
-            before, ran.length = ran.length, ran.length + (tokens - ran.length) / ran.steps
+            before = max(ran.length, LEAST_LENGTH)
+            ran.length = max(before + (tokens - before) / ran.steps, LEAST_LENGTH)
+            change = math.sqrt((ran.length - 1) / (before - 1))
             for number, other in enumerate(self.candidates):  # what one tree shows holds by half for the others
                 if number not in (self.running, self.plain):
-                    other.length = max(other.length * math.sqrt(ran.length / before), 1.0)
+                    other.length = max(1 + (other.length - 1) * change, LEAST_LENGTH)
         if self.probe:
             self.probe, self.probe_tokens = self.probe - 1, self.probe_tokens + tokens
             self.probe_seconds += seconds
