@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..tuning.machine import cache_folder, processor
+from ..tuning.machine import cache_folder, cpuinfo, processor
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32
@@ -97,10 +97,8 @@ def library() -> ctypes.CDLL | None:
 
 def _built(command: list[str]) -> ctypes.CDLL:
     """The kernels, from disk or compiled now."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     # Machines whose processors have one name may share a home folder: their features differ.
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    features = cpuinfo().get("flags") or cpuinfo().get("Features") or platform.machine()  # of x86, of ARM
     made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"cpu_kernels-{key}.so"

@@ -64,12 +64,17 @@ def machine_key(device: torch.device, compiled: bool) -> str:
 
 
 @cache
+def cpuinfo() -> dict[str, str]:
+    """What Linux tells of the first processor; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    entries = [line.partition(":") for line in lines]
+    return {name.strip(): value.strip() for name, _, value in reversed(entries)}
+
+
 def processor() -> str:
     """Name of the processor, with its family and model where the system tells: virtual machines hide the rest."""
-    cpuinfo, told = Path("/proc/cpuinfo"), {}
-    if cpuinfo.is_file():
-        entries = [line.partition(":") for line in cpuinfo.read_text(encoding="utf-8").splitlines()]
-        told = {name.strip(): value.strip() for name, _, value in reversed(entries)}  # of the first processor
+    told = cpuinfo()
     if {"model name", "cpu family", "model"} <= told.keys():
         return f"{told['model name']} (family {told['cpu family']}, model {told['model']})"
     return told.get("model name") or platform.processor() or platform.machine()
