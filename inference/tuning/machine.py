@@ -65,7 +65,7 @@ def machine_key(device: torch.device, compiled: bool) -> str:
 
 @cache
 def cpuinfo() -> dict[str, str]:
-    """What Linux tells of the first processor; empty elsewhere."""
+    """Entries of the first processor in /proc/cpuinfo; empty where there is no such file."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     entries = [line.partition(":") for line in lines]
