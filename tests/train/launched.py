@@ -24,10 +24,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
-from headstart.scripts.command_line import options
+from headstart.scripts.command_line import options, run
 from headstart.train import engines, evaluate, loop
 from headstart.train.config import TrainConfig
-from headstart.train.console import Stopped, show_on_console
+from headstart.train.console import Stopped
 from headstart.train.features import online as features
 
 RANK = os.environ["RANK"]
@@ -112,13 +112,11 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
     patch(engines, "formats", lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)))
 
 
-def main() -> None:
-    """Make the runs."""
+def main(arguments: list[str]) -> None:
+    """Make the runs of a file of jobs."""
     as_on_a_gpu()
-    show_on_console()
-    destroy = PartialState.destroy_process_group
     PartialState.destroy_process_group = lambda *_: None  # the next run is made by the same processes
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in json.loads(Path(arguments[0]).read_text()):
         AcceleratorState._reset_state()
         GradientState._reset_state()
         seen, patched = Seen(), []
@@ -132,8 +130,7 @@ def main() -> None:
         progress = dataclasses.asdict(seen.progress) if seen.progress else {}
         found = {**vars(seen), "dtypes": sorted(seen.dtypes), "progress": progress}
         Path(f"{job['report']}.{RANK}.json").write_text(json.dumps(found))
-    destroy(PartialState())  # or a process may abort as it ends, by the threads that are left
 
 
 if __name__ == "__main__":
-    main()
+    run(main, sys.argv[1:])  # which ends processes so that gloo's threads cannot abort them
