@@ -429,12 +429,9 @@ class SpeculativeLM:
                     draft_model.check_encoder_outputs()
                 mask = None  # it is the encoder's
             _check_prepared(config, inputs, streamer, len(input_ids))
-            mask = torch.ones_like(input_ids) if mask is None else mask
-            prompts = [row[attended.bool()] for row, attended in zip(input_ids, mask, strict=True)]
+            prompts = _without_padding(input_ids, mask)
             if config.do_sample and is_lossy(self.verifier):
                 _warn_of_equal_answers(self.verifier, prompts)
-            if min(map(len, prompts)) == 0:
-                raise ValueError(f"prompt {[len(row) for row in prompts].index(0)} of the batch is all padding")
             paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
             process_logits = TreeLogitsProcessor(
                 logits_processor, paddings, min_length_counts_padding=config.min_new_tokens is not None
@@ -473,19 +470,7 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             padding = min(eos_token_ids, default=0) if config.pad_token_id is None else config.pad_token_id
-            rows = [torch.tensor(row, dtype=torch.int64) for row in sequences.rows]
-            new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(input_ids.device, input_ids.dtype)
-            scores, logits = (  # per row and round [tokens, V], to one [batch, V] per token
-                None if kept is None else pad_sequence([torch.cat(row) for row in kept]).unbind(0)
-                for kept in (sequences.scores, sequences.logits)
-            )
-            output = GenerateOutput(
-                sequences=torch.cat([input_ids, new_BT], dim=1),
-                scores=scores,
-                logits=logits,
-                stats=stats,
-                past_key_values=past,
-            )
+            output = _output(input_ids, sequences, padding, stats, past)
             return output if always_output or full else output.sequences
 
         return decode
@@ -617,6 +602,15 @@ def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: 
         raise ValueError(f"a streamer takes one row, not a batch of {rows}")
 
 
+def _without_padding(input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """The prompts of a batch, int64 [batch, T], each [its length]; a ValueError where one has no token."""
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    prompts = [row[attended.bool()] for row, attended in zip(input_ids, mask, strict=True)]
+    if 0 in (lengths := [*map(len, prompts)]):
+        raise ValueError(f"prompt {lengths.index(0)} of the batch is all padding")
+    return prompts
+
+
 def _warn_of_equal_answers(verifier: str, prompts: list[Tensor]) -> None:
     """Warn if one prompt is to get several answers by a rule that draws nothing."""
     different = len({tuple(prompt.tolist()) for prompt in prompts})
@@ -626,6 +620,19 @@ def _warn_of_equal_answers(verifier: str, prompts: list[Tensor]) -> None:
             f"different prompts in {len(prompts)} rows); for samples that differ, choose the verifier 'auto'",
             stacklevel=2,
         )
+
+
+def _output(
+    input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats, past: Conversation | None
+) -> GenerateOutput:
+    """The new tokens behind the prompts, padded on the right, and what was kept of each, as `generate` returns it."""
+    rows = [torch.tensor(row, dtype=torch.int64) for row in sequences.rows]
+    new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(input_ids.device, input_ids.dtype)
+    scores, logits = (  # per row and round [tokens, V], to one [batch, V] per token
+        None if kept is None else pad_sequence([torch.cat(row) for row in kept]).unbind(0)
+        for kept in (sequences.scores, sequences.logits)
+    )
+    return GenerateOutput(torch.cat([input_ids, new_BT], dim=1), scores, logits, stats, past)
 
 
 def with_stop_strings(
