@@ -632,7 +632,13 @@ def _output(
         None if kept is None else pad_sequence([torch.cat(row) for row in kept]).unbind(0)
         for kept in (sequences.scores, sequences.logits)
     )
-    return GenerateOutput(torch.cat([input_ids, new_BT], dim=1), scores, logits, stats, past)
+    return GenerateOutput(
+        sequences=torch.cat([input_ids, new_BT], dim=1),
+        scores=scores,
+        logits=logits,
+        stats=stats,
+        past_key_values=past,
+    )
 
 
 def with_stop_strings(

@@ -48,7 +48,7 @@ INSTRUCTIONS = {
 
 
 class Weights(ctypes.Structure):
-    """`Weights` in cpu_kernels.cpp."""
+    """A linear layer's packed weights, laid out as the kernels' struct of the same name."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("format", "inputs", "outputs")),
