@@ -28,7 +28,7 @@ from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..features.placement import SharedTarget, load_speculative_lm
+from ..loading import SharedTarget, load_speculative_lm
 from ..run_folder import check_options, write_whole
 from .chat_template import check_lengths, prompt_ids, render
 from .conversations import RESUME_ADVICE, distinct_share, read_prompt_rows
