@@ -279,7 +279,7 @@ class Target:
 
     @cached_property
     def interface(self) -> ForwardInterface:
-        """What the model's forward takes and returns, found by forwards over one token."""
+        """Arguments and outputs of the model's forward, found by forwards over one token."""
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         return try_forward(self.model, self.info.num_layers, input_ids=token_11)
 

@@ -1,4 +1,4 @@
-"""What a model's forward takes and returns, tried on one token instead of read from a version of transformers.
+"""The arguments and outputs of a model's forward, tried on one token instead of derived from a version of transformers.
 
 Versions name the KV cache differently (`past_key_values`, then `cache`), and count the states that
 `output_hidden_states=[...]` selects with or without the embedding.
@@ -24,7 +24,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 @dataclass(frozen=True)
 class ForwardInterface:
-    """What a model's forward takes and returns."""
+    """How a model's forward takes and returns its KV cache, and how it counts hidden states."""
 
     cache_name: str
     """The argument that takes the KV cache, and the output that returns it."""

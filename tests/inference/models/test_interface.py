@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target
 
+pytestmark = pytest.mark.versions
 VOCAB = 40
 LAYERS = 4
 TOKENS_BT = torch.tensor([[3, 9, 27, 1, 5], [8, 2, 4, 6, 7]])
