@@ -84,6 +84,9 @@ class SelfMadeConfig(CommandOptions):
     """Longest answer, in tokens."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template. Training needs the same."""
+    template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none.
+    Training needs the same."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `answer_tokens`; training does not learn their end."""
     prompt_temperature: float = 1.0
@@ -108,6 +111,7 @@ class SelfMadeConfig(CommandOptions):
             )
         if self.server is not None and self.metrics_port is not None:
             raise ValueError(f"metrics_port is for the model in this process; the server {self.server!r} has metrics")
+        template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
         for name in ("min_distinct", "prompt_min_p"):
@@ -180,6 +184,50 @@ class PromptMixConfig(CommandOptions):
     """Seed of every choice."""
 
 
+RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+"""Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
+
+
+def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables that are passed to the chat template: `template_kwargs`, and `thinking` as enable_thinking.
+
+    Raises:
+        ValueError: the options contradict each other, or a name is not a template's own to read.
+    """
+    variables = dict(template_kwargs or {})
+    if reserved := sorted(RESERVED & variables.keys()):
+        raise ValueError(
+            f"template_kwargs {reserved[0]} = {variables[reserved[0]]!r} is set by headstart itself; give only "
+            "variables that the chat template reads, such as enable_thinking or reasoning_effort"
+        )
+    if thinking is None:
+        return variables
+    if variables.get("enable_thinking", thinking) != thinking:
+        raise ValueError(
+            f"thinking {thinking} and template_kwargs enable_thinking {variables['enable_thinking']!r} contradict each "
+            "other; give one of them"
+        )
+    return {**variables, "enable_thinking": thinking}
+
+
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of the config's head and that head's own options."""
     return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
@@ -191,7 +239,7 @@ class DataConfig:
 
     sources: list[str] = field(default_factory=list)
     """JSONL, JSON or Parquet files, folders, or Hub data sets (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations:
-    `messages`, ShareGPT's `conversations`, or `prompt` and `completion`."""
+    `messages`, ShareGPT's `conversations`, `prompt` and `completion`, or tokens (`input_ids` and `loss_mask`)."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
@@ -202,6 +250,8 @@ class DataConfig:
     """Use only this many, the first ones; null for all."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
+    template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none."""
     weights: list[float] | None = None
     """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one each."""
     pack: int | None = None
@@ -454,6 +504,7 @@ class TrainConfig(CommandOptions):
                 f"data.weights needs a number above 0 for each of the {len(data.sources)} data.sources, not "
                 f"{data.weights}"
             )
+        template_variables(data.thinking, data.template_kwargs)  # raises if they contradict each other
         if data.pack is not None and data.pack < data.max_length:
             raise ValueError(
                 f"data.pack must hold the longest conversation, data.max_length {data.max_length}, not {data.pack}"

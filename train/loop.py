@@ -44,7 +44,7 @@ from ..inference.models.replay import ReplayTarget
 from .config import TrainConfig, dtype_of, head_options
 from .console import ProgressBar, Stopped, StopRequest, log
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Example, check_tokenizer, data_origin
+from .data.chat_template import Example, check_tokenizer, data_origin, warn_of_unread_variables
 from .data.conversations import open_sources
 from .data.split import rendering, split_cache
 from .data.token_cache import cached_sequences, count_answer_tokens, digest_of, lengths_of
@@ -287,7 +287,9 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     target.check_layers(head.feature_layers)
     tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
     check_tokenizer(tokenizer, config.target)
-    provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking)}
+    provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)}
+    if accelerator.is_main_process:
+        warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
     cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
     training, held_out = split_cache(cache, config)
     check_same_everywhere(accelerator, training)

@@ -7,17 +7,24 @@ turn.
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...heads.checkpoints.save_load import differences
 from ...inference import tokenizer_provenance
+from ..config import template_variables
+from ..console import log
+
+GIVEN_BY_TRANSFORMERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+"""Variables and functions that transformers gives to every chat template."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ def encode(
     eos: frozenset[int],
     max_length: int,
     thinking: bool | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> list[Example]:
     """Tokenize a conversation into sequences of at most `max_length` tokens with loss masks.
 
@@ -44,7 +52,12 @@ def encode(
     (they drop the reasoning of earlier turns): then one sequence per answer, rendered as when the assistant generated
     it. `"finished": false` in the conversation says that its last answer was truncated, so that the end-of-turn token
     there is the template's and not the assistant's. `eos` are the tokens that end a turn.
+
+    A row of tokens, `input_ids` and `loss_mask`, is one sequence as it is: nothing is rendered.
     """
+    if conversation.get("input_ids") is not None:
+        mask = [bool(own) for own in conversation["loss_mask"][:max_length]]
+        return [Example(conversation["input_ids"][:max_length], mask)] if any(mask) else []
     messages, tools = conversation["messages"], conversation.get("tools")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -52,8 +65,8 @@ def encode(
     spans: list[tuple[int, int]] = []
     texts: list[str] = []
     for turn in turns:
-        prompt = render(tokenizer, messages[:turn], True, thinking, tools)
-        text = render(tokenizer, messages[: turn + 1], False, thinking, tools)
+        prompt = render(tokenizer, messages[:turn], True, thinking, tools, template_kwargs)
+        text = render(tokenizer, messages[: turn + 1], False, thinking, tools, template_kwargs)
         if not text.startswith(prompt):
             raise ValueError(
                 "the chat template does not continue its own generation prompt with the answer, so the assistant's "
@@ -92,12 +105,13 @@ def render(
     add_generation_prompt: bool = False,
     thinking: bool | None = None,
     tools: list[Any] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> str:
-    """Render messages as the text that the model reads."""
-    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    """Render messages as the text that the model reads; `template_kwargs` are further variables for the template."""
+    variables = template_variables(thinking, template_kwargs)
     try:
         text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses a conversation: {error}") from error
@@ -106,10 +120,14 @@ def render(
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    thinking: bool | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    tools: list[Any] | None = None,
 ) -> Tensor:
     """Token ids, [1, time], after which the assistant answers the messages."""
-    text = render(tokenizer, messages, True, thinking)
+    text = render(tokenizer, messages, True, thinking, tools, template_kwargs)
     ids: Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     return ids
 
@@ -124,15 +142,58 @@ def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where:
             )
 
 
-def data_origin(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> dict[str, Any]:
-    """Identity of the tokenizer and template options, which a head's checkpoint records."""
-    return {**tokenizer_provenance(tokenizer), "thinking": thinking}
+def data_origin(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, template_kwargs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Identity of the tokenizer and template options, which a head's checkpoint records.
+
+    The same variables have the same origin, whichever of the two options set enable_thinking.
+    """
+    variables = template_variables(thinking, template_kwargs)
+    enabled = variables.pop("enable_thinking", None)
+    return {**tokenizer_provenance(tokenizer), "thinking": enabled, "template_kwargs": variables}
 
 
-def warn_of_other_data(trained: dict[str, Any], tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
+def warn_of_other_data(
+    trained: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> None:
     """Warn if prompts are tokenized or rendered otherwise than the head's training data."""
-    for difference in differences(trained, data_origin(tokenizer, thinking)):
+    if "thinking" in trained:  # a head that was trained before template_kwargs existed had none
+        trained = {"template_kwargs": {}, **trained}
+    for difference in differences(trained, data_origin(tokenizer, thinking, template_kwargs)):
         warnings.warn(f"the head may accept less here: {difference}", stacklevel=2)
+
+
+def warn_of_unread_variables(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, template_kwargs: dict[str, Any] | None = None
+) -> None:
+    """Log a warning, of one line, that names the variables that this tokenizer's chat template never reads."""
+    variables = template_variables(thinking, template_kwargs)
+    if not variables or not tokenizer.chat_template:
+        return
+    read = variables_read(tokenizer)
+    unread = [f"{name} = {value!r}" for name, value in variables.items() if name not in read]
+    if unread:
+        others = ", ".join(sorted(read - GIVEN_BY_TRANSFORMERS - set(tokenizer.special_tokens_map))) or "none"
+        log.warning(
+            f"this tokenizer's chat template does not read {', '.join(unread)}, which changes nothing; variables that "
+            f"it reads: {others}"
+        )
+
+
+def variables_read(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Names of the variables that the tokenizer's chat templates read and do not set themselves."""
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    read: set[str] = set()
+    for text in texts:
+        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", str(text))  # a tag of transformers' own
+        read |= find_undeclared_variables(environment.parse(plain))
+    return read
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -4,8 +4,11 @@ A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (
 `Dataset.save_to_disk` wrote), or a Hub data set `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as
 possible: a JSONL file is only searched for line breaks, the others are mapped into memory by `datasets`.
 
-All rows of a source have the same one of the `FORMATS`, and become {"messages": [{"role": "user", "content": "..."}]}.
-`content` may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat template.
+All rows of a source have the same one of the `TEXT_FORMATS`, and become
+{"messages": [{"role": "user", "content": "..."}]}. `content` may be null beside `tool_calls`; parts of type text are
+joined. `tools` is passed to the chat template.
+
+In training, a row that has `input_ids` and `loss_mask` is a sequence of tokens already, whatever else it holds.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,13 +29,16 @@ from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, l
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FORMATS = {
+TEXT_FORMATS = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
 }
-"""Columns of each format: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer. A row has the first
-format of which it has all columns."""
+"""Columns of the formats that hold text: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer.
+A row has the first format of which it has all columns."""
+FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
+"""Columns of the formats that training reads: the token ids of a whole sequence with 1 for each that the model wrote,
+as the package speculators names them, or text."""
 SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
@@ -123,7 +129,7 @@ def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
         first = next(source.read(), None)
         if first is None:
             raise ValueError(f"{name}: no conversations: it is empty")
-        check_conversation(first[1], first[0])
+        check_row(first[1], first[0])
         opened.append(source)
         limit = None if limit is None else limit - len(source.rows)
     return opened
@@ -173,30 +179,57 @@ def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
     return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
 
 
-def check_columns(columns: list[str], where: str) -> str:
-    """Return the format of these columns."""
-    for name, needed in FORMATS.items():
+def check_columns(columns: list[str], where: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
+    """Return the first of the formats that has these columns."""
+    for name, needed in formats.items():
         if set(needed) <= set(columns):
             return name
     lacking = "; ".join(
         f"{name} lacks {', '.join(repr(column) for column in needed if column not in columns)}"
-        for name, needed in FORMATS.items()
+        for name, needed in formats.items()
     )
     there = ", ".join(map(repr, columns)) or "no columns"
     raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
 
 
-def format_of(row: Any, where: str) -> str:
+def format_of(row: Any, where: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
     """Return the format of a row, whose columns without a value do not count."""
     if not isinstance(row, dict):
         raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    return check_columns([name for name, value in row.items() if value is not None], where)
+    return check_columns([name for name, value in row.items() if value is not None], where, formats)
+
+
+def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
+    """Check a row to train on: tokens stay as they are, any other format becomes `messages`."""
+    if format_of(row, where) != "tokens":
+        return check_conversation(row, where, expected)
+    tokens, mask = row["input_ids"], row["loss_mask"]
+    for name, values_T, valid in (("input_ids", tokens, "token ids"), ("loss_mask", mask, "0 and 1")):
+        if not isinstance(values_T, list):
+            raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {values_T!r}")
+    if len(tokens) != len(mask):
+        raise ValueError(
+            f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there must be one 0 or 1 "
+            "for each token"
+        )
+    for place, token in enumerate(tokens):
+        if type(token) is not int or token < 0:  # a bool is an int to isinstance
+            raise ValueError(f"{where}: 'input_ids' holds {token!r} at {place}, which is not a token id")
+    for place, own in enumerate(mask):
+        if not isinstance(own, int) or own not in (0, 1):
+            raise ValueError(f"{where}: 'loss_mask' holds {own!r} at {place}; choose from 0 and 1")
+    if 1 not in mask:
+        raise ValueError(f"{where}: 'loss_mask' holds no 1, so no token of it is the model's own")
+    return dict(row)
 
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """Convert a row of any format to `messages`; its other columns stay. Errors name the row's place, `where`."""
-    found = format_of(row, where)
-    if expected is not None and found != expected:
+    """Convert a row of text to `messages`; its other columns stay. Errors name the row's place, `where`.
+
+    `expected` is the format of the source's earlier rows, if there are any.
+    """
+    found = format_of(row, where, TEXT_FORMATS)
+    if expected not in (None, "tokens", found):
         raise ValueError(
             f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
             "have one format: split it into several sources"
@@ -210,7 +243,7 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
             raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
         messages = [_message(message, i, where) for i, message in enumerate(messages)]
     if not messages:
-        raise ValueError(f"{where}: no conversation: {FORMATS[found][0]!r} is empty")
+        raise ValueError(f"{where}: no conversation: {TEXT_FORMATS[found][0]!r} is empty")
     tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
     return {**row, "messages": messages, **tools}
 

@@ -21,7 +21,9 @@ T = TypeVar("T")
 def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> Rendering:
     """Return how the config's conversations become tokens for this target."""
     eos = {token for token in (*target.end_tokens, tokenizer.eos_token_id) if token is not None}
-    return Rendering(tokenizer, frozenset(eos), min(config.data.max_length, target.max_positions), config.data.thinking)
+    data = config.data
+    longest = min(data.max_length, target.max_positions)
+    return Rendering(tokenizer, frozenset(eos), longest, data.thinking, data.template_kwargs)
 
 
 def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:

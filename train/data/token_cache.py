@@ -32,12 +32,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...inference.tuning.machine import cache_folder, usable_cores
+from ..config import template_variables
 from ..console import console
 from ..run_folder import check_options, write_whole
 from .chat_template import Example, encode
-from .conversations import Source, check_conversation, format_of, values
+from .conversations import Source, check_row, format_of, values
 
-RECIPE = 1
+RECIPE = 2
 """Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
 """Conversations that are worth another process."""
@@ -63,11 +64,14 @@ class Rendering:
     eos: frozenset[int]
     max_length: int
     thinking: bool | None
+    template_kwargs: dict[str, Any] | None = None
 
     def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize conversation `number`; errors name its place, `where`."""
         try:
-            examples = encode(conversation, self.tokenizer, self.eos, self.max_length, self.thinking)
+            examples = encode(
+                conversation, self.tokenizer, self.eos, self.max_length, self.thinking, self.template_kwargs
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         return [dataclasses.replace(example, conversation=number) for example in examples]
@@ -78,7 +82,8 @@ class Rendering:
         for name in ("truncation", "padding"):  # state of the last call
             backend.pop(name, None)
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, self.thinking]
+        variables = template_variables(self.thinking, self.template_kwargs)
+        parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, variables]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -277,7 +282,7 @@ def _encoded_rows(
     """Encode some rows of a source."""
     found: list[Example] = []
     for number, (where, row) in zip(numbers, values(name, kind, batch, numbers), strict=True):
-        found += rendering.encode(check_conversation(row, where, expected), where, number)
+        found += rendering.encode(check_row(row, where, expected), where, number)
     ends = np.cumsum([0, *(len(example.tokens) for example in found)], dtype=np.int32)
     tokens = np.fromiter((token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1])
     masks = np.fromiter((own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1])

@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from headstart.train.data.conversations import (
     check_conversation,
+    check_row,
     open_source,
     open_sources,
     parsed_name,
@@ -120,12 +121,52 @@ def test_what_is_no_conversation_is_named_with_what_is_missing(row, words):
     assert words in str(error.value)
 
 
+TOKENS = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_of_tokens_comes_before_its_text_and_without_tokens_the_text_counts(tmp_path, kind):
+    rows = [TOKENS | {"messages": MESSAGES}, {"input_ids": None, "loss_mask": None, "messages": MESSAGES}, TOKENS]
+    name = write(tmp_path / "data.jsonl", rows)
+    if kind == "parquet":
+        name = str(tmp_path / "data.parquet")
+        Dataset.from_list(rows).to_parquet(name)
+    first, second, third = (check_row(row, where, "tokens") for where, row in open_source(name).read())
+    assert (
+        (first["input_ids"], first["loss_mask"]) == (third["input_ids"], third["loss_mask"]) == ([5, 6, 7], [0, 1, 1])
+    )
+    assert second.get("input_ids") is None and second["messages"] == MESSAGES
+    # Whoever asks for text gets the text.
+    assert check_conversation(rows[0], "here")["messages"] == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss_mask": [0, 1]}, "'input_ids' holds 3 tokens and 'loss_mask' 2"),
+        ({"input_ids": [5, -1, 7]}, "'input_ids' holds -1 at 1"),
+        ({"input_ids": [5, 6.0, 7]}, "'input_ids' holds 6.0 at 1"),
+        ({"input_ids": [5, True, 7]}, "'input_ids' holds True at 1"),
+        ({"input_ids": [5, None, 7]}, "'input_ids' holds None at 1"),
+        ({"input_ids": "5 6 7"}, "'input_ids' must be a list of token ids"),
+        ({"loss_mask": [0, 2, 1]}, "'loss_mask' holds 2 at 1; choose from 0 and 1"),
+        ({"loss_mask": [0, 0.5, 1]}, "'loss_mask' holds 0.5 at 1; choose from 0 and 1"),
+        ({"loss_mask": [0, 0, 0]}, "'loss_mask' holds no 1"),
+        ({"input_ids": [], "loss_mask": []}, "'loss_mask' holds no 1"),
+    ],
+)
+def test_a_row_of_tokens_that_is_wrong_is_named_with_what_is_wrong(change, words):
+    with pytest.raises(ValueError, match="there: ") as error:
+        check_row(TOKENS | change, "there")
+    assert words in str(error.value)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_data_set_whose_columns_fit_no_format_is_refused_with_its_columns(tmp_path, kind):
     path = str(tmp_path / f"other.{kind}")
     rows = [{"question": "a", "answer": "b"}]
     write(tmp_path / "other.jsonl", rows) if kind == "jsonl" else Dataset.from_list(rows).to_parquet(path)
-    with pytest.raises(ValueError, match=r"it has 'question', 'answer': messages lacks 'messages'; .* 'completion'"):
+    with pytest.raises(ValueError, match=r"it has 'question', 'answer': .*messages lacks 'messages'; .* 'completion'"):
         read_conversations(path)
 
 
