@@ -388,19 +388,17 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """Parse the arguments of a tool call, which OpenAI sends as JSON text; chat templates expect an object."""
+    """Check a tool call, whose arguments are an object or, as OpenAI sends them, its JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return dict(call)
-    try:
-        arguments = json.loads(arguments or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    if isinstance(arguments, str):
+        try:
+            json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
+    return dict(call)
 
 
 def _tools(tools: Any, where: str) -> list[Any]:

@@ -70,14 +70,14 @@ def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
-def test_tool_calls_have_null_content_and_their_arguments_as_an_object(arguments):
+def test_tool_calls_have_null_content_and_their_arguments_as_they_came(arguments):
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     for message in (
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "tool_calls": [call]},
     ):
         row = check_conversation({"messages": [MESSAGES[0], message]}, "here")
-        assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+        assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp_path):
