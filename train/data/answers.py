@@ -17,12 +17,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..config import SelfMadeConfig
+from .chat_template import REASONING_TAGS
 from .conversations import check_conversation, distinct_share, open_file, user_turns
 
-THINK = "<think>"
-END_THINK = "</think>"
 PROMPT_END = 32
-"""Tokens at the end of a prompt that are searched for <think>."""
+"""Tokens at the end of a prompt that are searched for a tag that opens the reasoning."""
 HARMONY_PART = re.compile(
     r"(?:<\|channel\|>(?P<channel>\w+)[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>(?P<text>.*?)"
     r"(?=<\|(?:start|end|return|call|channel)\|>|\Z)",
@@ -144,9 +143,9 @@ def readable(
 ) -> dict[str, Any]:
     """Decode an answer to a message of the assistant.
 
-    The reasoning stands apart, as `reasoning_content`, if the answer holds it between <think> and </think> and the
-    template knows these words, or in the channels of Harmony. White space stays as it was written, except the line
-    breaks around reasoning, which templates add.
+    The reasoning stands apart, as `reasoning_content`, if the answer holds it between tags that the template knows
+    (<think> and </think>), or in the channels of Harmony. White space stays as it was written, except the line breaks
+    around reasoning, which templates add.
 
     Args:
         tokenizer: the model's.
@@ -163,11 +162,13 @@ def readable(
         thoughts = [part["text"] for part in parts if part["channel"] == "analysis"]
         others = [part["text"] for part in parts if part["channel"] != "analysis"]
         reasoning, content = "\n".join(thoughts), "\n".join(others)
-    elif END_THINK in template:
-        opened = _decoded(tokenizer, prompt[-PROMPT_END:]).rstrip().endswith(THINK)
-        if opened or text.lstrip().startswith(THINK):
-            inside = text if opened else text.lstrip().removeprefix(THINK)
-            reasoning, _, content = inside.partition(END_THINK)
+    for first, last in REASONING_TAGS:
+        if last not in template:
+            continue
+        opened = _decoded(tokenizer, prompt[-PROMPT_END:]).rstrip().endswith(first)
+        if opened or text.lstrip().startswith(first):
+            inside = text if opened else text.lstrip().removeprefix(first)
+            reasoning, _, content = inside.partition(last)
             content = content.lstrip("\n")
     message = {"role": "assistant", "content": _without_special(tokenizer, content)}
     reasoning = _without_special(tokenizer, reasoning).strip("\n")

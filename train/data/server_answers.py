@@ -32,7 +32,6 @@ from ..console import ProgressBar, Stopped, StopRequest, log
 from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, state_path, with_defaults
 from .answers import (
-    END_THINK,
     Answer,
     Conversation,
     calls_tool,
@@ -41,7 +40,7 @@ from .answers import (
     readable,
     text_of,
 )
-from .chat_template import encode, prompt_ids
+from .chat_template import REASONING_KEYS, REASONING_TAGS, encode, prompt_ids
 from .conversations import RESUME_ADVICE, check_conversation
 
 RETRIES = 6
@@ -327,7 +326,7 @@ class _Work:
             )
         answer = self._with_tokens(server, conversation, reply) if self.with_tokens else self._with_text(reply)
         units: list[Any] = list(answer.tokens) or text_of(answer.message).split()
-        said = text_of(answer.message) or json.dumps(reply.tool_calls)
+        said = text_of(answer.message) + ("a tool call" if "tool_calls" in answer.message else "")
         if not is_usable(said, units, answer.finished, self.config):
             return None
         return answer if self.with_tokens else self._checked_text(server, conversation, answer)
@@ -354,10 +353,8 @@ class _Work:
                 extra_body=extra or None,
             )
         except BadRequestError as error:
-            if (
-                "return_token_ids" in error.message and server.returns_tokens
-            ):  # a server that refuses what it does not know
-                server.returns_tokens = False
+            if "return_token_ids" in extra and "return_token_ids" in error.message:
+                server.returns_tokens = False  # it refuses options that it does not know
                 return await self._ask(server, conversation)
             log.info(f"prompt {number} is left out, the server refuses it: {_shown(error.message)}")
             return None
@@ -427,7 +424,8 @@ class _Work:
         config = self.config
         variables = template_variables(config.thinking, config.template_kwargs)
         thinks = variables.get("enable_thinking") is True or variables.get("thinking") is True
-        reasoned = "reasoning_content" in answer.message or END_THINK in answer.message["content"]
+        reasoned = "reasoning_content" in answer.message
+        reasoned |= any(last in answer.message["content"] for _, last in REASONING_TAGS)
         if thinks and not reasoned:
             if self.with_reasoning == 0:
                 raise ValueError(
@@ -483,7 +481,7 @@ def parsed_reply(text: str) -> Reply:
     if not isinstance(message, dict):
         raise ValueError(f"its message must be an object, not {_shown(message)}")
     texts: dict[str, str] = {}
-    for name in ("content", "reasoning_content", "reasoning"):
+    for name in ("content", *REASONING_KEYS):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"its {name} must be a text, not {_shown(value)}")
@@ -502,7 +500,7 @@ def parsed_reply(text: str) -> Reply:
         tokens = [*tokens, stop]
     return Reply(
         content=texts["content"],
-        reasoning=texts["reasoning_content"] or texts["reasoning"],
+        reasoning=next((texts[name] for name in REASONING_KEYS if texts[name]), ""),
         tool_calls=calls,
         finished=finished,
         length=counted if type(counted) is int else None,

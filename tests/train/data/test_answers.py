@@ -6,8 +6,7 @@ import json
 
 import pytest
 from helpers import build_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from templates import FAMILIES, end_tokens, tokenizer_of
 
 from headstart.inference import tokenizer_provenance
 from headstart.train.config import SelfMadeConfig
@@ -24,67 +23,10 @@ from headstart.train.data.chat_template import encode, prompt_ids
 from headstart.train.data.conversations import check_conversation, check_row
 from headstart.train.data.self_made import make_conversations
 
-SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<|User|>", "<|Assistant|>"),
-    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
-)
-"""Special tokens, which decoding leaves out of the text."""
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-STRIPPED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
-"""White space at the ends of earlier answers is dropped."""
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
-    "<think>\n{{ m.reasoning_content | default('') }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-"""Earlier reasoning is dropped, and an empty block is written where none is wanted."""
-PREFILLED = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-    "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
-)
-"""The prompt opens the reasoning (DeepSeek-R1, QwQ), which the rendering of an answer lacks."""
-SWITCHED = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-    "{% else %}<|Assistant|></think>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
-)
-"""A variable of its own opens or closes the reasoning (DeepSeek-V3.1)."""
-SYSTEM_LAST = (
-    "{% set sys = messages[0].content if messages[0].role == 'system' else none %}"
-    "{% set rest = messages[1:] if sys is not none else messages %}<s>"
-    "{% for m in rest %}{% if m.role == 'user' %}[INST] {% if loop.last and sys is not none %}{{ sys }}\n\n{% endif %}"
-    "{{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
-"""The system prompt stands in the last turn of the user (Mistral)."""
-HARMONY = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
-    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-"""Special tokens make up the channels of an answer, and earlier analysis is dropped (gpt-oss)."""
-THOUGHT = "<|channel|>analysis<|message|>6*2 it is<|end|><|start|>assistant<|channel|>final<|message|>12 eggs<|return|>"
 SYSTEM = {"role": "system", "content": "Be short."}
-
-
-def build(template, eos="<|im_end|>"):
-    """A tokenizer of bytes and special tokens, without a token for padding."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
-    fast.chat_template = template
-    return fast
+THOUGHT = "6*2 it is"
+CONTENT = " 12 eggs "
+"""White space at the ends of an answer is the model's own."""
 
 
 def ids_of(tokenizer, text):
@@ -95,11 +37,12 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def made_with(template, eos, writes, row, tmp_path, monkeypatch, **options):
+def made_with(family, writes, row, tmp_path, monkeypatch, **options):
     """The rows that the command writes if the model writes one text after the other, and the tokenizer."""
-    tokenizer = build(template, eos)
+    tokenizer = tokenizer_of(family)
+    ends = end_tokens(family, tokenizer)
     model = build_model(vocab_size=len(tokenizer))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = sorted(ends)
     model.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
@@ -107,7 +50,7 @@ def made_with(template, eos, writes, row, tmp_path, monkeypatch, **options):
 
     def written(lm, prompts, *_, **__):
         answers = [ids_of(tokenizer, next(texts)) for _ in prompts]
-        return [(tokens, tokens[-1] == tokenizer.eos_token_id) for tokens in answers]
+        return [(tokens, tokens[-1] in ends) for tokens in answers]
 
     monkeypatch.setattr(self_made, "_continue", written)
     config = SelfMadeConfig(
@@ -116,105 +59,116 @@ def made_with(template, eos, writes, row, tmp_path, monkeypatch, **options):
         prompts=str(tmp_path / "prompts.jsonl"),
         target_dtype="float32",
         min_distinct=0.0,
+        template_kwargs=family.variables,
         **options,
     )
     lines = make_conversations(config).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines], tokenizer
 
 
-@pytest.mark.parametrize(
-    ("template", "eos", "writes", "rows", "options", "system"),
-    [
-        (CHATML, "<|im_end|>", [" a b \n<|im_end|>", "no<|im_end|>"], 1, {}, []),
-        (STRIPPED, "<|im_end|>", [" a<|im_end|>", "no<|im_end|>"], 2, {}, []),
-        (
-            QWEN3,
-            "<|im_end|>",
-            ["<think>\nhm\n</think>\n\nyes<|im_end|>", "<think>\n\n</think>\n\nno<|im_end|>"],
-            2,
-            {},
-            [],
-        ),
-        (QWEN3, "<|im_end|>", ["yes<|im_end|>", "no<|im_end|>"], 2, {"thinking": False}, []),
-        (PREFILLED, "<|im_end|>", ["hm\n</think>\n\nyes<|im_end|>", "so\n</think>\n\nno<|im_end|>"], 2, {}, []),
-        (SWITCHED, "<|im_end|>", ["yes<|im_end|>", "no<|im_end|>"], 1, {"template_kwargs": {"thinking": False}}, []),
-        (SWITCHED, "<|im_end|>", ["h</think>yes<|im_end|>"] * 2, 2, {"template_kwargs": {"thinking": True}}, []),
-        (SYSTEM_LAST, "</s>", [" It is.</s>", " No.</s>"], 2, {}, [SYSTEM]),
-        (SYSTEM_LAST, "</s>", [" It is.</s>", " No.</s>"], 2, {}, []),  # the template adds a space of its own
-        (HARMONY, "<|return|>", [THOUGHT, THOUGHT], 2, {}, []),
-        (HARMONY, "<|return|>", [THOUGHT, "<|channel|>analysis<|message|>cut off he"], 2, {}, []),
-    ],
-)
-def test_what_is_trained_on_is_what_the_model_wrote(
-    tmp_path, monkeypatch, template, eos, writes, rows, options, system
-):
+@pytest.mark.parametrize("end", ["finished", "cut off", "cut off in the reasoning"])
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name, system, end):
+    family = FAMILIES[name]
+    writes = [family.written(THOUGHT, CONTENT, False), family.written("so " + THOUGHT, "no", False)]
+    if end == "cut off":
+        writes[1] = writes[1].removesuffix(family.ends[0])
+    elif end == "cut off in the reasoning":
+        writes[1] = writes[1].partition(THOUGHT)[0] + "6*2" if family.reasons else "n"
     row = {"messages": [*system, user("one"), {"role": "assistant", "content": "another model's"}, user("two")]}
-    found, tokenizer = made_with(template, eos, writes, row, tmp_path, monkeypatch, **options)
-    assert len(found) == rows
-    thinking, variables = options.get("thinking"), options.get("template_kwargs")
+    found, tokenizer = made_with(family, writes, row, tmp_path, monkeypatch)
     history = [*system, user("one")]
-    for number, text in enumerate(writes):
+    for text in writes:
         written = ids_of(tokenizer, text)
-        prompt = prompt_ids(tokenizer, history, thinking, variables)[0].tolist()
-        holder = found[min(number, rows - 1)]
-        assert holder["input_ids"][: len(prompt) + len(written)] == prompt + written
-        assert holder["loss_mask"][len(prompt) : len(prompt) + len(written)] == [1] * len(written)
+        prompt = prompt_ids(tokenizer, history, None, family.variables)[0].tolist()
+        places = range(len(prompt), len(prompt) + len(written))
+        holders = [row for row in found if row["input_ids"][: places.stop] == prompt + written]
+        assert holders and all(holders[0]["loss_mask"][place] == 1 for place in places)
         history = [*history, found[-1]["messages"][len(history)], user("two")]
     for row in found:
-        (example,) = encode(check_row(row, "here"), tokenizer, frozenset({tokenizer.eos_token_id}), 10_000)
+        (example,) = encode(check_row(row, "here"), tokenizer, frozenset(), 10_000)  # nothing is rendered
         assert (example.tokens, example.loss_mask) == (row["input_ids"], [bool(own) for own in row["loss_mask"]])
         assert row["tokenizer"] == tokenizer_provenance(tokenizer)["tokenizer"]
         check_conversation({"messages": row["messages"]}, "here")
     masked = sum(sum(row["loss_mask"]) for row in found)
     assert masked == sum(len(ids_of(tokenizer, text)) for text in writes)  # each answer once, and nothing else
-    assert [row.get("sequence") for row in found] == ([1, 2] if rows == 2 else [None])
     assert "another model's" not in json.dumps(found)
-    assert [row["finished"] for row in found][-1] == writes[-1].endswith(eos)
+    assert found[-1]["finished"] is (end == "finished")
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt", "text", "message"),
+    ("name", "content", "system", "rows"),
     [
-        (CHATML, "hi", " yes \n", {"content": " yes \n"}),
-        (CHATML, "hi", "<think>no</think>yes", {"content": "<think>no</think>yes"}),  # words that the template lacks
-        (QWEN3, "hi", "<think>\na\nb\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a\nb"}),
-        (QWEN3, "hi", "<think>\n\n</think>\n\nyes", {"content": "yes"}),
-        (QWEN3, "hi", "<think>\ncut off", {"content": "", "reasoning_content": "cut off"}),
-        (QWEN3, "<think>\n\n</think>\n\n", "yes </think>", {"content": "yes </think>"}),
-        (PREFILLED, "<|Assistant|><think>\n", "a\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a"}),
-        (PREFILLED, "<|Assistant|><think>\n", "cut off", {"content": "", "reasoning_content": "cut off"}),
-        (HARMONY, "<|start|>assistant", THOUGHT, {"content": "12 eggs", "reasoning_content": "6*2 it is"}),
+        ("chatml", CONTENT, [SYSTEM], 1),
+        ("llama3", "12 eggs", [SYSTEM], 2),  # the whole text has other tokens at the border of prompt and answer
+        ("llama3", CONTENT, [], 2),  # the template strips earlier answers
+        ("qwen3", CONTENT, [], 2),  # and this one drops their reasoning
+        ("qwen3, no thinking", CONTENT, [], 2),  # the empty block stands before the last answer only
+        ("deepseek-v3.1", CONTENT, [], 1),
+        ("deepseek-v3.1, thinking", CONTENT, [], 2),
+        ("mistral", CONTENT, [SYSTEM], 2),  # the system prompt moves on
+        ("harmony", CONTENT, [], 2),
+    ],
+)
+def test_answers_share_a_sequence_where_the_template_renders_the_past_as_it_was(
+    tmp_path, monkeypatch, name, content, system, rows
+):
+    family = FAMILIES[name]
+    writes = [family.written(THOUGHT, content, False)] * 2
+    row = {"messages": [*system, user("one"), user("one more")], "follow_up": "two"}
+    found, _ = made_with(family, writes, row, tmp_path, monkeypatch)
+    assert len(found) == rows
+    assert [row.get("sequence") for row in found] == ([1, 2] if rows == 2 else [None])
+    assert [len(row["messages"]) for row in found] == [3 + len(system), 5 + len(system)][-rows:]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "message"),
+    [
+        ("chatml", "hi", " yes \n", {"content": " yes \n"}),
+        ("chatml", "hi", "[THINK]no[/THINK]yes", {"content": "[THINK]no[/THINK]yes"}),  # tags that the template lacks
+        ("qwen3", "hi", "<think>\na\nb\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a\nb"}),
+        ("qwen3", "hi", "<think>\n\n</think>\n\nyes", {"content": "yes"}),
+        ("qwen3", "hi", "<think>\ncut off", {"content": "", "reasoning_content": "cut off"}),
+        ("qwen3", "<think>\n\n</think>\n\n", "yes", {"content": "yes"}),
+        ("r1", "<|Assistant|><think>\n", "a\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a"}),
+        ("r1", "<|Assistant|><think>\n", "cut off", {"content": "", "reasoning_content": "cut off"}),
         (
-            HARMONY,
+            "harmony",
+            "<|start|>assistant",
+            FAMILIES["harmony"].written(THOUGHT, "12 eggs", False),
+            {"content": "12 eggs", "reasoning_content": THOUGHT},
+        ),
+        (
+            "harmony",
             "<|start|>assistant",
             "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
             {"content": "Wait.\nDone."},
         ),
-        (HARMONY, "hi", "<|channel|>analysis<|message|>cut", {"content": "", "reasoning_content": "cut"}),
+        ("harmony", "hi", "<|channel|>analysis<|message|>cut", {"content": "", "reasoning_content": "cut"}),
     ],
 )
-def test_an_answer_can_be_read(template, prompt, text, message):
-    eos = "<|return|>" if template == HARMONY else "<|im_end|>"
-    tokenizer = build(template, eos)
-    tokens = ids_of(tokenizer, text if text.endswith(eos) else text + eos)
-    ends = frozenset({tokenizer.eos_token_id})
-    assert readable(tokenizer, ids_of(tokenizer, prompt), tokens, ends) == {"role": "assistant", **message}
+def test_an_answer_can_be_read(name, prompt, text, message):
+    tokenizer = tokenizer_of(FAMILIES[name])
+    ends = end_tokens(FAMILIES[name], tokenizer)
+    for ending in ("", FAMILIES[name].ends[0]):
+        tokens = ids_of(tokenizer, text.removesuffix("<|return|>") + ending)
+        assert readable(tokenizer, ids_of(tokenizer, prompt), tokens, ends) == {"role": "assistant", **message}
 
 
 def test_an_end_token_that_is_an_ordinary_word_is_not_part_of_the_message():
-    tokenizer = build(CHATML)
+    tokenizer = tokenizer_of(FAMILIES["chatml"])
     (end,) = ids_of(tokenizer, "\n")
     assert readable(tokenizer, [], [*ids_of(tokenizer, "yes"), end], frozenset({end}))["content"] == "yes"
 
 
-@pytest.mark.parametrize(
-    "mark", ["<tool_call>{}</tool_call>", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"]
-)
-def test_a_conversation_stops_where_a_tools_result_must_follow(tmp_path, monkeypatch, mark):
-    eos = "<|call|>" if "<|call|>" in mark else "<|im_end|>"
+@pytest.mark.parametrize("name", ["qwen3", "qwen3, no thinking", "r1", "deepseek-v3.1, thinking", "mistral", "harmony"])
+def test_a_conversation_stops_where_a_tools_result_must_follow(tmp_path, monkeypatch, name):
+    family = FAMILIES[name]
     row = {"messages": [user("one"), user("two")], "follow_up": "three"}
-    found, tokenizer = made_with(CHATML, eos, [mark.removesuffix(eos) + eos], row, tmp_path, monkeypatch)
-    assert len(found) == 1 and calls_tool(tokenizer, found[0]["input_ids"])
+    found, tokenizer = made_with(family, [family.written(THOUGHT, "", True)], row, tmp_path, monkeypatch)
+    assert len(found) == 1 and len(found[0]["messages"]) == 3
     assert not calls_tool(tokenizer, ids_of(tokenizer, "a tool, call it"))
 
 
@@ -269,9 +223,9 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
 
 
 def test_tools_reach_the_prompt(tmp_path, monkeypatch):
-    template = "{% if tools %}<s>{{ tools | tojson }}</s>{% endif %}" + CHATML
+    family = FAMILIES["qwen3"]
     row = {"messages": [user("one")], "tools": [{"name": "f"}]}
-    (found,), tokenizer = made_with(template, "<|im_end|>", ["yes<|im_end|>"], row, tmp_path, monkeypatch)
+    (found,), tokenizer = made_with(family, ["yes<|im_end|>"], row, tmp_path, monkeypatch)
     prompt = prompt_ids(tokenizer, [user("one")], tools=[{"name": "f"}])[0].tolist()
     assert found["input_ids"][: len(prompt)] == prompt
     assert prompt != prompt_ids(tokenizer, [user("one")])[0].tolist()
