@@ -59,7 +59,7 @@ LONGEST = 2**31
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered to one request."""
+    """A server's answer to one request."""
 
     content: str
     reasoning: str
@@ -104,6 +104,7 @@ class _Server:
 def ask_servers(config: SelfMadeConfig) -> Path:
     """Write the file, or resume it; return its path."""
     path = Path(config.output)
+    urls_of(config)  # a mistake in them is reported before any work
     prompts = read_prompt_conversations(str(config.prompts), config.conversations)
     tokenizer = _tokenizer_of(config)
     fingerprint = None if tokenizer is None else tokenizer_provenance(tokenizer)["tokenizer"]
@@ -206,7 +207,7 @@ class _Work:
     async def run(self) -> None:
         """Answer all prompts, or until none of the servers is left."""
         self.changed = asyncio.Condition()
-        self.servers = [_Server(url, self._client(url)) for url in _urls(self.config)]
+        self.servers = [_Server(url, self._client(url)) for url in urls_of(self.config)]
         try:
             workers = [self._work(server) for server in self.servers for _ in range(self.config.batch_size)]
             await asyncio.gather(*workers)
@@ -527,10 +528,13 @@ def _token_ids(value: Any, name: str) -> list[int]:
     return value
 
 
-def _urls(config: SelfMadeConfig) -> list[str]:
+def urls_of(config: SelfMadeConfig) -> list[str]:
     """Addresses of the servers, each once."""
     given = config.server if isinstance(config.server, list) else str(config.server).split(",")
-    return list(dict.fromkeys(url.strip() for url in given if url.strip()))
+    urls = list(dict.fromkeys(url.strip() for url in given if url.strip()))
+    if not urls:
+        raise ValueError(f"server must name at least one URL, not {config.server!r}")
+    return urls
 
 
 def _squeezed(text: str) -> str:

@@ -20,6 +20,7 @@ pytest.importorskip("openai")
 from helpers import build_tokenizer
 
 from headstart.inference import tokenizer_provenance
+from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import server_answers as served
@@ -642,3 +643,18 @@ def test_a_file_of_text_by_an_earlier_version_is_refused_unless_it_is_finished(c
     make_conversations(changed(config, conversations=5))
     with pytest.raises(ValueError, match="begun by an earlier version of headstart"):
         make_conversations(config)
+
+
+def test_servers_are_named_by_a_text_or_a_list_each_once(config, server, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("server: [http://a/v1, 'http://b/v1']\n", encoding="utf-8")
+    given = ["--target", "t", "--output", "o", "--prompts", "p"]
+    listed = options(SelfMadeConfig, "data", None, [*given, "--config", str(file)])
+    assert served.urls_of(listed) == ["http://a/v1", "http://b/v1"]
+    written = options(SelfMadeConfig, "data", None, [*given, "--server", "http://a/v1, http://b/v1,http://a/v1,"])
+    assert served.urls_of(written) == ["http://a/v1", "http://b/v1"]
+    for nothing in (" ,", []):
+        with pytest.raises(ValueError, match="server must name at least one URL, not"):
+            make_conversations(changed(config, server=nothing))
+    with pytest.raises(ValueError, match="tokenizer 'x' is that of a server's model"):
+        changed(config, server=None, tokenizer="x")
