@@ -27,7 +27,15 @@ from .compiled.cpu_decoder import PackedDecoder, packed_decoder
 from .kv_cache import Pool, StateShape, TreeCache
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
-from .models.loading import MAPS, check_model_options, default_device, load_model, refuse_loading_options, without_peft
+from .models.loading import (
+    MAPS,
+    check_model_options,
+    default_device,
+    end_tokens_of,
+    load_model,
+    refuse_loading_options,
+    without_peft,
+)
 from .tree import DraftTree, framed
 from .tree_attention import attending
 
@@ -237,9 +245,7 @@ class Target:
     @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens at which the model's generation config ends a text."""
-        configured = self.model.generation_config.eos_token_id
-        listed = configured if isinstance(configured, list) else [configured]
-        return frozenset(token for token in listed if token is not None)
+        return end_tokens_of(self.model.generation_config)
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Refuse feature layers that the model does not have.

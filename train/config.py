@@ -247,8 +247,9 @@ class DataConfig:
     """Sources of conversations, their division and their truncation."""
 
     sources: list[str] = field(default_factory=list)
-    """JSONL, JSON or Parquet files, folders, or Hub data sets (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations:
-    `messages`, ShareGPT's `conversations`, `prompt` and `completion`, or tokens (`input_ids` and `loss_mask`)."""
+    """JSONL, JSON (.gz, .zst, .bz2, .xz) or Parquet files, patterns (data/*.jsonl), folders, or Hub data sets
+    (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations: `messages`, ShareGPT's `conversations`, `prompt` and
+    `completion`, or tokens (`input_ids` and `loss_mask`)."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
@@ -261,6 +262,11 @@ class DataConfig:
     """Given to the chat template as enable_thinking; null leaves it to the template."""
     template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none."""
+    bad_rows: Literal["skip", "refuse"] = "skip"
+    """Whether rows that cannot be used are left out, named and written to rejected.jsonl, or end the run."""
+    bad_rows_limit: float | None = None
+    """Share of the rows that may be left out so, beyond which they end the run; null for 1 %, or ten rows where that is
+    at most a tenth of all."""
     weights: list[float] | None = None
     """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one each."""
     pack: int | None = None
@@ -525,6 +531,8 @@ class TrainConfig(CommandOptions):
             )
         if loop.batch_tokens is None and loop.micro_tokens is not None:
             raise ValueError("loop.micro_tokens divides loop.batch_tokens, which is not given; choose loop.micro_batch")
+        if data.bad_rows_limit is not None and not 0 <= data.bad_rows_limit <= 1:
+            raise ValueError(f"data.bad_rows_limit is a share between 0 and 1, not {data.bad_rows_limit}")
         if not 0 < data.held_out < 1:
             raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
         if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:

@@ -129,7 +129,7 @@ def _completion(conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
     """A prompt and its completion, texts both, for a tokenizer without a chat template."""
     prompt, completion = conversation.get("prompt"), conversation.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise ValueError(NO_TEMPLATE.format("the tokenizer"))
+        raise ValueError(f"the tokenizer has no chat template{NEEDS_NO_TEMPLATE}")
     prompt_tokens, own_tokens = joined(tokenizer, prompt, completion, add_special_tokens=True)
     if not truncated and tokenizer.eos_token_id is not None:
         own_tokens = [*own_tokens, tokenizer.eos_token_id]
@@ -142,7 +142,7 @@ def _prompt_and_answer(
     variables: dict[str, Any],
     tools: list[Any] | None,
 ) -> tuple[str, str]:
-    """What the model read before the last of the messages, and what it then wrote, as texts.
+    """The text that the model read before the last of the messages, and the text that it then wrote.
 
     What it wrote runs to the end of the rendering, so the template's text after the end of the turn comes with it.
     """
@@ -201,7 +201,7 @@ def _added_reasoning(own: str, message: dict[str, Any], opened: tuple[str, str] 
 
 
 def _opened(rendered: str, message: dict[str, Any], tags: tuple[str, str], space: str) -> str:
-    """What the model wrote after a generation prompt that opened the reasoning.
+    """The text that the model wrote after a generation prompt that opened the reasoning.
 
     `rendered` is the template's rendering of the answer, without its reasoning; `space` follows the tag in the prompt.
     """
@@ -267,7 +267,10 @@ def joined(
     `add_special_tokens` adds the tokenizer's own at the beginning of the prompt.
     """
     texts = [prompt, prompt + answer]
-    prompt_tokens, whole = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    try:
+        prompt_tokens, whole = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    except TypeError as error:  # half of a surrogate pair, which JSON may hold and UTF-8 may not
+        raise ValueError(f"the tokenizer cannot read the text: {error}") from error
     if whole[: len(prompt_tokens)] == prompt_tokens:
         return prompt_tokens, whole[len(prompt_tokens) :]
     expected = _text(tokenizer, whole)
@@ -437,13 +440,16 @@ def variables_read(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return read
 
 
-NO_TEMPLATE = (
-    "{} has no chat template, so conversations cannot be rendered for it; give rows of tokens (input_ids and "
-    "loss_mask), or of a prompt and a completion, both texts, which are tokenized as they are"
+NEEDS_NO_TEMPLATE = (
+    "; give rows of tokens (input_ids and loss_mask), or of a prompt and a completion, both texts, which are tokenized "
+    "as they are"
 )
+"""What can be trained on without a chat template."""
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a tokenizer that cannot render a conversation."""
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, advice: str = "") -> None:
+    """Refuse a tokenizer that cannot render a conversation; `advice` ends the error."""
     if not tokenizer.chat_template:
-        raise ValueError(NO_TEMPLATE.format(f"the tokenizer of {name!r}"))
+        raise ValueError(
+            f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it{advice}"
+        )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import pickle
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -193,6 +198,95 @@ def test_places_do_not_depend_on_how_much_is_searched_at_once(tmp_path, monkeypa
     whole = read_conversations(path)
     monkeypatch.setattr("headstart.train.data.conversations.SCANNED", 7)
     assert read_conversations(path) == whole == rows
+
+
+COMPRESSED = {"jsonl.gz": gzip.compress, "jsonl.bz2": bz2.compress, "jsonl.xz": lzma.compress}
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("array", [False, True])
+def test_compressed_json_is_read_and_trained_on_as_the_plain_file(tmp_path, monkeypatch, kind, array):
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    rows = [{"messages": MESSAGES, "n": i} for i in range(5)]
+    text = json.dumps(rows) if array else "\n".join(map(json.dumps, rows))
+    path = tmp_path / f"data.{kind}"
+    path.write_bytes(COMPRESSED[kind](text.encode()))
+    assert read_conversations(str(path)) == rows
+    (source,) = open_sources([str(path)], 4)
+    batch = source.rows[1:4]
+    reader = pickle.loads(pickle.dumps(source.reader))  # as another process gets it
+    assert [row["n"] for _, row in reader.values(batch, [1, 2, 3])] == [1, 2, 3]
+    assert next(where for where, _ in reader.values(batch, [1, 2, 3])).startswith(f"{path}, ")
+    del source
+    assert not list((tmp_path / "cache").glob("decompressed-*"))  # nothing of it stays
+
+
+def test_a_compression_whose_package_is_missing_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsspec.available_compressions", lambda: ["gzip"])
+    path = tmp_path / "data.jsonl.zst"
+    path.write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"data\.jsonl\.zst: reading zstd needs .*: pip install zstandard"):
+        read_conversations(str(path))
+
+
+def test_a_compressed_file_that_is_none_is_named(tmp_path):
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"data\.jsonl\.gz: cannot be read: .*gzip"):
+        read_conversations(str(path))
+
+
+def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name in ("b", "a", "more/c"):
+        write(tmp_path / f"{name}.jsonl", [{"messages": MESSAGES}] * 2)
+    names = [str(tmp_path / "*.jsonl"), str(tmp_path / "more" / "c.jsonl"), str(tmp_path / "[ab].jsonl")]
+    found = [(source.entry, Path(source.name).name) for source in open_sources(names)]
+    assert found == [(0, "a.jsonl"), (0, "b.jsonl"), (1, "c.jsonl"), (2, "a.jsonl"), (2, "b.jsonl")]
+    assert [len(source.rows) for source in open_sources(names[:1], 3)] == [2, 1]
+    pattern = str(tmp_path / "none-*.jsonl")
+    with pytest.raises(ValueError, match="no file fits the pattern") as error:
+        open_sources([names[0], pattern])
+    assert repr(pattern) in str(error.value)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_data(tmp_path, array):
+    rows = [{"messages": MESSAGES}] * 2
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(rows) if array else "\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
+    assert read_conversations(str(path)) == rows
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_refused_by_name(tmp_path, encoding):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES}), encoding=encoding)
+    with pytest.raises(ValueError, match=r"data\.jsonl is in UTF-16 or UTF-32; convert it to UTF-8: iconv"):
+        read_conversations(str(path))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl in a folder", "text in parquet"])
+def test_a_null_that_was_meant_stays(tmp_path, kind):
+    """`datasets` keeps what differs between rows as JSON, and a text is one; only structs are filled with nulls."""
+    other = {"type": "function", "function": {"name": "mul", "arguments": {"b": [{"x": None}, 2]}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}
+    rows = [
+        {"messages": [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [each]}]}
+        for each in (call, other)
+    ]
+    if kind == "text in parquet":
+        for row in rows:
+            function = row["messages"][1]["tool_calls"][0]["function"]
+            function["arguments"] = json.dumps(function["arguments"])
+        Dataset.from_list(rows).to_parquet(str(tmp_path / "data.parquet"))
+        name = str(tmp_path / "data.parquet")
+    else:
+        (tmp_path / "folder").mkdir()
+        name = write(tmp_path / "folder" / "data.jsonl", rows)
+        name = name if kind == "jsonl" else str(tmp_path / "folder")
+    for row, expected in zip(read_conversations(name), rows, strict=True):
+        assert row["messages"][1]["tool_calls"] == expected["messages"][1]["tool_calls"]
 
 
 @pytest.mark.parametrize(
