@@ -94,6 +94,12 @@ class SelfMadeConfig(CommandOptions):
     template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none.
     Training needs the same."""
+    bad_rows: Literal["skip", "refuse"] = "skip"
+    """Whether prompts that cannot be answered are left out, named and written to OUTPUT.rejected.jsonl, or end the
+    command: rows without a message of the user, refused by the chat template, or too long for the model."""
+    bad_rows_limit: float | None = None
+    """Share of the prompts that may be left out so, beyond which they end the command; null for 1 %, or ten prompts
+    where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `answer_tokens`; training does not learn their end."""
     prompt_temperature: float = 1.0
@@ -123,9 +129,10 @@ class SelfMadeConfig(CommandOptions):
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
-        for name in ("min_distinct", "prompt_min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
+        for name in ("min_distinct", "prompt_min_p", "bad_rows_limit"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,19 @@ FORMAT = "tokens"
 def state_path(path: Path) -> Path:
     """Path of the state of a file of answers."""
     return path.with_name(path.name + ".state.json")
+
+
+def lines_of(rows: Iterable[dict[str, Any]]) -> str:
+    """JSON lines of rows; halves of characters, which a model can write and UTF-8 cannot hold, are escaped."""
+    lines: list[str] = []
+    for row in rows:
+        line = json.dumps(row, ensure_ascii=False)
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            line = json.dumps(row)
+        lines.append(line + "\n")
+    return "".join(lines)
 
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:

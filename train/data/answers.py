@@ -7,6 +7,8 @@ and leave out the reasoning of earlier turns, and a tokenizer may divide the sam
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import SelfMadeConfig
 from .chat_template import REASONING_TAGS
 from .conversations import check_conversation, distinct_share, open_file, user_turns
+from .token_cache import UnusedRow
 
 PROMPT_END = 32
 """Tokens at the end of a prompt that are searched for a tag that opens the reasoning."""
@@ -218,19 +221,31 @@ def text_of(message: dict[str, Any]) -> str:
     return message.get("reasoning_content", "") + (message.get("content") or "")
 
 
-def read_prompt_conversations(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the rows of a file of prompts, each with the `turns` that are to be answered.
+def read_prompts_to_answer(path: str | Path, limit: int | None = None) -> tuple[list[dict[str, Any]], list[UnusedRow]]:
+    """Read the rows of a file of prompts, each with the `turns` that are to be answered, and name those without.
 
     A row is a conversation in any format, {"turns": [...]} as in Spec-Bench, or {"prompt": ...}. The text `follow_up`
-    is one more turn of the user.
-
-    Raises:
-        ValueError: names the place of a row in which nothing can be answered.
+    is one more turn of the user. A row that cannot be answered has no turns.
     """
     rows: list[dict[str, Any]] = []
-    for where, row in itertools.islice(open_file(str(path)).read(), limit):
-        rows.append({**row, **_turns_of(row, where), "where": where})
-    return rows
+    rejected: list[UnusedRow] = []
+    for number, (where, row) in enumerate(itertools.islice(open_file(str(path)).read_all(), limit)):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            rows.append({**row, **_turns_of(row, where), "where": where})
+        except ValueError as error:
+            rows.append({"turns": [], "where": where})
+            rejected.append(rejection(rows[-1], number, path, error))
+    if not rows:
+        raise ValueError(f"{path}: no prompts: it is empty")
+    return rows, rejected
+
+
+def rejection(prompt: dict[str, Any], number: int, path: str | Path, error: ValueError | str) -> UnusedRow:
+    """Name a prompt that cannot be answered."""
+    where = prompt["where"]
+    return UnusedRow(number, where, str(path), "rejected", str(error).removeprefix(f"{where}: "))
 
 
 def _turns_of(row: Any, where: str) -> dict[str, Any]:
@@ -245,8 +260,16 @@ def _turns_of(row: Any, where: str) -> dict[str, Any]:
         turns = turns_to_answer(conversation["messages"])
     if not turns:
         raise ValueError(f"{where}: no message of the user that could be answered")
-    if row.get("follow_up") is not None:
-        if not isinstance(row["follow_up"], str):
-            raise ValueError(f"{where}: 'follow_up' must be a text, not {row['follow_up']!r}")
-        turns.append([{"role": "user", "content": row["follow_up"]}])
+    follow_up = row.get("follow_up")
+    if follow_up is not None:
+        if not isinstance(follow_up, str):
+            raise ValueError(f"{where}: 'follow_up' must be a text, not {follow_up!r}")
+        turns.append([{"role": "user", "content": follow_up}])
+    try:
+        json.dumps([turns, conversation.get("tools")], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: half a character, which neither tokenizers nor servers read: {error}") from error
+    temperature = row.get("temperature", 0.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(f"{where}: 'temperature' must be a number of at least 0, not {temperature!r}")
     return {"turns": turns, "tools": conversation.get("tools")}

@@ -25,17 +25,19 @@ from transformers import PreTrainedTokenizerBase
 
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM, tokenizer_provenance
-from ...inference.models.loading import config_of
+from ...inference.models.loading import target_facts
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..features.placement import SharedTarget, load_speculative_lm
 from ..run_folder import check_options, write_whole
-from .answer_file import FORMAT, check_fingerprint, check_format, state_path, with_defaults
-from .answers import Answer, Conversation, calls_tool, is_usable, read_prompt_conversations, readable, text_of
+from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
+from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
+from .bad_rows import settle_rejected_prompts
 from .chat_template import prompt_ids, render
 from .conversations import RESUME_ADVICE, distinct_share
+from .token_cache import UnusedRow
 
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts are dropped."""
@@ -47,7 +49,7 @@ EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
 PADDING = 0
 """Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have none for it."""
-FREE_TO_CHANGE = ("output", "metrics_port", "server", "tokenizer", "request_seconds")
+FREE_TO_CHANGE = ("output", "metrics_port", "server", "tokenizer", "request_seconds", "bad_rows", "bad_rows_limit")
 """Options that may differ when the command resumes."""
 
 
@@ -133,7 +135,7 @@ class _Output:
         for conversation in conversations:
             rows += conversation.token_rows(self.tokenizer)
         with self.path.open("ab") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            file.write(lines_of(rows).encode())
             file.flush()
             os.fsync(file.fileno())
             self.progress.size = file.tell()
@@ -183,7 +185,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         from .server_answers import ask_servers  # needs the package openai, which nothing else does
 
         return ask_servers(config)
-    prompts = read_prompt_conversations(config.prompts) if config.prompts else None
+    prompts, rejected = read_prompts_to_answer(config.prompts) if config.prompts else (None, [])
     output = _Output(config, prompts)
     path, progress = output.path, output.progress
     if output.state()[1]:
@@ -194,12 +196,20 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     output.claim(tokenizer_provenance(tokenizer)["tokenizer"])
     if prompts is None:
         user_prefix(tokenizer)
-    given = (prompts or [])[: config.conversations]
-    lengths = _prompt_lengths(tokenizer, given, config)
-    model_config = config_of(config.target)
-    if model_config is not None:
-        positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-        _check_lengths(given, lengths, config.answer_tokens, positions)
+    given = list(enumerate((prompts or [])[: config.conversations]))
+    lengths: dict[int, int] = {}
+    for number, prompt in given:
+        if not prompt["turns"]:
+            continue
+        try:
+            lengths[number] = len(_prompt_of(tokenizer, Conversation({}, prompt["turns"], prompt["tools"]), config))
+        except ValueError as error:
+            prompt["turns"] = []
+            rejected.append(rejection(prompt, number, str(config.prompts), error))
+    facts = target_facts(config.target)  # None where only loading the model tells
+    if facts is not None:
+        rejected += _too_long(given, lengths, config, facts.max_positions)
+    settle_rejected_prompts(rejected, len(prompts or []), config)
     monitor = None
     if config.metrics_port is not None:  # before the model is loaded: the port may be taken
         monitor = Monitor(model=config.target, head=config.head or "")
@@ -209,7 +219,8 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         lm.callbacks.append(monitor.add)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
-    _check_lengths(given, lengths, config.answer_tokens, lm.target.max_positions)
+    if beyond := _too_long(given, lengths, config, lm.target.max_positions):
+        settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
     with StopRequest() as stop:
         watch = _Watch(output, deadline)
         lm.round_callbacks.append(watch)
@@ -284,30 +295,20 @@ class _Watch:
             raise _TimeIsOver([tokens if row in out.ended else [] for row, tokens in enumerate(out.rows)])
 
 
-def _prompt_lengths(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[dict[str, Any]], config: SelfMadeConfig
-) -> list[int]:
-    """Render the first turn of each prompt; its number of tokens."""
-    lengths: list[int] = []
-    for prompt in prompts:
-        try:
-            ids = _prompt_of(tokenizer, Conversation({}, prompt["turns"], prompt["tools"]), config)
-        except ValueError as error:
-            raise ValueError(f"{prompt['where']}: {error}") from error
-        lengths.append(len(ids))
-    return lengths
-
-
-def _check_lengths(
-    prompts: list[dict[str, Any]], lengths: list[int], answer_tokens: int, positions: int | None
-) -> None:
-    """Refuse prompts that leave no room for their answers."""
-    for prompt, length in zip(prompts, lengths, strict=True):
-        if positions is not None and length + answer_tokens > positions:
-            raise ValueError(
-                f"{prompt['where']}: the prompt has {length} tokens, which with {answer_tokens} new ones do not fit "
-                f"the model's {positions} positions"
+def _too_long(
+    prompts: list[tuple[int, dict[str, Any]]], lengths: dict[int, int], config: SelfMadeConfig, positions: int
+) -> list[UnusedRow]:
+    """Name the prompts that leave no room for their answers, and take their turns from them."""
+    found: list[UnusedRow] = []
+    for number, prompt in prompts:
+        if prompt["turns"] and lengths[number] + config.answer_tokens > positions:
+            prompt["turns"] = []
+            reason = (
+                f"the prompt has {lengths[number]} tokens, which with {config.answer_tokens} new ones do not fit the "
+                f"model's {positions} positions"
             )
+            found.append(rejection(prompt, number, str(config.prompts), reason))
+    return found
 
 
 def _prompt_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, config: SelfMadeConfig) -> list[int]:
@@ -337,6 +338,8 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
     source = Path(str(config.prompts)).name if output.given else "self-made"
     conversations: list[Conversation] = []
     for prompt in prompts:
+        if not prompt["turns"]:  # it cannot be answered
+            continue
         kind = {"kind": prompt["kind"]} if "kind" in prompt else {}
         columns = {"source": source, "temperature": temperature, **kind}
         conversations.append(Conversation(columns, prompt["turns"], prompt.get("tools")))
@@ -358,8 +361,11 @@ def _answer(
     asked: list[Conversation] = []
     prompts: list[list[int]] = []
     for conversation in conversations:
-        prompt = _prompt_of(tokenizer, conversation, config)
-        if len(prompt) + config.answer_tokens > lm.target.max_positions:
+        try:
+            prompt = _prompt_of(tokenizer, conversation, config)
+        except ValueError:  # a template that refuses a later turn
+            prompt = []
+        if not prompt or len(prompt) + config.answer_tokens > lm.target.max_positions:
             conversation.ended = True
             continue
         asked.append(conversation)

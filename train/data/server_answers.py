@@ -30,22 +30,26 @@ from ...inference import load_tokenizer, tokenizer_provenance
 from ..config import SelfMadeConfig, template_variables
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..run_folder import check_options, write_whole
-from .answer_file import FORMAT, check_fingerprint, check_format, state_path, with_defaults
+from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import (
     Answer,
     Conversation,
     calls_tool,
     is_usable,
-    read_prompt_conversations,
+    read_prompts_to_answer,
     readable,
     text_of,
 )
+from .bad_rows import settle_rejected_prompts
 from .chat_template import REASONING_KEYS, REASONING_TAGS, encode, prompt_ids
 from .conversations import RESUME_ADVICE, check_conversation
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
-FREE_TO_CHANGE = ("output", "conversations", "batch_size", "server", "tokenizer", "request_seconds")
+FREE_TO_CHANGE = (
+    *("output", "conversations", "batch_size", "server", "tokenizer", "request_seconds"),
+    *("bad_rows", "bad_rows_limit"),
+)
 """Options that may differ when the command resumes."""
 KEY = "OPENAI_API_KEY"
 """Environment variable that holds the servers' API key, if they require one."""
@@ -105,7 +109,8 @@ def ask_servers(config: SelfMadeConfig) -> Path:
     """Write the file, or resume it; return its path."""
     path = Path(config.output)
     urls_of(config)  # a mistake in them is reported before any work
-    prompts = read_prompt_conversations(str(config.prompts), config.conversations)
+    prompts, rejected = read_prompts_to_answer(str(config.prompts), config.conversations)
+    settle_rejected_prompts(rejected, len(prompts), config)
     tokenizer = _tokenizer_of(config)
     fingerprint = None if tokenizer is None else tokenizer_provenance(tokenizer)["tokenizer"]
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
@@ -125,19 +130,20 @@ def ask_servers(config: SelfMadeConfig) -> Path:
             f"{path} was started with", with_defaults(state["options"]), options, RESUME_ADVICE, FREE_TO_CHANGE
         )
         answered, with_tokens = _read_answered(path)
-        if answered and len(answered) < len(prompts):
+        if answered and len(answered) < len(prompts) - len(rejected):
             check_format(state, path)
         if with_tokens:
             check_fingerprint(state.get("tokenizer"), fingerprint, path)
-    rest = ((number, prompt) for number, prompt in enumerate(prompts) if number not in answered)
-    bar = ProgressBar("conversations", len(prompts), len(answered))
+    given = [(number, prompt) for number, prompt in enumerate(prompts) if prompt["turns"]]
+    rest = ((number, prompt) for number, prompt in given if number not in answered)
+    bar = ProgressBar("conversations", len(given), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
         work = _Work(config, rest, file, stop, bar, tokenizer, fingerprint, with_tokens, done=len(answered))
         work.written = len(answered)
         asyncio.run(work.run())
     log.info(f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped{work.why_dropped()}")
-    if stop.wanted and work.done < len(prompts):
-        raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command resumes from there")
+    if stop.wanted and work.done < len(given):
+        raise Stopped(f"stopped after {work.done} of {len(given)} prompts; the same command resumes from there")
     return path
 
 
@@ -282,7 +288,7 @@ class _Work:
                 rows = conversation.token_rows(self.fingerprint)
             else:
                 rows = [conversation.text_row()]
-            self.file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            self.file.write(lines_of(rows))
             self.file.flush()
             self.written += 1
             self.tokens += sum(row["tokens"] for row in rows)

@@ -17,9 +17,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...inference import tokenizer_provenance
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ..config import template_variables
 from ..console import console
@@ -40,6 +43,8 @@ from ..run_folder import check_options, write_whole
 from .chat_template import Example, whole_sequences
 from .conversations import RowReader, Source, check_row, format_of
 
+FINGERPRINT = re.compile("[0-9a-f]{16}")
+"""Form of a tokenizer's fingerprint in the column `tokenizer`."""
 RECIPE = 2
 """Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
@@ -77,12 +82,25 @@ class Rendering:
     def whole(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize conversation `number`, however long it is; errors name its place, `where`."""
         try:
+            self._check_tokenizer(conversation)
             examples = whole_sequences(conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs)
             for example in examples:
                 self._check_tokens(example.tokens)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         return [dataclasses.replace(example, conversation=number) for example in examples]
+
+    def _check_tokenizer(self, conversation: dict[str, Any]) -> None:
+        """Refuse token ids of another tokenizer, where the row names its fingerprint."""
+        named = conversation.get("tokenizer")
+        if conversation.get("input_ids") is None or not isinstance(named, str) or not FINGERPRINT.fullmatch(named):
+            return
+        own = tokenizer_fingerprint(self.tokenizer)
+        if named != own:
+            raise ValueError(
+                f"its token ids are those of a tokenizer with the fingerprint {named}, and the target's has {own}; "
+                "train a head of the model that wrote them, or make answers of this target (headstart data)"
+            )
 
     def _check_tokens(self, tokens: list[int]) -> None:
         if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
@@ -112,6 +130,12 @@ class Rendering:
         parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, variables]
         parts.append(self.vocab_size)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=4)
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of a tokenizer's vocabulary, by which rows of tokens name it."""
+    return tokenizer_provenance(tokenizer)["tokenizer"]
 
 
 class TokenizedSequences(Sequence[Example]):

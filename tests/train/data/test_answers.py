@@ -11,11 +11,12 @@ from templates import FAMILIES, end_tokens, tokenizer_of
 from headstart.inference import tokenizer_provenance
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made
+from headstart.train.data.answer_file import lines_of
 from headstart.train.data.answers import (
     Answer,
     Conversation,
     calls_tool,
-    read_prompt_conversations,
+    read_prompts_to_answer,
     readable,
     turns_to_answer,
 )
@@ -208,18 +209,45 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = read_prompt_conversations(path)
+    found, rejected = read_prompts_to_answer(path)
     said = [[[message["content"] for message in turn] for turn in row["turns"]] for row in found]
     assert said == [[["a"], ["b"]], [["a"], ["b"], ["c"]], [["a"], ["b"]], [["a"], ["b"]], [["a"]], [["a"]]]
     assert found[2]["tools"] == [{"type": "function"}] and found[0]["kind"] == "short"
-    for row, words in [
-        ({"messages": [TOOL, user("a")]}, "no message of the user that could be answered"),
-        ({"prompt": "a", "follow_up": 3}, "'follow_up' must be a text, not 3"),
-        ({"turns": ["a", 5]}, "no conversation in any format"),
-    ]:
-        path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-        with pytest.raises(ValueError, match=rf"prompts\.jsonl, line 1: .*{words}"):
-            read_prompt_conversations(path)
+    assert rejected == []
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: no prompts: it is empty"):
+        read_prompts_to_answer(path)
+
+
+BAD_PROMPTS = [
+    ('{"messages": [{"role": "tool", "content": "r"}]}', "no message of the user that could be answered"),
+    ('{"prompt": "a", "follow_up": 3}', "'follow_up' must be a text, not 3"),
+    ('{"turns": ["a", 5]}', "no conversation in any format"),
+    ('{"prompt": "a", "temperature": "hot"}', "'temperature' must be a number of at least 0, not 'hot'"),
+    ('{"prompt": "a", "temperature": -1}', "'temperature' must be a number of at least 0, not -1"),
+    ('{"prompt": "\\ud83d"}', "half a character"),
+    ("{broken", "not JSON"),
+    ("17", "no conversation"),
+]
+
+
+def test_a_prompt_that_cannot_be_answered_costs_that_prompt(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "a"}', *(line for line, _ in BAD_PROMPTS), '{"prompt": "b"}']
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found, rejected = read_prompts_to_answer(path)
+    assert [len(row["turns"]) for row in found] == [1, *[0] * len(BAD_PROMPTS), 1]
+    assert [(row.row, row.where) for row in rejected] == [
+        (number, f"{path}, line {number + 1}") for number in range(1, len(BAD_PROMPTS) + 1)
+    ]
+    for row, (_, words) in zip(rejected, BAD_PROMPTS, strict=True):
+        assert words in row.reason
+
+
+def test_half_a_character_that_the_model_wrote_is_kept():
+    text = lines_of([{"content": "\ud83d é"}, {"content": "é"}])
+    assert [json.loads(line)["content"] for line in text.encode().decode().splitlines()] == ["\ud83d é", "é"]
+    assert text.endswith('"é"}\n')
 
 
 def test_tools_reach_the_prompt(tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from helpers import build_tokenizer
 
-from headstart.inference import Target
+from headstart.inference import Target, tokenizer_provenance
 from headstart.train import loop
 from headstart.train.config import DataConfig
-from headstart.train.data.bad_rows import allowed
+from headstart.train.data.bad_rows import allowed, settle_unused_rows
 from headstart.train.data.conversations import open_sources
 from headstart.train.data.token_cache import Rendering, TokenCache, cached_sequences
 from headstart.train.loop import train
@@ -213,3 +213,18 @@ def test_a_target_whose_configs_do_not_say_all_is_read_for_again(options, monkey
     monkeypatch.setattr(loop, "load_data", lambda *given: seen.append(given[3].eos) or original(*given))
     train(options([GOOD] * 4))
     assert len(seen) == 2 and 5 in seen[1] and 5 not in seen[0]
+
+
+def test_token_ids_of_another_tokenizer_are_refused_by_both_fingerprints(tmp_path):
+    tokenizer = build_tokenizer()
+    own = tokenizer_provenance(tokenizer)["tokenizer"]
+    tokens = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+    rows = [{**tokens, "tokenizer": named} for named in (own, "0123456789abcdef", None, "a name")] + [tokens, GOOD]
+    name = write(tmp_path / "rows.jsonl", rows)
+    how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), 100, None)
+    cache = cached_sequences(open_sources([name]), how, str(tmp_path / "cache"))
+    ((row,), used) = cache.unused, cache.conversations_N.tolist()
+    assert used == [0, 2, 3, 4, 5] and row.where == f"{name}, line 2"
+    assert f"a tokenizer with the fingerprint 0123456789abcdef, and the target's has {own}; train" in row.reason
+    with pytest.raises(ValueError, match=r"(?s)1 of 6 rows .*fingerprint 0123456789abcdef"):
+        settle_unused_rows(cache, DataConfig(bad_rows="refuse"), 100, None)

@@ -427,6 +427,33 @@ def test_what_the_tokenizer_tells_comes_before_the_model_is_loaded(
         made(config, target=str(folder), prompts=prompts and str(path))
 
 
+def test_prompts_that_cannot_be_answered_are_named_and_skipped(config, talker, tmp_path, capsys):
+    folder = tmp_path / "other"
+    shutil.copytree(talker, folder)
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    refuses = "{% if 'refused' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refuses + template, encoding="utf-8")
+    lines = [json.dumps({"prompt": f"question {i}"}) for i in range(40)]
+    lines[3:4] = ["{broken", json.dumps({"prompt": "refused"}), json.dumps({"prompt": "x" * 1020})]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    options = {"target": str(folder), "prompts": str(path), "conversations": 42, "min_distinct": 0.0}
+    asked = prompts_in(made(config, **options))
+    assert len(asked) >= 30 and set(asked) <= {f"question {i}" for i in range(40) if i != 3}
+    told = capsys.readouterr().out
+    assert "3 of 42 rows (7.1%) cannot be answered and are skipped" in told
+    assert "line 4: not JSON" in told and "line 5: the chat template refuses" in told
+    assert "line 6: the prompt has" in told
+    rejected = rows_of((tmp_path / "out.jsonl.rejected.jsonl").read_bytes())
+    assert [row["where"] for row in rejected] == [f"{path}, line {number}" for number in (4, 5, 6)]
+    with pytest.raises(ValueError, match=r"3 of 42 rows .* mend them, or leave them out with bad_rows skip"):
+        made(config, **options, **elsewhere(config), bad_rows="refuse")
+    with pytest.raises(
+        ValueError, match=r"bad_rows_limit allows 0\.01; mend them, or allow as many with bad_rows_limit"
+    ):
+        made(config, **options, **elsewhere(config), bad_rows_limit=0.01)
+
+
 def as_begun_by(config, change):
     """Change the state of the file as another version would have written it."""
     path = config.output + ".state.json"
