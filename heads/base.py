@@ -108,6 +108,10 @@ class TargetFeatures:
     positions_BT: Tensor | None = None
     """Position of each token in its sequence where rows are packed; None where every row is one sequence."""
 
+    documents_BT: Tensor | None = None
+    """Number of each token's sequence where rows are packed, None where every row is one. On the CPU, as loss_mask_BT
+    is; `sequences_BT` has the same numbers where the tokens are."""
+
     @property
     def position_ids_BT(self) -> Tensor:
         """Position of each token in its sequence, packed or not."""

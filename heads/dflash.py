@@ -51,7 +51,7 @@ class DFlashConfig(BlocksConfig):
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all, by the target's LM head."""
     max_anchors: int = 128
-    """Anchors of a batch's row at most, drawn anew in every step."""
+    """Anchors of a sequence at most, in a packed row too, drawn anew in every step."""
     sliding_window: int | None = None
     """Tokens of the context, the root left out, that sliding layers see; null for layers that see all of it."""
     sliding_layers: list[int] | None = None

@@ -130,18 +130,21 @@ class DraftPositions:
 
     @classmethod
     def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
-        """The positions of a batch that have at least one draft to judge, or `at_most` of each row, at random."""
+        """The positions of a batch that have at least one draft to judge, or `at_most` of each sequence, at random."""
         loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
         answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
         valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
         has_draft_BT = valid_BTK[..., 0]
-        most = has_draft_BT.shape[1] if at_most is None else at_most
-        every = bool((has_draft_BT.sum(1) <= most).all())
-        if not every:  # the random numbers are torch's global ones, on the host
-            order_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 2.0).argsort(1).argsort(1)
-            has_draft_BT = has_draft_BT & (order_BT < most)
+        every = True
+        if at_most is not None:
+            documents_BT = features.documents_BT
+            if documents_BT is None and features.sequences_BT is not None:
+                documents_BT = features.sequences_BT.cpu()  # sync: training gives them on the host
+            chosen_BT = _some_of_each(has_draft_BT, documents_BT, at_most)
+            every = torch.equal(chosen_BT, has_draft_BT)
+            has_draft_BT = chosen_BT
         index_N = has_draft_BT.flatten().nonzero()[:, 0]
         # Past the end any row serves: nothing is valid there.
         rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
@@ -166,6 +169,26 @@ class DraftPositions:
             given = {name: tensor.pin_memory() for name, tensor in given.items()}
         moved: Any = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
         return replace(self, **moved)
+
+
+def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:
+    """At most so many of the positions of each sequence, at random, by torch's global generator on the host.
+
+    A packed row holds several sequences, numbered in their order; None where every row is one.
+    """
+    batch, time = has_draft_BT.shape
+    sequences_BT = torch.zeros(batch, time, dtype=torch.int64) if documents_BT is None else documents_BT
+    counts_BS = torch.zeros(batch, time + 1, dtype=torch.int64).scatter_add_(1, sequences_BT, has_draft_BT.long())
+    if int(counts_BS.max()) <= at_most:
+        return has_draft_BT
+    # Sorted by sequence, then at random with the positions that have no draft last: the rank in the row, less those of
+    # the sequences before, is the rank in the sequence.
+    draws_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 1.0).double()
+    order_BT = (2 * sequences_BT + draws_BT).argsort(1)
+    ranks_BT = order_BT.argsort(1)
+    sizes_BS = torch.zeros(batch, time + 1, dtype=torch.int64).scatter_add_(1, sequences_BT, torch.ones_like(ranks_BT))
+    first_BS = sizes_BS.cumsum(1) - sizes_BS
+    return has_draft_BT & (ranks_BT - first_BS.gather(1, sequences_BT) < at_most)
 
 
 class BlockTerms(NamedTuple):

@@ -34,6 +34,7 @@ from .models.loading import (
     check_model_options,
     default_device,
     downloaded_commit,
+    end_tokens_of,
     load_model,
     refuse_loading_options,
     without_peft,
@@ -250,9 +251,7 @@ class Target:
     @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens at which the model's generation config ends a text."""
-        configured = self.model.generation_config.eos_token_id
-        listed = configured if isinstance(configured, list) else [configured]
-        return frozenset(token for token in listed if token is not None)
+        return end_tokens_of(self.model.generation_config)
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Refuse feature layers that the model does not have.

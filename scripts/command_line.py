@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.train.config import TYPE_CHECKING, CommandOptions, Dtype
+from headstart.train.config import TYPE_CHECKING, CommandOptions, Dtype, template_variables
 from headstart.train.console import Stopped, show_on_console
 
 if TYPE_CHECKING:
@@ -52,21 +52,28 @@ class DecodingOptions(TargetOptions):
     """Tokens of each answer."""
     thinking: bool | None = None
     """Passed to the chat template as enable_thinking; null leaves it to the template."""
+    template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none."""
     temperature: float = 0.0
     """0 for greedy decoding; above 0 for sampling."""
     compile: bool | typing.Literal["auto"] = "auto"
     """Compile rounds and plain steps: on a CPU into kernels of our own, which auto does too; on an accelerator into
     graphs, which take minutes to build."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
+
     def load(self, shared: SharedTarget | None = None, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
-        from headstart.train.data.chat_template import warn_of_other_data
+        from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
         from headstart.train.loading import load_speculative_lm
 
         names = ("compile", "drafter", "fallback", "lossy", "tree", "verifier")
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
-        warn_of_other_data(lm.provenance, tokenizer, self.thinking)
+        warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
+        warn_of_unread_variables(tokenizer, self.thinking, self.template_kwargs)
         return lm, tokenizer
 
     def as_loaded(self, lm: SpeculativeLM) -> Self:

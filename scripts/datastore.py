@@ -45,18 +45,23 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     from headstart.inference.drafters.ngram_index import Datastore
     from headstart.inference.models.loading import tokenizer_provenance
     from headstart.train.data.chat_template import check_tokenizer, render
-    from headstart.train.data.conversations import read_conversations
+    from headstart.train.data.conversations import FILES, read_conversations, without_compression
 
     tokenizer = load_tokenizer(config.target)
 
+    def tokens_of(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
     texts: list[list[int]] = []
     for source in config.sources:
-        if Path(source).is_file() and not source.endswith((".jsonl", ".json", ".parquet")):
-            found = [Path(source).read_text(encoding="utf-8")]
-        else:
-            check_tokenizer(tokenizer, source)
-            found = [render(tokenizer, row["messages"]) for row in read_conversations(source, config.limit)]
-        texts += [tokenizer(text, add_special_tokens=False)["input_ids"] for text in found]
+        if Path(source).is_file() and not without_compression(source).endswith(FILES):
+            texts.append(tokens_of(Path(source).read_text(encoding="utf-8")))
+            continue
+        for row in read_conversations(source, config.limit):
+            if row.get("input_ids") is None:
+                check_tokenizer(tokenizer, source)
+            texts.append(row.get("input_ids") or tokens_of(render(tokenizer, row["messages"], tools=row.get("tools"))))
     store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
     with new_folder(Path(config.output)) as partial:
         store.save(partial)

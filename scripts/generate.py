@@ -55,7 +55,7 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     lm, tokenizer = config.load(shared)
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
-    input_ids = prompt_ids(tokenizer, messages, config.thinking).to(target.device)
+    input_ids = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs).to(target.device)
     mask_1T, streamer = torch.ones_like(input_ids), TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
     settings |= {"attention_mask": mask_1T, "streamer": streamer}

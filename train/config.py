@@ -58,6 +58,7 @@ class SelfMadeConfig(CommandOptions):
         "answer_tokens": 1,
         "prompt_tokens": 1,
         "temperature": 0,
+        "request_seconds": 1,
     }
 
     target: str = ""
@@ -65,17 +66,23 @@ class SelfMadeConfig(CommandOptions):
     output: str = ""
     """JSONL file to write; started again with the same options, the command resumes where it stopped."""
     prompts: str | None = None
-    """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as a second turn if the
-    row has them (`headstart prompts`); null lets the model generate the prompts too."""
-    server: str | None = None
-    """URL of an OpenAI-compatible server of `target` (vLLM, SGLang: http://HOST:8000/v1) that answers the prompts; null
-    for the model in this process."""
+    """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as one more turn if the
+    row has them (`headstart prompts`). Every turn of a conversation is answered anew, and its own answers are left out.
+    Null lets the model generate the prompts too."""
+    server: str | list[str] | None = None
+    """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM, SGLang:
+    http://HOST:8000/v1) that answer the prompts; null for the model in this process."""
+    tokenizer: str | None = None
+    """Where the tokenizer of the servers' model is, if `target` is a name that only the servers know."""
+    request_seconds: float = 600.0
+    """Longest time that a server may take for an answer, in seconds."""
     head: str | None = None
     """A draft head's checkpoint folder or Hub id, which makes the model in this process generate faster."""
     conversations: int = 1000
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = 16
-    """Conversations generated at the same time; a finished one makes room for the next."""
+    """Conversations generated at the same time, by each server if there are several; a finished one makes room for the
+    next."""
     target_dtype: Dtype = "auto"
     """Data type of the model's weights; auto takes the fastest one here that is accurate enough for the model."""
     temperature: float = 0.8
@@ -84,6 +91,15 @@ class SelfMadeConfig(CommandOptions):
     """Longest answer, in tokens."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template. Training needs the same."""
+    template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none.
+    Training needs the same."""
+    bad_rows: Literal["skip", "refuse"] = "skip"
+    """Whether prompts that cannot be answered are left out, named and written to OUTPUT.rejected.jsonl, or end the
+    command: rows without a message of the user, refused by the chat template, or too long for the model."""
+    bad_rows_limit: float | None = None
+    """Share of the prompts that may be left out so, beyond which they end the command; null for 1 %, or ten prompts
+    where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `answer_tokens`; training does not learn their end."""
     prompt_temperature: float = 1.0
@@ -106,13 +122,17 @@ class SelfMadeConfig(CommandOptions):
                 f"server {self.server!r} answers given prompts in its own way: it needs prompts and takes no head, "
                 f"not {self.prompts!r} and {self.head!r}"
             )
+        if self.tokenizer is not None and self.server is None:
+            raise ValueError(f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave it out")
         if self.server is not None and self.metrics_port is not None:
             raise ValueError(f"metrics_port is for the model in this process; the server {self.server!r} has metrics")
+        template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
-        for name in ("min_distinct", "prompt_min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
+        for name in ("min_distinct", "prompt_min_p", "bad_rows_limit"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
 
 
 @dataclass(frozen=True)
@@ -180,6 +200,50 @@ class PromptMixConfig(CommandOptions):
     """Seed of every choice."""
 
 
+RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+"""Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
+
+
+def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables that are passed to the chat template: `template_kwargs`, and `thinking` as enable_thinking.
+
+    Raises:
+        ValueError: the options contradict each other, or a name is not a template's own to read.
+    """
+    variables = dict(template_kwargs or {})
+    if reserved := sorted(RESERVED & variables.keys()):
+        raise ValueError(
+            f"template_kwargs {reserved[0]} = {variables[reserved[0]]!r} is set by headstart itself; give only "
+            "variables that the chat template reads, such as enable_thinking or reasoning_effort"
+        )
+    if thinking is None:
+        return variables
+    if variables.get("enable_thinking", thinking) != thinking:
+        raise ValueError(
+            f"thinking {thinking} and template_kwargs enable_thinking {variables['enable_thinking']!r} contradict each "
+            "other; give one of them"
+        )
+    return {**variables, "enable_thinking": thinking}
+
+
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of the config's head and that head's own options."""
     return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
@@ -190,8 +254,9 @@ class DataConfig:
     """Sources of conversations, their division and their truncation."""
 
     sources: list[str] = field(default_factory=list)
-    """JSONL, JSON or Parquet files, folders, or Hub data sets (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations:
-    `messages`, ShareGPT's `conversations`, or `prompt` and `completion`."""
+    """JSONL, JSON (.gz, .zst, .bz2, .xz) or Parquet files, patterns (data/*.jsonl), folders, or Hub data sets
+    (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations: `messages`, ShareGPT's `conversations`, `prompt` and
+    `completion`, or tokens (`input_ids` and `loss_mask`)."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
@@ -202,6 +267,13 @@ class DataConfig:
     """Use only this many, the first ones; null for all."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
+    template_kwargs: dict[str, Any] | None = None
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none."""
+    bad_rows: Literal["skip", "refuse"] = "skip"
+    """Whether rows that cannot be used are left out, named and written to rejected.jsonl, or end the run."""
+    bad_rows_limit: float | None = None
+    """Share of the rows that may be left out so, beyond which they end the run; null for 1 %, or ten rows where that is
+    at most a tenth of all."""
     weights: list[float] | None = None
     """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one each."""
     pack: int | None = None
@@ -454,6 +526,7 @@ class TrainConfig(CommandOptions):
                 f"data.weights needs a number above 0 for each of the {len(data.sources)} data.sources, not "
                 f"{data.weights}"
             )
+        template_variables(data.thinking, data.template_kwargs)  # raises if they contradict each other
         if data.pack is not None and data.pack < data.max_length:
             raise ValueError(
                 f"data.pack must hold the longest conversation, data.max_length {data.max_length}, not {data.pack}"
@@ -465,6 +538,8 @@ class TrainConfig(CommandOptions):
             )
         if loop.batch_tokens is None and loop.micro_tokens is not None:
             raise ValueError("loop.micro_tokens divides loop.batch_tokens, which is not given; choose loop.micro_batch")
+        if data.bad_rows_limit is not None and not 0 <= data.bad_rows_limit <= 1:
+            raise ValueError(f"data.bad_rows_limit is a share between 0 and 1, not {data.bad_rows_limit}")
         if not 0 < data.held_out < 1:
             raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
         if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:

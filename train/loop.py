@@ -40,14 +40,24 @@ from ..heads.by_name import head_config
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..inference import Target, load_tokenizer
+from ..inference.models.loading import target_facts
 from ..inference.models.replay import ReplayTarget
 from .config import TrainConfig, dtype_of, head_options
 from .console import ProgressBar, Stopped, StopRequest, log
+from .data.bad_rows import settle_unused_rows
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Example, check_tokenizer, data_origin
-from .data.conversations import open_sources
-from .data.split import rendering, split_cache
-from .data.token_cache import cached_sequences, count_answer_tokens, digest_of, lengths_of
+from .data.chat_template import Example, data_origin, warn_of_unread_variables
+from .data.conversations import Source, open_sources
+from .data.split import check_renders, rendering, split_cache
+from .data.token_cache import (
+    Rendering,
+    TokenCache,
+    TokenizedSequences,
+    cached_sequences,
+    count_answer_tokens,
+    digest_of,
+    lengths_of,
+)
 from .engines import actual_engine, alone, autocast, end_together, from_main, prepare, resolved, shard, start
 from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
 from .features.online import OnlineFeatures, feature_source
@@ -170,7 +180,7 @@ def run_steps(
 ) -> None:
     """Make a run's remaining steps, with evaluations and checkpoints between them."""
     accelerator = run.accelerator
-    inputs = load_inputs(config, accelerator, shared)
+    inputs = load_inputs(config, accelerator, shared, run.folder)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
@@ -277,21 +287,35 @@ class Inputs:
     """The target for evaluations; None where training changes it, or several processes hold parts of it."""
 
 
-def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None = None) -> Inputs:
-    """Load target, head and data; invalid options or data raise a ValueError before any long work."""
+def load_inputs(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    shared: SharedTarget | None = None,
+    folder: Path | None = None,
+) -> Inputs:
+    """Load data, target and head; invalid options or data raise a ValueError before the target is loaded.
+
+    Rows that cannot be used are written to a file in `folder`, if one is given.
+    """
     kind, options = head_options(config)
     head_config(kind, options)  # mistakes in the options or the data are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
-    target = shared.target if shared else load_target(config, accelerator)
+    tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
+    check_renders(tokenizer, sources, config.target)
+    if accelerator.is_main_process:
+        warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
+    # The data before the target, whose loading takes minutes, unless only loading it tells how they are read.
+    known = target_facts(config.target, config.target_revision) or loaded_target(config, accelerator, shared)
+    how = rendering(config, known, tokenizer)
+    cache, training, held_out = load_data(config, accelerator, sources, how, folder)
+    target = known if isinstance(known, Target) else loaded_target(config, accelerator, shared)
+    if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
+        cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
     head = build_head(kind, options, target.info)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
-    tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
-    check_tokenizer(tokenizer, config.target)
-    provenance = {**target.provenance, **data_origin(tokenizer, config.data.thinking)}
-    cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, config.data.num_proc)
-    training, held_out = split_cache(cache, config)
-    check_same_everywhere(accelerator, training)
+    origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
+    provenance = {**target.provenance, **origin}
     eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
@@ -310,6 +334,22 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, shared: SharedTar
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
     replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
     return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered), replay)
+
+
+def loaded_target(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None) -> Target:
+    """The target, loaded unless it is shared."""
+    return shared.target if shared else load_target(config, accelerator)
+
+
+def load_data(
+    config: TrainConfig, accelerator: Accelerator, sources: list[Source], how: Rendering, folder: Path | None
+) -> tuple[TokenCache, TokenizedSequences, list[Example]]:
+    """Tokenize the sources, check their rows, and split the sequences into those to train on and those held out."""
+    cache = cached_sequences(sources, how, config.data.cache, config.data.num_proc)
+    settle_unused_rows(cache, config.data, how.max_length, folder, accelerator.is_main_process)
+    training, held_out = split_cache(cache, config)
+    check_same_everywhere(accelerator, training)
+    return cache, training, held_out
 
 
 def warm_start(

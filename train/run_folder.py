@@ -45,6 +45,8 @@ FREE_TO_CHANGE = (
     "loop.save_dtype",
     "loop.timeout",
     "features.repair",
+    "data.bad_rows",
+    "data.bad_rows_limit",
     "data.cache",
     "data.num_proc",
     "data.workers",

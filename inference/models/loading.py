@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -138,6 +140,40 @@ def downloaded_commit(
     if not isinstance(cached, str):
         return None
     return Path(cached).parents[len(file.parts) - 1].name  # .../snapshots/COMMIT/FILE
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """The properties of a target that are known before its weights are loaded, as `Target` has them then."""
+
+    end_tokens: frozenset[int]
+    """The tokens at which the model's generation config ends a text."""
+    max_positions: int
+    vocab_size: int
+
+
+def target_facts(source: str | Path, revision: str | None = None) -> TargetFacts | None:
+    """Read a target's configs; None where only loading it tells, as for an adapter without a config of its own."""
+    folder, gguf = locate(source)
+    try:
+        config = AutoConfig.from_pretrained(folder, revision=revision, **({"gguf_file": gguf} if gguf else {}))
+    except (OSError, ValueError):
+        return None
+    try:
+        generation = GenerationConfig.from_pretrained(folder, revision=revision)
+    except OSError:  # most models without a generation config have none; transformers derives it so, too
+        generation = GenerationConfig.from_model_config(config)
+    text = config.get_text_config()
+    return TargetFacts(
+        end_tokens_of(generation), getattr(text, "max_position_embeddings", 2**31 - 1), int(text.vocab_size)
+    )
+
+
+def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
+    """The tokens at which a generation config ends a text."""
+    configured = generation.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in listed if token is not None)
 
 
 def load_model(

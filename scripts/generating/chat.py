@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
+from headstart.train.config import TYPE_CHECKING, template_variables
 from headstart.train.console import console, log
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Session:
 
         config = self.config
         settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
-        template = {} if config.thinking is None else {"enable_thinking": config.thinking}
+        template = template_variables(config.thinking, config.template_kwargs)
         self.system, self.chat = system, self.decoder.chat(self.tokenizer, system, template=template, **settings)
         self.stats.clear()
 

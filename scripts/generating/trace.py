@@ -81,9 +81,9 @@ def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> li
     lm, tokenizer = config.load(shared)
     encoded = []
     for name, rows in files.items():
-        ids = [prompt_ids(tokenizer, messages, config.thinking).to(lm.target.device) for messages in rows]
+        ids = [prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs) for messages in rows]
         check_lengths(ids, config.max_new_tokens, lm.target.max_positions, name[:40])
-        encoded += ids
+        encoded += [each.to(lm.target.device) for each in ids]
     traces = record(config, lm, tokenizer, encoded)
     if config.report:
         report = trace_report([trace.data for trace in traces])

@@ -35,7 +35,8 @@ def load_with_prompts(
     lm, tokenizer = config.load(shared, **more)
     encoded = {}
     for path, rows in prompts.items():
-        encoded[path] = [prompt_ids(tokenizer, messages, config.thinking).to(lm.target.device) for messages in rows]
+        ids = [prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs) for messages in rows]
+        encoded[path] = [each.to(lm.target.device) for each in ids]
         check_lengths(encoded[path], config.max_new_tokens, lm.target.max_positions, path)
     return lm, encoded
 

@@ -24,7 +24,8 @@ def batch(target, head, packed=False):
     if packed:
         mask_BT[:, 45] = False
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
-    return TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
+    features = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
+    return dataclasses.replace(features, documents_BT=features.sequences_BT)
 
 
 def moved(features, ends, device):
@@ -33,7 +34,8 @@ def moved(features, ends, device):
         for name in (field.name for field in dataclasses.fields(features))
         if isinstance(value := getattr(features, name), torch.Tensor)
     }
-    tensors["loss_mask_BT"] = features.loss_mask_BT  # on the host, as in training
+    for name in tensors.keys() & {"loss_mask_BT", "documents_BT"}:
+        tensors[name] = getattr(features, name)  # on the host, as in training
     return dataclasses.replace(features, modules=ends, **tensors)
 
 

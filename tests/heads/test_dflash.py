@@ -72,6 +72,28 @@ def test_anchors_are_drawn_anew_in_each_step_and_as_many_as_wished():
     assert seen == set(places.values())
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_each_sequence_of_a_packed_row_has_its_own_anchors(on_host):
+    """As many as it would have in a row of its own: packing changes no coverage."""
+    starts = (0, 5, 9, 13)
+    positions_T = torch.arange(TIME) - torch.tensor([max(s for s in starts if s <= t) for t in range(TIME)])
+    features = batch(build(OPTIONS[0]), positions_T.expand(3, -1))
+    features.loss_mask_BT[:, list(starts)] = False  # as in collating
+    if on_host:
+        features = replace(features, documents_BT=features.sequences_BT)
+    whole = DraftPositions.of(features, 2)
+    drawn: set[int] = set()
+    for _ in range(60):
+        some = DraftPositions.of(features, 2, at_most=2)
+        for row in range(3):
+            for start, stop in zip(starts, (*starts[1:], TIME)):
+                places = range(row * TIME + start, row * TIME + stop)
+                wanted = min(2, sum(index in places for index in whole.index_N.tolist()))
+                assert sum(index in places for index in some.index_N.tolist()) == wanted
+        drawn |= set(some.index_N.tolist())
+    assert drawn == set(whole.index_N.tolist())
+
+
 def test_a_row_without_an_answer_has_no_anchor():
     head = build(OPTIONS[0]).train()
     features = batch(head)

@@ -286,6 +286,22 @@ def test_one_loss_on_the_command_line_is_a_number(parsed, number):
     assert head == {"type": "medusa", "loss": {"ce": 0.5}}
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("train", "data.template_kwargs"), *((name, "template_kwargs") for name in ("data", "generate", "chat", "bench"))],
+)
+def test_variables_of_the_chat_template_are_options_of_their_own(parsed, run, command, option):
+    given = parsed(command, *REQUIRED[command], f"--{option}.reasoning_effort", "high", f"--{option}.thinking", "true")
+    group = given.data if command == "train" else given
+    assert group.template_kwargs == {"reasoning_effort": "high", "thinking": True}
+    thinking = option.replace("template_kwargs", "thinking")
+    status, _, errors = run(
+        command, *REQUIRED[command], f"--{thinking}", "true", f"--{option}", "{enable_thinking: false}"
+    )
+    assert status == 2
+    assert "thinking True and template_kwargs enable_thinking False contradict each other" in errors
+
+
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_configs_that_are_shipped_are_valid(path):
     config = options(TrainConfig, "train", "", ["--config", str(path), "--data.sources", "[conversations.jsonl]"])

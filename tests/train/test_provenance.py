@@ -47,9 +47,11 @@ def test_a_head_remembers_its_model_and_how_its_data_became_tokens(head, taught)
         **Target.from_pretrained(taught, torch.float32).provenance,
         **tokenizer_provenance(tokenizer),
         "thinking": False,
+        "template_kwargs": {},
     }
     assert metadata.provenance.keys() == {
-        *("target", "revision", "dtype", "quantization", "weights", "tokenizer", "chat_template", "thinking")
+        *("target", "revision", "dtype", "quantization", "weights", "tokenizer", "chat_template", "thinking"),
+        "template_kwargs",
     }
     assert (metadata.provenance["target"], metadata.provenance["dtype"]) == (str(taught), "float32")
     assert all(len(metadata.provenance[name]) == 16 for name in ("weights", "tokenizer", "chat_template"))
@@ -122,6 +124,17 @@ def test_prompts_that_reach_the_model_differently_are_named(head, taught, change
     assert len(told) == (words is not None)
     assert words is None or f"may accept less here: {words} " in told[0]
     assert data_origin(tokenizer, thinking)["thinking"] is thinking
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "an older head"])
+def test_further_variables_of_the_template_are_compared(head, taught, recorded):
+    tokenizer, trained = load_tokenizer(taught), dict(load_head(head)[1].provenance)
+    if not recorded:
+        del trained["template_kwargs"]
+    assert said(lambda: warn_of_other_data(trained, tokenizer, False, {})) == []
+    assert said(lambda: warn_of_other_data(trained, tokenizer, None, {"enable_thinking": False})) == []
+    (told,) = said(lambda: warn_of_other_data(trained, tokenizer, False, {"reasoning_effort": "high"}))
+    assert "template kwargs {} (trained against) and {'reasoning_effort': 'high'} (in use)" in told
 
 
 def test_a_command_says_it_too(head, taught):

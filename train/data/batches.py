@@ -73,6 +73,11 @@ class Batch:
             positions_BT[row, place.start :] -= int(positions_BT[row, place.start])
         return positions_BT
 
+    @property
+    def documents_BT(self) -> Tensor | None:
+        """Number of each token's sequence in its row; None if no row holds several."""
+        return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
+
     def pin_memory(self) -> Batch:
         """Copy to pinned memory; torch's DataLoader calls it."""
         tensors = ("tokens_BT", "states_BTLD", "scales_BTL")

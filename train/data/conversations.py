@@ -2,37 +2,51 @@
 
 A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, or one that
 `Dataset.save_to_disk` wrote), or a Hub data set `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as
-possible: a JSONL file is only searched for line breaks, the others are mapped into memory by `datasets`.
+possible: a JSONL file is only searched for line breaks, the others are mapped into memory by `datasets`. JSON may be
+compressed (.gz, .zst, .bz2, .xz), and a pattern (`data/*.jsonl`) stands for all files that fit it.
 
-All rows of a source have the same one of the `FORMATS`, and become {"messages": [{"role": "user", "content": "..."}]}.
-`content` may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat template.
+All rows of a source have the same one of the `TEXT_FORMATS`, and become
+{"messages": [{"role": "user", "content": "..."}]}. `content` may be null beside `tool_calls`; parts of type text are
+joined. `tools` is passed to the chat template.
+
+In training, a row that has `input_ids` and `loss_mask` is a sequence of tokens already, whatever else it holds.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
+import glob
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
+import fsspec
 import numpy as np
-from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetDict, LargeList, List, load_dataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
+from ...inference.tuning.machine import cache_folder
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FORMATS = {
+TEXT_FORMATS = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
 }
-"""Columns of each format: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer. A row has the first
-format of which it has all columns."""
+"""Columns of the formats that hold text: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer.
+A row has the first format of which it has all columns."""
+FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
+"""Columns of the formats that training reads: the token ids of a whole sequence with 1 for each that the model wrote,
+as the package speculators names them, or text."""
 SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
@@ -40,6 +54,12 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 """Roles by ShareGPT's value of `from`."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+"""Compressions by the ends of file names."""
+FILES = (".jsonl", ".json", ".parquet")
+"""Ends of the names of files, before that of a compression."""
+UTF_16_AND_32 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+"""Byte order marks of encodings that are not read."""
 SCANNED = 2**26
 """Bytes of a file that are searched for line feeds at once."""
 BATCH = 1000
@@ -51,47 +71,146 @@ RESUME_ADVICE = "continue it with its own options, or choose another output"
 """End of the error where a file of conversations was begun with other options."""
 
 
+Kind = Literal["lines", "texts", "columns"]
+"""Form of rows: byte ranges of lines in a file, JSON texts, or columns of Arrow."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads rows of a source, in any process."""
+
+    name: str
+    """Name of the source."""
+    kind: Kind
+    file: Path | None
+    """The file with the lines, decompressed."""
+    features: Any
+    """Types of the columns."""
+
+    def values(self, batch: dict[str, list[Any]], numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
+        """Place and value of some rows, numbered in the source; a row that is not JSON comes as its error."""
+        if self.file is not None:
+            with self.file.open("rb") as file:
+                for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
+                    file.seek(start)
+                    yield _line(self.name, line, file.read(stop - start))
+            return
+        for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+            where, row = f"{self.name}, row {number}", dict(zip(batch, cells, strict=True))
+            yield where, json.loads(row["json"]) if self.kind == "texts" else without_fill(row, self.features)
+
+
 @dataclass(frozen=True)
 class Source:
     """A source whose rows can be read, in any order and by any process."""
 
     name: str
     """Name by which the source was opened."""
-    kind: Literal["lines", "texts", "columns"]
-    """Form of the rows: byte ranges of lines in the file `name`, JSON texts, or columns of Arrow."""
+    kind: Kind
     identity: str
     """Hash that changes with the data."""
-    load: Callable[[], Dataset]
-    """Loads all rows, memory-mapped unless they are small; searches a JSONL file for its lines."""
+    load: Callable[[], Dataset] | None
+    """Loads all rows, memory-mapped unless they are small; None for the lines of a file."""
     limit: int | None = None
     """Read only the first rows; None for all."""
+    entry: int = 0
+    """Index of the name, or the pattern, among those that were opened together."""
 
     @cached_property
     def rows(self) -> Dataset:
-        """The rows in the form of `kind`."""
-        rows = self.load()
+        """The rows in the form of `kind`; a JSONL file is searched for its lines."""
+        rows = _places(self.file) if self.load is None else self.load()
         return rows if self.limit is None or self.limit >= len(rows) else rows.select(range(self.limit))
 
+    @property
+    def reader(self) -> RowReader:
+        """Reads rows of `rows`."""
+        return RowReader(self.name, self.kind, self.file if self.kind == "lines" else None, self.rows.features)
+
+    @cached_property
+    def file(self) -> Path:
+        """The file that the byte ranges of lines lie in: a compressed one is decompressed for as long as it is used."""
+        return Path(self.name) if compression(self.name) is None else Path(self._decompressed.name) / "lines.jsonl"
+
+    @cached_property
+    def _decompressed(self) -> tempfile.TemporaryDirectory[str]:
+        """A folder that is removed with this object, or at the end of the process."""
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="decompressed-", dir=cache_folder())
+        with open_bytes(self.name) as compressed, (Path(folder.name) / "lines.jsonl").open("wb") as file:
+            shutil.copyfileobj(compressed, file, SCANNED)
+        return folder
+
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Place of every row, for error messages, and its value; the first one without delay."""
+        """Place of every row, for error messages, and its value; the first one without delay.
+
+        Raises:
+            ValueError: a row that is not JSON.
+        """
+        for where, row in self.read_all():
+            if isinstance(row, ValueError):
+                raise row
+            yield where, row
+
+    def read_all(self) -> Iterator[tuple[str, Any]]:
+        """Place and value of every row, as in `read`; a row that is not JSON comes as its error."""
         if self.kind == "lines":
-            with Path(self.name).open("rb") as file:  # bytes: only a line feed ends a line, not U+2028 and the like
+            with open_bytes(self.name) as file:  # bytes: only a line feed ends a line, not U+2028 and the like
                 full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
                 for number, text in itertools.islice(full, self.limit):
                     yield _line(self.name, number, text)
             return
         for start in range(0, len(self.rows), BATCH):
             batch = self.rows[start : start + BATCH]
-            yield from values(self.name, self.kind, batch, range(start, min(start + BATCH, len(self.rows))))
+            yield from self.reader.values(batch, range(start, min(start + BATCH, len(self.rows))))
+
+
+def compression(name: str) -> str | None:
+    """Name of a file's compression, None for none.
+
+    Raises:
+        ValueError: a compression for which a package is missing.
+    """
+    found = COMPRESSIONS.get(Path(name).suffix)
+    if found is not None and found not in fsspec.available_compressions():
+        raise ValueError(f"{name}: reading {found} needs the package zstandard: pip install zstandard")
+    return found
+
+
+def open_bytes(name: str) -> IO[bytes]:
+    """Open a file for reading, decompressed."""
+    file: IO[bytes] = fsspec.open(str(Path(name).absolute()), "rb", compression=compression(name)).open()
+    return file
 
 
 def open_source(name: str, limit: int | None = None) -> Source:
     """Open a source, of which at most the first `limit` rows are read."""
-    is_file = name.endswith((".jsonl", ".json", ".parquet")) or Path(name).is_file()
+    is_file = without_compression(name).endswith(FILES) or Path(name).is_file()
     source = dataclasses.replace(open_file(name) if is_file else _data_set(name, limit), limit=limit)
     if source.kind == "columns" and len(source.rows) > 0:
         check_columns(source.rows.column_names, name)
     return source
+
+
+def without_compression(name: str) -> str:
+    """A file's name without the end that tells its compression."""
+    return name.removesuffix(Path(name).suffix) if Path(name).suffix in COMPRESSIONS else name
+
+
+def files_of(name: str) -> list[str]:
+    """The files that fit a pattern, sorted; the name itself if it is no pattern.
+
+    Raises:
+        ValueError: a pattern that no file fits.
+    """
+    # Brackets of a Hub data set's split, train[:100], are no pattern.
+    pattern = any(sign in name for sign in "*?") or ("[" in name and without_compression(name).endswith(FILES))
+    if not pattern or Path(name).exists():
+        return [name]
+    found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
+    if not found:
+        raise ValueError(f"no file fits the pattern {name!r}")
+    return found
 
 
 def open_file(name: str) -> Source:
@@ -106,33 +225,39 @@ def open_file(name: str) -> Source:
             raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
-    with path.open("rb") as file:
-        first = next((text.lstrip() for text in file if text.strip()), b"")
-    if first.startswith(b"["):
-        return Source(name, "texts", identity, partial(_elements, path))
-    return Source(name, "lines", identity, partial(_places, path))
+    try:
+        with open_bytes(name) as file:
+            first = next((text.lstrip() for text in file if text.strip()), b"")
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{name}: cannot be read: {error}") from error
+    if first.startswith(UTF_16_AND_32) or b"\0" in first[:4]:
+        raise ValueError(
+            f"{name} is in UTF-16 or UTF-32; convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {name} > converted.jsonl"
+        )
+    if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        return Source(name, "texts", identity, partial(_elements, name))
+    return Source(name, "lines", identity, None)
 
 
 def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
-    """Open all sources, of which at most `limit` rows are read together; refuse those that hold no conversation."""
+    """Open all sources, of which at most `limit` rows are read together; refuse those that are empty."""
     opened: list[Source] = []
-    for name in names:
+    files = [(entry, name) for entry, pattern in enumerate(names) for name in files_of(pattern)]
+    for entry, name in files:
         if limit is not None and limit <= 0:
             break
-        source = open_source(name, limit)
-        first = next(source.read(), None)
-        if first is None:
+        source = dataclasses.replace(open_source(name, limit), entry=entry)
+        if next(source.read_all(), None) is None:
             raise ValueError(f"{name}: no conversations: it is empty")
-        check_conversation(first[1], first[0])
         opened.append(source)
         limit = None if limit is None else limit - len(source.rows)
     return opened
 
 
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the first `limit` conversations of a source, each with its `messages`."""
+    """Read the first `limit` conversations of a source, each with its `messages`, or its tokens."""
     rows = itertools.islice(open_source(source, limit).read(), limit)
-    return [check_conversation(row, where) for where, row in rows]
+    return [check_row(row, where) for where, row in rows]
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
@@ -173,30 +298,57 @@ def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
     return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
 
 
-def check_columns(columns: list[str], where: str) -> str:
-    """Return the format of these columns."""
-    for name, needed in FORMATS.items():
+def check_columns(columns: list[str], where: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
+    """Return the first of the formats that has these columns."""
+    for name, needed in formats.items():
         if set(needed) <= set(columns):
             return name
     lacking = "; ".join(
         f"{name} lacks {', '.join(repr(column) for column in needed if column not in columns)}"
-        for name, needed in FORMATS.items()
+        for name, needed in formats.items()
     )
     there = ", ".join(map(repr, columns)) or "no columns"
     raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
 
 
-def format_of(row: Any, where: str) -> str:
+def format_of(row: Any, where: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
     """Return the format of a row, whose columns without a value do not count."""
     if not isinstance(row, dict):
         raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    return check_columns([name for name, value in row.items() if value is not None], where)
+    return check_columns([name for name, value in row.items() if value is not None], where, formats)
+
+
+def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
+    """Check a row to train on: tokens stay as they are, any other format becomes `messages`."""
+    if format_of(row, where) != "tokens":
+        return check_conversation(row, where, expected)
+    tokens, mask = row["input_ids"], row["loss_mask"]
+    for name, values_T, valid in (("input_ids", tokens, "token ids"), ("loss_mask", mask, "0 and 1")):
+        if not isinstance(values_T, list):
+            raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {values_T!r}")
+    if len(tokens) != len(mask):
+        raise ValueError(
+            f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there must be one 0 or 1 "
+            "for each token"
+        )
+    for place, token in enumerate(tokens):
+        if type(token) is not int or token < 0:  # a bool is an int to isinstance
+            raise ValueError(f"{where}: 'input_ids' holds {token!r} at {place}, which is not a token id")
+    for place, own in enumerate(mask):
+        if not isinstance(own, int) or own not in (0, 1):
+            raise ValueError(f"{where}: 'loss_mask' holds {own!r} at {place}; choose from 0 and 1")
+    if 1 not in mask:
+        raise ValueError(f"{where}: 'loss_mask' holds no 1, so no token of it is the model's own")
+    return dict(row)
 
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """Convert a row of any format to `messages`; its other columns stay. Errors name the row's place, `where`."""
-    found = format_of(row, where)
-    if expected is not None and found != expected:
+    """Convert a row of text to `messages`; its other columns stay. Errors name the row's place, `where`.
+
+    `expected` is the format of the source's earlier rows, if there are any.
+    """
+    found = format_of(row, where, TEXT_FORMATS)
+    if expected not in (None, "tokens", found):
         raise ValueError(
             f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
             "have one format: split it into several sources"
@@ -210,37 +362,32 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
             raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
         messages = [_message(message, i, where) for i, message in enumerate(messages)]
     if not messages:
-        raise ValueError(f"{where}: no conversation: {FORMATS[found][0]!r} is empty")
+        raise ValueError(f"{where}: no conversation: {TEXT_FORMATS[found][0]!r} is empty")
     tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
     return {**row, "messages": messages, **tools}
 
 
-def values(name: str, kind: str, batch: dict[str, list[Any]], numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
-    """Place and value of some rows of a source."""
-    if kind == "lines":
-        with Path(name).open("rb") as file:
-            for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
-                file.seek(start)
-                yield _line(name, line, file.read(stop - start))
-        return
-    for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        where, row = f"{name}, row {number}", dict(zip(batch, cells, strict=True))
-        yield where, json.loads(row["json"]) if kind == "texts" else without_nulls(row)
+def without_fill(value: Any, feature: Any) -> Any:
+    """Drop keys that Arrow fills with null because other rows have them; `content` stays.
+
+    Only a struct, whose `feature` is a dict, is filled. What `datasets` keeps as JSON has the keys that its row had.
+    """
+    if isinstance(value, dict) and isinstance(feature, dict):
+        kept = {name: own for name, own in value.items() if own is not None or name == "content"}
+        return {name: without_fill(own, feature.get(name)) for name, own in kept.items()}
+    inside = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and isinstance(inside, (dict, list, List, LargeList)):
+        return [without_fill(own, inside) for own in value]
+    return value
 
 
-def without_nulls(value: Any) -> Any:
-    """Drop keys that Arrow fills with null because other rows have them; `content` stays."""
-    if isinstance(value, dict):
-        return {name: without_nulls(own) for name, own in value.items() if own is not None or name == "content"}
-    return [without_nulls(own) for own in value] if isinstance(value, list) else value
-
-
-def _elements(path: Path) -> Dataset:
+def _elements(name: str) -> Dataset:
     """Elements of a JSON array, each as a text, since their keys may differ."""
     try:
-        elements = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: begins with '[' and is no JSON array: {error}") from error
+        with open_bytes(name) as file:
+            elements = json.loads(file.read())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: begins with '[' and is no JSON array: {error}") from error
     return Dataset.from_dict({"json": [json.dumps(each) for each in elements]})
 
 
@@ -260,11 +407,12 @@ def _places(path: Path) -> Dataset:
 
 
 def _line(name: str, number: int, text: bytes) -> tuple[str, Any]:
+    """Place and value of a line; its error if it is not JSON."""
     where = f"{name}, line {number}"
     try:
         return where, json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        return where, ValueError(f"{where}: not JSON: {error}")
 
 
 def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
@@ -312,7 +460,7 @@ def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for i, turn in enumerate(turns):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError(f"{where}: message {i} needs a 'from' and a 'value' text")
-        if turn.get("from") not in SHAREGPT_ROLES:
+        if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
             raise ValueError(
                 f"{where}: message {i} is from {turn.get('from')!r}; choose from {', '.join(SHAREGPT_ROLES)}"
             )
@@ -350,24 +498,24 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: message {number} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
     message = {**message, "content": content}
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise ValueError(f"{where}: message {number} needs a list of 'tool_calls', not {message['tool_calls']!r}")
         message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
     return message
 
 
 def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """Parse the arguments of a tool call, which OpenAI sends as JSON text; chat templates expect an object."""
+    """Check a tool call, whose arguments are an object or, as OpenAI sends them, its JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return dict(call)
-    try:
-        arguments = json.loads(arguments or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    if isinstance(arguments, str):
+        try:
+            json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
+    return dict(call)
 
 
 def _tools(tools: Any, where: str) -> list[Any]:

@@ -11,17 +11,29 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...inference import Target
+from ...inference.models.loading import TargetFacts
 from ..config import TrainConfig
-from .chat_template import Example
-from .token_cache import Rendering, TokenCache, TokenizedSequences
+from .chat_template import NEEDS_NO_TEMPLATE, Example, check_tokenizer
+from .conversations import Source
+from .token_cache import Rendering, TokenCache, TokenizedSequences, first_format
 
 T = TypeVar("T")
 
 
-def rendering(config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> Rendering:
-    """Return how the config's conversations become tokens for this target."""
+def rendering(config: TrainConfig, target: Target | TargetFacts, tokenizer: PreTrainedTokenizerBase) -> Rendering:
+    """Return how the config's conversations become tokens for this target, loaded or not."""
     eos = {token for token in (*target.end_tokens, tokenizer.eos_token_id) if token is not None}
-    return Rendering(tokenizer, frozenset(eos), min(config.data.max_length, target.max_positions), config.data.thinking)
+    data = config.data
+    longest = min(data.max_length, target.max_positions)
+    vocab_size = target.vocab_size if isinstance(target, TargetFacts) else target.info.vocab_size
+    return Rendering(tokenizer, frozenset(eos), longest, data.thinking, data.template_kwargs, vocab_size)
+
+
+def check_renders(tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], name: str) -> None:
+    """Refuse a tokenizer without a chat template, unless no source needs one."""
+    for source in sources if not tokenizer.chat_template else ():
+        if first_format(source) in ("messages", "conversations"):
+            check_tokenizer(tokenizer, name, NEEDS_NO_TEMPLATE)
 
 
 def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:

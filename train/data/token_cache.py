@@ -4,6 +4,7 @@ A folder of the cache, named by a fingerprint, holds one source under one tokeni
 
     sequences*.arrow  tokens and loss mask of each sequence, and statistics, as `datasets` writes it
     counts.npy        how often each token is an answer token
+    unused.jsonl      the rows of the source that gave no sequence, and why
     manifest.json     the fingerprinted values, the files, and a digest of all sequences; written last
 
 The first process makes the folder under a lock, with `data.num_proc` processes; others wait for the lock and map the
@@ -16,10 +17,13 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import pyarrow as pa
@@ -31,13 +35,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...inference import tokenizer_provenance
 from ...inference.tuning.machine import cache_folder, usable_cores
+from ..config import template_variables
 from ..console import console
 from ..run_folder import check_options, write_whole
-from .chat_template import Example, encode
-from .conversations import Source, check_conversation, format_of, values
+from .chat_template import Example, whole_sequences
+from .conversations import RowReader, Source, check_row, format_of
 
-RECIPE = 1
+FINGERPRINT = re.compile("[0-9a-f]{16}")
+"""Form of a tokenizer's fingerprint in the column `tokenizer`."""
+RECIPE = 2
 """Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
 """Conversations that are worth another process."""
@@ -50,36 +58,84 @@ FEATURES = Features(
         "row": Value("int64"),
         "answers": Value("int32"),
         "opens": Value("bool"),
+        "truncated": Value("bool"),
     }
 )
-"""`row` is the row of the source; `answers` counts answer tokens; `opens` is true if the first token is one."""
+"""`row` is the row of the source; `answers` counts answer tokens; `opens` is true if the first token is one;
+`truncated` if the sequence was longer."""
+Why = Literal["rejected", "too long", "unanswered"]
+"""Why a row gave no sequence: it cannot be used; its answers begin after the longest sequence; it has none."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """Arguments of `chat_template.encode`."""
+    """How conversations become sequences: arguments of `chat_template.encode`, and the target's vocabulary."""
 
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
     max_length: int
     thinking: bool | None
+    template_kwargs: dict[str, Any] | None = None
+    vocab_size: int | None = None
+    """Rows of the target's embedding, beyond which no token may lie; None for no limit."""
 
-    def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
-        """Tokenize conversation `number`; errors name its place, `where`."""
+    def whole(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
+        """Tokenize conversation `number`, however long it is; errors name its place, `where`."""
         try:
-            examples = encode(conversation, self.tokenizer, self.eos, self.max_length, self.thinking)
+            self._check_tokenizer(conversation)
+            examples = whole_sequences(conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs)
+            for example in examples:
+                self._check_tokens(example.tokens)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         return [dataclasses.replace(example, conversation=number) for example in examples]
 
+    def _check_tokenizer(self, conversation: dict[str, Any]) -> None:
+        """Refuse token ids of another tokenizer, where the row names its fingerprint."""
+        named = conversation.get("tokenizer")
+        if conversation.get("input_ids") is None or not isinstance(named, str) or not FINGERPRINT.fullmatch(named):
+            return
+        own = tokenizer_fingerprint(self.tokenizer)
+        if named != own:
+            raise ValueError(
+                f"its token ids are those of a tokenizer with the fingerprint {named}, and the target's has {own}; "
+                "train a head of the model that wrote them, or make answers of this target (headstart data)"
+            )
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
+            return
+        beyond = next(token for token in tokens if token >= self.vocab_size)
+        shown = self.tokenizer.convert_ids_to_tokens(beyond) if beyond < len(self.tokenizer) else None
+        raise ValueError(
+            f"token {beyond}{'' if shown is None else f' ({shown!r})'} is beyond the model's {self.vocab_size} tokens; "
+            "its embedding has no row for it"
+        )
+
+    def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
+        """Tokenize conversation `number` into sequences of at most `max_length` tokens."""
+        whole = self.whole(conversation, where, number)
+        return [each for each in (example.truncated(self.max_length) for example in whole) if any(each.loss_mask)]
+
     def fingerprint(self) -> str:
         """Hash the content of the tokenizer, its chat template and the options."""
-        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        for name in ("truncation", "padding"):  # state of the last call
-            backend.pop(name, None)
+        if self.tokenizer.is_fast:
+            backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
+            for name in ("truncation", "padding"):  # state of the last call
+                backend.pop(name, None)
+        else:
+            backend = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, self.thinking]
+        variables = template_variables(self.thinking, self.template_kwargs)
+        parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, variables]
+        parts.append(self.vocab_size)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=4)
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of a tokenizer's vocabulary, by which rows of tokens name it."""
+    return tokenizer_provenance(tokenizer)["tokenizer"]
 
 
 class TokenizedSequences(Sequence[Example]):
@@ -106,6 +162,19 @@ class TokenizedSequences(Sequence[Example]):
 
 
 @dataclass(frozen=True)
+class UnusedRow:
+    """A row of a source that gave no sequence."""
+
+    row: int
+    """Its number in the source."""
+    where: str
+    """Its place, for messages."""
+    source: str
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True)
 class TokenCache:
     """The sequences of all sources, mapped into memory."""
 
@@ -123,10 +192,19 @@ class TokenCache:
     """Hash of all tokens and masks in their order."""
     first_of_source: list[int]
     """Index of each source's first conversation, over all sources."""
+    entries: list[int]
+    """Index of each source's name, or its pattern, among those that were opened together."""
+    read: int
+    """Rows of all sources."""
+    truncated: int
+    """Conversations of which a sequence was truncated."""
+    unused: list[UnusedRow]
+    """Rows without a sequence."""
 
     def sources_of(self, conversations: list[int]) -> list[int]:
-        """Index of the source of each conversation."""
-        found: list[int] = (np.searchsorted(self.first_of_source, conversations, side="right") - 1).tolist()
+        """Index of the name that each conversation's source was opened by."""
+        numbers_N = np.searchsorted(self.first_of_source, conversations, side="right") - 1
+        found: list[int] = np.asarray(self.entries)[numbers_N].tolist()
         return found
 
 
@@ -183,6 +261,8 @@ def cached_sequences(
     root.mkdir(parents=True, exist_ok=True)
     parts: list[Dataset] = []
     counts, digests, firsts, conversations = [], [], [0], []
+    read = truncated = 0
+    unused: list[UnusedRow] = []
     for source in sources:
         made_of = {"recipe": RECIPE, "rendering": how, "source": source.identity, "limit": source.limit}
         place = root / key_of(made_of)
@@ -199,6 +279,9 @@ def cached_sequences(
         counts.append(np.load(place / "counts.npy"))
         digests.append(manifest["digest"])
         firsts.append(firsts[-1] + manifest["rows"])
+        read += manifest["rows"]
+        truncated += manifest["truncated"]
+        unused += _unused_rows(place / "unused.jsonl")
     rows = concatenate_datasets(parts)
     table = rows.data.table
     counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
@@ -213,6 +296,10 @@ def cached_sequences(
         counts_V,
         hashlib.sha256("".join(digests).encode()).hexdigest(),
         firsts[:-1],
+        [source.entry for source in sources],
+        read,
+        truncated,
+        unused,
     )
 
 
@@ -227,8 +314,7 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
     if len(source.rows) >= ROWS_PER_PROCESS:
         console.print(f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes} processes")
     folder.mkdir(exist_ok=True)
-    place, row = next(source.read())
-    given = {"name": source.name, "kind": source.kind, "expected": format_of(row, place), "rendering": rendering}
+    given = {"reader": source.reader, "expected": first_format(source), "rendering": rendering, "folder": folder}
     try:
         rows = source.rows.map(
             _encoded_rows,
@@ -254,6 +340,13 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
     files = [Path(file["filename"]).name for file in rows.cache_files]
     for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
         left.unlink()  # from a start with another number of processes
+    # Of a start that was killed there may be some in other batches: the same rows for the same reasons.
+    unused = {row.row: row for path in sorted(folder.glob("unused-*.jsonl")) for row in _unused_rows(path)}
+    lines = [json.dumps(dataclasses.asdict(unused[number])) + "\n" for number in sorted(unused)]
+    write_whole(folder / "unused.jsonl", "".join(lines))
+    for path in folder.glob("unused-*.jsonl"):
+        path.unlink()
+    truncated: set[int] = set()
     counts_V = np.zeros(0, dtype=np.int64)
     digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
     for batch in itertools.chain.from_iterable(_mapped(folder / file).data.table.to_batches() for file in files):
@@ -262,22 +355,61 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
         columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
         for digest, column in zip(digests, columns, strict=True):
             digest.update(np.ascontiguousarray(column).data)
+        cut = batch.column("truncated").to_numpy(zero_copy_only=False)
+        truncated.update(batch.column("row").to_numpy()[cut].tolist())
         found_V = np.bincount(flat[own], minlength=len(counts_V))
         found_V[: len(counts_V)] += counts_V
         counts_V = found_V
     np.save(folder / "counts.npy", counts_V)
-    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files}
+    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "truncated": len(truncated)}
     manifest["digest"] = "".join(digest.hexdigest() for digest in digests)
     write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
 
 
+def first_format(source: Source) -> str | None:
+    """The format of the first row that has one, and so of all others; None if none has."""
+    for where, row in source.read_all():
+        with suppress(ValueError):
+            return format_of(row, where)
+    return None
+
+
+def _unused_rows(path: Path) -> list[UnusedRow]:
+    return [UnusedRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def _encoded_rows(
-    batch: dict[str, list[Any]], numbers: list[int], name: str, kind: str, expected: str, rendering: Rendering
+    batch: dict[str, list[Any]],
+    numbers: list[int],
+    reader: RowReader,
+    expected: str | None,
+    rendering: Rendering,
+    folder: Path,
 ) -> pa.Table:
-    """Encode some rows of a source."""
+    """Encode some rows of a source; write those that give no sequence to a file of their own."""
     found: list[Example] = []
-    for number, (where, row) in zip(numbers, values(name, kind, batch, numbers), strict=True):
-        found += rendering.encode(check_conversation(row, where, expected), where, number)
+    cut: list[bool] = []
+    unused: list[UnusedRow] = []
+    for number, (where, row) in zip(numbers, reader.values(batch, numbers), strict=True):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            whole = rendering.whole(check_row(row, where, expected), where, number)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{where}: ")
+            unused.append(UnusedRow(number, where, reader.name, "rejected", reason))
+            continue
+        kept = [example for example in whole if any(example.loss_mask[: rendering.max_length])]
+        found += [example.truncated(rendering.max_length) for example in kept]
+        cut += [len(example.tokens) > rendering.max_length for example in kept]
+        if not whole:
+            unused.append(UnusedRow(number, where, reader.name, "unanswered", "no answer to train on"))
+        elif not kept:
+            reason = f"its answers begin after {rendering.max_length} tokens"
+            unused.append(UnusedRow(number, where, reader.name, "too long", reason))
+    if unused:
+        lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in unused]
+        write_whole(folder / f"unused-{numbers[0]:012d}.jsonl", "".join(lines))
     ends = np.cumsum([0, *(len(example.tokens) for example in found)], dtype=np.int32)
     tokens = np.fromiter((token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1])
     masks = np.fromiter((own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1])
@@ -287,6 +419,7 @@ def _encoded_rows(
         "row": pa.array([example.conversation for example in found], pa.int64()),
         "answers": pa.array([sum(example.loss_mask) for example in found], pa.int32()),
         "opens": pa.array([example.loss_mask[0] for example in found], pa.bool_()),
+        "truncated": pa.array(cut, pa.bool_()),
     }
     return pa.table(columns).cast(FEATURES.arrow_schema)
 

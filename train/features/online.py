@@ -228,6 +228,7 @@ def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD
         loss_mask_BT=batch.loss_mask_BT,
         modules=target.modules,
         positions_BT=_on(target, batch.positions_BT),
+        documents_BT=batch.documents_BT,
     )
 
 

@@ -12,7 +12,16 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.data.batches import collate
-from headstart.train.data.chat_template import Example, check_tokenizer, encode
+from headstart.train.data.chat_template import (
+    Example,
+    check_tokenizer,
+    data_origin,
+    encode,
+    prompt_ids,
+    render,
+    variables_read,
+    warn_of_unread_variables,
+)
 from headstart.train.data.conversations import read_conversations, read_prompts
 from headstart.train.data.split import split_examples, split_held_out
 from headstart.train.data.token_cache import count_answer_tokens
@@ -200,6 +209,57 @@ def test_a_tokenizer_without_a_chat_template_is_refused_by_name(tokenizer):
     check_tokenizer(tokenizer, "good")
     with pytest.raises(ValueError, match=r"'some/model' has no chat template"):
         check_tokenizer(build_tokenizer(None, "</s>"), "some/model")
+
+
+EFFORT = "{% if effort is defined %}<effort {{ effort }}>{% endif %}" + CHATML
+"""A template with an option of its own."""
+
+
+def test_variables_of_the_template_reach_prompts_and_sequences():
+    tokenizer = build_tokenizer(EFFORT, "<|im_end|>")
+    row = conversation([("user", "hi"), ("assistant", "yo")])
+    variables = {"effort": "high"}
+    assert render(tokenizer, row["messages"][:1], True, template_kwargs=variables).startswith("<effort high>")
+    prompt = prompt_ids(tokenizer, row["messages"][:1], template_kwargs=variables)[0].tolist()
+    (example,) = encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), 100, None, variables)
+    assert example.tokens[: len(prompt)] == prompt
+    assert example.loss_mask.index(True) == len(prompt)
+
+
+def test_the_origin_of_data_names_each_variable_once():
+    tokenizer = build_tokenizer(EFFORT, "<|im_end|>")
+    origin = data_origin(tokenizer, None, {"enable_thinking": False, "effort": "high"})
+    assert origin == data_origin(tokenizer, False, {"effort": "high"})
+    assert (origin["thinking"], origin["template_kwargs"]) == (False, {"effort": "high"})
+    with pytest.raises(ValueError, match="thinking True and template_kwargs enable_thinking False contradict"):
+        data_origin(tokenizer, True, {"enable_thinking": False})
+    with pytest.raises(ValueError, match="template_kwargs tools = 1 is set by headstart itself"):
+        render(tokenizer, [{"role": "user", "content": "hi"}], template_kwargs={"tools": 1})
+
+
+@pytest.mark.parametrize(
+    ("template", "told"), [(EFFORT, False), (CHATML, True), ("{% generation %}{% endgeneration %}" + EFFORT, False)]
+)
+def test_a_variable_that_the_template_does_not_read_is_told(caplog, template, told):
+    tokenizer = build_tokenizer(template, "<|im_end|>")
+    warn_of_unread_variables(tokenizer, None, {"effort": "high"})
+    assert [record.getMessage() for record in caplog.records] == (
+        [
+            "this tokenizer's chat template does not read effort = 'high', which changes nothing; variables that it "
+            "reads: none"
+        ]
+        if told
+        else []
+    )
+    assert ("effort" in variables_read(tokenizer)) is not told
+
+
+def test_a_row_of_tokens_is_the_sequence_itself():
+    tokenizer = build_tokenizer(None, "</s>")  # nothing is rendered
+    row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], **conversation([("user", "other words")])}
+    assert encode(row, tokenizer, frozenset(), 10) == [Example([5, 6, 7, 8], [False, False, True, True])]
+    assert encode(row, tokenizer, frozenset(), 3) == [Example([5, 6, 7], [False, False, True])]
+    assert encode(row, tokenizer, frozenset(), 2) == []
 
 
 GOOD = json.dumps(conversation([("user", "hi"), ("assistant", "yo")]))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import pickle
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
 
 from headstart.train.data.conversations import (
     check_conversation,
+    check_row,
     open_source,
     open_sources,
     parsed_name,
@@ -69,14 +75,14 @@ def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
-def test_tool_calls_have_null_content_and_their_arguments_as_an_object(arguments):
+def test_tool_calls_have_null_content_and_their_arguments_as_they_came(arguments):
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     for message in (
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "tool_calls": [call]},
     ):
         row = check_conversation({"messages": [MESSAGES[0], message]}, "here")
-        assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+        assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp_path):
@@ -120,12 +126,52 @@ def test_what_is_no_conversation_is_named_with_what_is_missing(row, words):
     assert words in str(error.value)
 
 
+TOKENS = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_of_tokens_comes_before_its_text_and_without_tokens_the_text_counts(tmp_path, kind):
+    rows = [TOKENS | {"messages": MESSAGES}, {"input_ids": None, "loss_mask": None, "messages": MESSAGES}, TOKENS]
+    name = write(tmp_path / "data.jsonl", rows)
+    if kind == "parquet":
+        name = str(tmp_path / "data.parquet")
+        Dataset.from_list(rows).to_parquet(name)
+    first, second, third = (check_row(row, where, "tokens") for where, row in open_source(name).read())
+    assert (
+        (first["input_ids"], first["loss_mask"]) == (third["input_ids"], third["loss_mask"]) == ([5, 6, 7], [0, 1, 1])
+    )
+    assert second.get("input_ids") is None and second["messages"] == MESSAGES
+    # Whoever asks for text gets the text.
+    assert check_conversation(rows[0], "here")["messages"] == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss_mask": [0, 1]}, "'input_ids' holds 3 tokens and 'loss_mask' 2"),
+        ({"input_ids": [5, -1, 7]}, "'input_ids' holds -1 at 1"),
+        ({"input_ids": [5, 6.0, 7]}, "'input_ids' holds 6.0 at 1"),
+        ({"input_ids": [5, True, 7]}, "'input_ids' holds True at 1"),
+        ({"input_ids": [5, None, 7]}, "'input_ids' holds None at 1"),
+        ({"input_ids": "5 6 7"}, "'input_ids' must be a list of token ids"),
+        ({"loss_mask": [0, 2, 1]}, "'loss_mask' holds 2 at 1; choose from 0 and 1"),
+        ({"loss_mask": [0, 0.5, 1]}, "'loss_mask' holds 0.5 at 1; choose from 0 and 1"),
+        ({"loss_mask": [0, 0, 0]}, "'loss_mask' holds no 1"),
+        ({"input_ids": [], "loss_mask": []}, "'loss_mask' holds no 1"),
+    ],
+)
+def test_a_row_of_tokens_that_is_wrong_is_named_with_what_is_wrong(change, words):
+    with pytest.raises(ValueError, match="there: ") as error:
+        check_row(TOKENS | change, "there")
+    assert words in str(error.value)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_data_set_whose_columns_fit_no_format_is_refused_with_its_columns(tmp_path, kind):
     path = str(tmp_path / f"other.{kind}")
     rows = [{"question": "a", "answer": "b"}]
     write(tmp_path / "other.jsonl", rows) if kind == "jsonl" else Dataset.from_list(rows).to_parquet(path)
-    with pytest.raises(ValueError, match=r"it has 'question', 'answer': messages lacks 'messages'; .* 'completion'"):
+    with pytest.raises(ValueError, match=r"it has 'question', 'answer': .*messages lacks 'messages'; .* 'completion'"):
         read_conversations(path)
 
 
@@ -152,6 +198,95 @@ def test_places_do_not_depend_on_how_much_is_searched_at_once(tmp_path, monkeypa
     whole = read_conversations(path)
     monkeypatch.setattr("headstart.train.data.conversations.SCANNED", 7)
     assert read_conversations(path) == whole == rows
+
+
+COMPRESSED = {"jsonl.gz": gzip.compress, "jsonl.bz2": bz2.compress, "jsonl.xz": lzma.compress}
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize("array", [False, True])
+def test_compressed_json_is_read_and_trained_on_as_the_plain_file(tmp_path, monkeypatch, kind, array):
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    rows = [{"messages": MESSAGES, "n": i} for i in range(5)]
+    text = json.dumps(rows) if array else "\n".join(map(json.dumps, rows))
+    path = tmp_path / f"data.{kind}"
+    path.write_bytes(COMPRESSED[kind](text.encode()))
+    assert read_conversations(str(path)) == rows
+    (source,) = open_sources([str(path)], 4)
+    batch = source.rows[1:4]
+    reader = pickle.loads(pickle.dumps(source.reader))  # as another process gets it
+    assert [row["n"] for _, row in reader.values(batch, [1, 2, 3])] == [1, 2, 3]
+    assert next(where for where, _ in reader.values(batch, [1, 2, 3])).startswith(f"{path}, ")
+    del source
+    assert not list((tmp_path / "cache").glob("decompressed-*"))  # nothing of it stays
+
+
+def test_a_compression_whose_package_is_missing_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsspec.available_compressions", lambda: ["gzip"])
+    path = tmp_path / "data.jsonl.zst"
+    path.write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"data\.jsonl\.zst: reading zstd needs .*: pip install zstandard"):
+        read_conversations(str(path))
+
+
+def test_a_compressed_file_that_is_none_is_named(tmp_path):
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"data\.jsonl\.gz: cannot be read: .*gzip"):
+        read_conversations(str(path))
+
+
+def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name in ("b", "a", "more/c"):
+        write(tmp_path / f"{name}.jsonl", [{"messages": MESSAGES}] * 2)
+    names = [str(tmp_path / "*.jsonl"), str(tmp_path / "more" / "c.jsonl"), str(tmp_path / "[ab].jsonl")]
+    found = [(source.entry, Path(source.name).name) for source in open_sources(names)]
+    assert found == [(0, "a.jsonl"), (0, "b.jsonl"), (1, "c.jsonl"), (2, "a.jsonl"), (2, "b.jsonl")]
+    assert [len(source.rows) for source in open_sources(names[:1], 3)] == [2, 1]
+    pattern = str(tmp_path / "none-*.jsonl")
+    with pytest.raises(ValueError, match="no file fits the pattern") as error:
+        open_sources([names[0], pattern])
+    assert repr(pattern) in str(error.value)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_data(tmp_path, array):
+    rows = [{"messages": MESSAGES}] * 2
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(rows) if array else "\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
+    assert read_conversations(str(path)) == rows
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_refused_by_name(tmp_path, encoding):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": MESSAGES}), encoding=encoding)
+    with pytest.raises(ValueError, match=r"data\.jsonl is in UTF-16 or UTF-32; convert it to UTF-8: iconv"):
+        read_conversations(str(path))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl in a folder", "text in parquet"])
+def test_a_null_that_was_meant_stays(tmp_path, kind):
+    """`datasets` keeps what differs between rows as JSON, and a text is one; only structs are filled with nulls."""
+    other = {"type": "function", "function": {"name": "mul", "arguments": {"b": [{"x": None}, 2]}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}
+    rows = [
+        {"messages": [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [each]}]}
+        for each in (call, other)
+    ]
+    if kind == "text in parquet":
+        for row in rows:
+            function = row["messages"][1]["tool_calls"][0]["function"]
+            function["arguments"] = json.dumps(function["arguments"])
+        Dataset.from_list(rows).to_parquet(str(tmp_path / "data.parquet"))
+        name = str(tmp_path / "data.parquet")
+    else:
+        (tmp_path / "folder").mkdir()
+        name = write(tmp_path / "folder" / "data.jsonl", rows)
+        name = name if kind == "jsonl" else str(tmp_path / "folder")
+    for row, expected in zip(read_conversations(name), rows, strict=True):
+        assert row["messages"][1]["tool_calls"] == expected["messages"][1]["tool_calls"]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened,
 def test_what_was_tokenized_is_not_tokenized_again(config, opened, monkeypatch):
     first = opened()
     assert len(folders(config)) == 2
-    monkeypatch.setattr(token_cache, "encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(token_cache, "whole_sequences", lambda *_: pytest.fail("tokenized again"))
     again = opened()
     assert again.digest == first.digest and again.rows[:] == first.rows[:]
     assert {Path(file["filename"]).parent for file in again.rows.cache_files} == set(
@@ -131,7 +131,13 @@ def test_another_tokenizer_or_template_has_a_cache_of_its_own(config, opened, ch
     assert len(folders(config)) == 4
 
 
-@pytest.mark.parametrize("change", [{"max_length": 119}, {"thinking": True}, {"eos": frozenset({1})}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"max_length": 119}, {"thinking": True}, {"eos": frozenset({1})}),
+        *({"template_kwargs": {"effort": "high"}}, {"vocab_size": 300}),
+    ],
+)
 def test_other_options_have_a_cache_of_their_own(config, opened, change):
     opened()
     opened(**change)
@@ -181,7 +187,7 @@ def test_a_bad_row_is_named_by_file_and_line_before_the_first_step(config, files
     text = Path(files[1]).read_text(encoding="utf-8").splitlines()
     Path(files[1]).write_text("\n".join([*text[:17], "", json.dumps(line), *text[17:]]), encoding="utf-8")
     with pytest.raises(ValueError, match=rf"{files[1]}, line 19: .*{words}"):
-        train(changed(config, data={"num_proc": num_proc}))
+        train(changed(config, data={"num_proc": num_proc, "bad_rows": "refuse"}))
 
 
 def test_an_empty_source_is_refused(config, tmp_path, changed):
@@ -199,7 +205,7 @@ def test_sources_without_answers_are_refused(config, tmp_path, changed):
 
 
 def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(config, opened, monkeypatch):
-    original, parent = token_cache.encode, os.getpid()
+    original, parent = token_cache.whole_sequences, os.getpid()
 
     def dies(conversation, *rest):
         if os.getpid() != parent and conversation["messages"][0]["content"] == "0 11":
@@ -207,7 +213,7 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(confi
         return original(conversation, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_cache, "encode", dies)
+        patch.setattr(token_cache, "whole_sequences", dies)
         with pytest.raises(
             RuntimeError, match=r"one of the 3 processes that tokenized .*0\.jsonl has died.*data\.num_proc"
         ):
@@ -216,7 +222,9 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(confi
     gone_on = opened(2)
     for folder in folders(config):
         kept = json.loads((folder / "manifest.json").read_text())["files"]
-        assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, "counts.npy", "manifest.json"])
+        assert sorted(path.name for path in folder.iterdir()) == sorted(
+            [*kept, "counts.npy", "manifest.json", "unused.jsonl"]
+        )
     rows, digest = gone_on.rows[:], gone_on.digest
     shutil.rmtree(config.data.cache)
     assert opened().rows[:] == rows and opened().digest == digest

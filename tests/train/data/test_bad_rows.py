@@ -1,0 +1,230 @@
+"""A row that cannot be used costs that row: all are named at one start, before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import build_tokenizer
+
+from headstart.inference import Target, tokenizer_provenance
+from headstart.train import loop
+from headstart.train.config import DataConfig
+from headstart.train.data.bad_rows import allowed, settle_unused_rows
+from headstart.train.data.conversations import open_sources
+from headstart.train.data.token_cache import Rendering, TokenCache, cached_sequences
+from headstart.train.loop import train
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+USER = GOOD["messages"][0]
+
+
+def messages(*answers: Any) -> dict[str, Any]:
+    return {"messages": [USER, *answers]}
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "a function call": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}]},
+        "a row in the format 'conversations'",
+    ),
+    "the older function_call": (
+        messages({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}),
+        "message 1 needs a 'role' and a 'content' text, or 'tool_calls'",
+    ),
+    "a null answer": (messages({"role": "assistant", "content": None}), "message 1 needs"),
+    "an image": (
+        messages({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        "message 1 has a content part 'image_url'",
+    ),
+    "an unknown role": (messages({"role": "robot", "content": "a"}), "message 1 has role 'robot'"),
+    "a role that is a list": ({"messages": [{"role": ["user"], "content": "a"}]}, "message 0 has role ['user']"),
+    "other columns": ({"prompt": "a", "completion": "b"}, "a row in the format 'prompt/completion'"),
+    "no messages": ({"messages": []}, "'messages' is empty"),
+    "no JSON": ("{broken", "not JSON"),
+    "no object": ("17", "no conversation"),
+    "too deep": ("[" * 100_000, "not JSON"),
+    "half a character": (messages({"role": "assistant", "content": "\ud83d"}), "the tokenizer cannot read the text"),
+    "tool calls that are no list": (
+        messages({"role": "assistant", "content": None, "tool_calls": 3}),
+        "needs a list of 'tool_calls', not 3",
+    ),
+    "refused by the template": (
+        {"messages": [{"role": "assistant", "content": "I start"}]},
+        "the chat template refuses a conversation",
+    ),
+    "tokens without a mask": ({"input_ids": [1, 2], "loss_mask": [1]}, "'input_ids' holds 2 tokens"),
+    "a token beyond the embedding": (
+        {"input_ids": [1, 258], "loss_mask": [0, 1]},
+        "token 258 is beyond the model's 258 tokens",
+    ),
+}
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def options(run_options, changed, tmp_path):
+    """The options of a run over these rows."""
+
+    def of(rows: list[Any], **data: Any) -> Any:
+        given = {"sources": [write(tmp_path / "rows.jsonl", rows)], "cache": str(tmp_path / "cache"), **data}
+        return changed(run_options(tmp_path / "run", 1), data=given, loop={"eval_every": 0, "save_every": 0})
+
+    return of
+
+
+def encoded(path: str, cache: Path, num_proc: int | None = None, **changes: Any) -> TokenCache:
+    tokenizer = build_tokenizer()
+    given: dict[str, Any] = {"max_length": 100, "vocab_size": 258, **changes}
+    how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), thinking=None, **given)
+    return cached_sequences(open_sources([path]), how, str(cache), num_proc)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["among good rows", "first"])
+@pytest.mark.parametrize(("row", "words"), BROKEN.values(), ids=BROKEN)
+def test_a_row_that_cannot_be_used_costs_that_row(tmp_path, row, words, first):
+    rows = [row, GOOD, GOOD, GOOD] if first else [GOOD, GOOD, row, GOOD]
+    if first and "in the format" in words:
+        rows = [GOOD, row, GOOD, GOOD]  # the first row's format is that of the source
+    if first and row == BROKEN["too deep"][0]:
+        rows = [GOOD, row, GOOD, GOOD]  # a file that begins so is an array
+    path = write(tmp_path / "rows.jsonl", rows)
+    cache = encoded(path, tmp_path / "cache")
+    (unused,) = cache.unused
+    assert (unused.why, unused.source) == ("rejected", path)
+    assert unused.where == f"{path}, line {rows.index(row) + 1}"
+    assert words in unused.reason
+    assert sorted(cache.conversations_N.tolist()) == [i for i in range(4) if i != rows.index(row)]
+    # What a cache remembers is what was found.
+    assert encoded(path, tmp_path / "cache").unused == cache.unused
+
+
+@pytest.mark.parametrize("num_proc", [None, 3])
+def test_of_200_rows_with_ten_broken_ones_one_start_uses_190_and_names_ten(options, tmp_path, caplog, num_proc):
+    rows: list[Any] = [GOOD] * 200
+    broken = list(BROKEN.values())[:10]
+    for place, (row, _) in enumerate(broken):
+        rows[7 + 19 * place] = row
+    caplog.set_level(logging.INFO, "headstart")
+    config = options(rows, num_proc=num_proc)
+    train(config)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "200 rows read, 190 used, 0 of them truncated at data.max_length" in told
+    rejected = tmp_path / "run" / "rejected.jsonl"
+    assert f"10 skipped ({rejected})" in told
+    found = [json.loads(line) for line in rejected.read_text(encoding="utf-8").splitlines()]
+    for place, (line, (_, words)) in enumerate(zip(found, broken, strict=True)):
+        where = f"{config.data.sources[0]}, line {8 + 19 * place}"
+        assert (line["source"], line["where"]) == (config.data.sources[0], where)
+        assert words in line["reason"]
+        assert f"{where}: {line['reason']}" in told
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (
+            {"bad_rows_limit": 0.04},
+            "data.bad_rows_limit allows 0.04; mend them, or allow as many with data.bad_rows_limit",
+        ),
+        ({"bad_rows": "refuse"}, "mend them, or leave them out with data.bad_rows skip"),
+        ({"bad_rows_limit": 0.0}, "data.bad_rows_limit allows 0.0"),
+    ],
+)
+def test_too_many_are_named_in_one_error_before_the_target_is_loaded(options, tmp_path, monkeypatch, limit, words):
+    monkeypatch.setattr(loop, "load_target", lambda *_: pytest.fail("loaded the target"))
+    rows: list[Any] = [GOOD] * 20
+    rows[4] = rows[9] = "{broken"
+    config = options(rows, **limit)
+    with pytest.raises(ValueError, match=r"2 of 20 rows \(10\.0%\) cannot be used") as error:
+        train(config)
+    assert words in str(error.value)
+    for line in (5, 10):
+        assert f"{config.data.sources[0]}, line {line}: not JSON" in str(error.value)
+    assert len((tmp_path / "run" / "rejected.jsonl").read_text().splitlines()) == 2
+
+
+def test_as_many_as_the_error_advises_are_enough():
+    for rejected, rows in ((10, 200), (1, 3), (7, 999), (33, 1000)):
+        for share in (0.0, 0.001):
+            data = DataConfig(bad_rows_limit=share)
+            assert allowed(data, rows) < rejected
+        needed = -(-1000 * rejected // rows) / 1000
+        assert allowed(DataConfig(bad_rows_limit=needed), rows) >= rejected
+
+
+@pytest.mark.parametrize(
+    ("rows", "number"), [(10, 1), (20, 2), (100, 10), (200, 10), (1000, 10), (5000, 50), (100_000, 1000)]
+)
+def test_without_a_limit_a_percent_or_ten_that_are_few_are_allowed(rows, number):
+    assert allowed(DataConfig(), rows) == pytest.approx(number)
+    assert allowed(DataConfig(bad_rows="refuse"), rows) == 0
+
+
+def test_answers_beyond_the_longest_sequence_and_rows_without_one_are_counted(options, caplog):
+    long = {"messages": [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "a"}]}
+    cut = {"messages": [USER, {"role": "assistant", "content": "word " * 40}]}
+    asked = {"messages": [USER]}
+    caplog.set_level(logging.INFO, "headstart")
+    train(options([GOOD] * 4 + [long] * 3 + [cut] * 2 + [asked], max_length=64))
+    told = [record.getMessage() for record in caplog.records]
+    assert (
+        "10 rows read, 6 used, 2 of them truncated at data.max_length 64; 3 dropped whose answers begin after it; 1 "
+        "without an answer; 0 skipped"
+    ) in told
+
+
+def test_no_answer_within_the_longest_sequence_is_an_error_that_names_it(options):
+    long = {"messages": [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "a"}]}
+    with pytest.raises(ValueError, match=r"of all 5 conversations begin after data\.max_length 64; choose a larger"):
+        train(options([long] * 5, max_length=64))
+
+
+def test_rows_of_tokens_need_no_chat_template(target_folder, options, tmp_path, changed):
+    folder = tmp_path / "base"
+    shutil.copytree(target_folder, folder)
+    for path in folder.glob("chat_template*"):
+        path.unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokens = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1]}
+    for number, row in enumerate((tokens, {"prompt": "one", "completion": " two"})):
+        train(changed(options([row] * 4), target=str(folder), output=str(tmp_path / str(number))))
+    with pytest.raises(
+        ValueError, match=r"base' has no chat template.*input_ids and loss_mask.*prompt and a completion"
+    ):
+        train(changed(options([GOOD] * 4), target=str(folder), output=str(tmp_path / "refused")))
+
+
+def test_a_target_whose_configs_do_not_say_all_is_read_for_again(options, monkeypatch):
+    """As where transformers changes the end tokens while loading: the data are as the loaded target says."""
+    monkeypatch.setattr(Target, "end_tokens", frozenset({5}))
+    seen, original = [], loop.load_data
+    monkeypatch.setattr(loop, "load_data", lambda *given: seen.append(given[3].eos) or original(*given))
+    train(options([GOOD] * 4))
+    assert len(seen) == 2 and 5 in seen[1] and 5 not in seen[0]
+
+
+def test_token_ids_of_another_tokenizer_are_refused_by_both_fingerprints(tmp_path):
+    tokenizer = build_tokenizer()
+    own = tokenizer_provenance(tokenizer)["tokenizer"]
+    tokens = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+    rows = [{**tokens, "tokenizer": named} for named in (own, "0123456789abcdef", None, "a name")] + [tokens, GOOD]
+    name = write(tmp_path / "rows.jsonl", rows)
+    how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), 100, None)
+    cache = cached_sequences(open_sources([name]), how, str(tmp_path / "cache"))
+    ((row,), used) = cache.unused, cache.conversations_N.tolist()
+    assert used == [0, 2, 3, 4, 5] and row.where == f"{name}, line 2"
+    assert f"a tokenizer with the fingerprint 0123456789abcdef, and the target's has {own}; train" in row.reason
+    with pytest.raises(ValueError, match=r"(?s)1 of 6 rows .*fingerprint 0123456789abcdef"):
+        settle_unused_rows(cache, DataConfig(bad_rows="refuse"), 100, None)

@@ -1,0 +1,231 @@
+"""What is trained on are the tokens that the model read and wrote, whatever its template does with them later."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from templates import CALL, FAMILIES, TOOLS, Family, end_tokens, tokenizer_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as token_decoders
+from transformers import PreTrainedTokenizerFast
+
+from headstart.train.data.chat_template import Example, encode, joined, prompt_ids
+
+REASONING = "one and two add\n\nthe numbers"
+CONTENT = "the sum is three"
+
+Turn = tuple[str, bool]
+"""Words of an answer, and whether it calls a tool."""
+
+
+def messages_of(family: Family, turns: list[Turn], form: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """A conversation, and what the model wrote at each of its turns; `form` says how answers hold their reasoning."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "add the numbers"}] if form != "no system" else []
+    written = []
+    for number, (content, calls) in enumerate(turns):
+        if not messages or messages[-1]["role"] != "tool":
+            messages.append({"role": "user", "content": f"one and two {number}?"})
+        answer: dict[str, Any] = {"role": "assistant", "content": content}
+        if family.reasons:
+            if form == "tags":
+                answer["content"] = f"<think>\n{REASONING}\n</think>\n\n{content}"
+                if family.template == FAMILIES["deepseek-v3.1"].template:
+                    answer["content"] = f"<think>{REASONING}</think>{content}"
+            elif form == "tag of the prompt left out":
+                answer["content"] = family.written(REASONING, content, False)
+                for end in family.ends:
+                    answer["content"] = answer["content"].removesuffix(end)
+            else:
+                answer["reasoning_content"] = REASONING
+        if calls:
+            answer["tool_calls"] = [CALL if form != "arguments as text" else _as_text(CALL)]
+        messages.append(answer)
+        written.append(family.written(REASONING if family.reasons else "", content, calls))
+        if calls:
+            messages.append({"role": "tool", "content": "3", "tool_call_id": CALL["id"]})
+    if messages[-1]["role"] == "tool":
+        messages.pop()
+    return messages, written
+
+
+def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+
+
+SHAPES: dict[str, list[Turn]] = {
+    "one turn": [(CONTENT, False)],
+    "three turns": [("one", False), (CONTENT, False), ("three\n\nthree", False)],
+    "a tool": [("", True), (CONTENT, False)],
+    "a turn, then a tool": [(CONTENT, False), ("", True), ("three", False)],
+}
+FORMS = ("apart", "no system", "tags", "tag of the prompt left out", "arguments as text")
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Families, shapes and forms that go together."""
+    found = []
+    for name, shape, form in itertools.product(FAMILIES, SHAPES, FORMS):
+        family = FAMILIES[name]
+        calls = any(calls for _, calls in SHAPES[shape])
+        if (calls and not family.tools) or (form == "arguments as text" and not calls):
+            continue
+        if form == "tags" and (not family.reasons or "harmony" in name):
+            continue
+        if form == "tag of the prompt left out" and not (family.prefilled and family.reasons):
+            continue
+        found.append((name, shape, form))
+    return found
+
+
+def spans(example: Example) -> list[tuple[int, int]]:
+    """First and last place of each run of answer tokens."""
+    runs, place = [], 0
+    for own, run in itertools.groupby(example.loss_mask):
+        length = len(list(run))
+        runs += [(place, place + length)] if own else []
+        place += length
+    return runs
+
+
+@pytest.mark.parametrize(("name", "shape", "form"), cases(), ids=lambda part: part)
+def test_each_answer_is_trained_on_as_it_was_generated(name: str, shape: str, form: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family)
+    messages, written = messages_of(family, SHAPES[shape], form)
+    tools = TOOLS if family.tools else None
+    examples = encode(
+        {"messages": messages, "tools": tools},
+        tokenizer,
+        end_tokens(family, tokenizer),
+        10_000,
+        template_kwargs=family.variables,
+    )
+    expected = []
+    for turn, text in zip([i for i, m in enumerate(messages) if m["role"] == "assistant"], written, strict=True):
+        prompt = prompt_ids(tokenizer, messages[:turn], template_kwargs=family.variables, tools=tools)[0].tolist()
+        expected.append((prompt, tokenizer(text, add_special_tokens=False)["input_ids"]))
+    found = [
+        (example.tokens[:start], example.tokens[start:stop]) for example in examples for start, stop in spans(example)
+    ]
+    assert [tuple(map(tokenizer.decode, pair)) for pair in found] == [
+        tuple(map(tokenizer.decode, pair)) for pair in expected
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_tokens_and_rows_of_text_give_the_same_sequences(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family)
+    ends = end_tokens(family, tokenizer)
+    messages, (text,) = messages_of(family, SHAPES["one turn"], "apart")
+    prompt = prompt_ids(tokenizer, messages[:-1], template_kwargs=family.variables)[0].tolist()
+    answer = tokenizer(text, add_special_tokens=False)["input_ids"]
+    row = {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer), "messages": messages}
+    (own,) = encode(row, tokenizer, ends, 10_000)
+    (rendered,) = encode({"messages": messages}, tokenizer, ends, 10_000, template_kwargs=family.variables)
+    assert rendered.tokens[: len(own.tokens)] == own.tokens
+    assert rendered.loss_mask == own.loss_mask + [False] * (len(rendered.tokens) - len(own.tokens))
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.prefilled])
+def test_an_answer_without_reasoning_after_a_prompt_that_opened_it_is_refused(name: str) -> None:
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family)
+    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]}
+    with pytest.raises(ValueError, match=r"ends in <think>, and the answer holds no reasoning.*reasoning_content"):
+        encode(row, tokenizer, end_tokens(family, tokenizer), 100, template_kwargs=family.variables)
+
+
+def test_an_empty_block_of_reasoning_that_the_template_writes_is_not_the_models() -> None:
+    family = FAMILIES["qwen3"]
+    tokenizer = tokenizer_of(family)
+    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]}
+    (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 100)
+    ((start, stop),) = spans(example)
+    assert tokenizer.decode(example.tokens[start:stop]) == CONTENT + "<|im_end|>"
+    assert tokenizer.decode(example.tokens[:start]).endswith("<think>\n\n</think>\n\n")
+    # Where the answer's text has the block, the model wrote it.
+    row["messages"][1]["content"] = "<think>\n\n</think>\n\n" + CONTENT
+    (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 100)
+    ((start, stop),) = spans(example)
+    assert tokenizer.decode(example.tokens[start:stop]) == f"<think>\n\n</think>\n\n{CONTENT}<|im_end|>"
+
+
+def test_an_answer_of_weight_0_is_read_and_not_trained_on() -> None:
+    family = FAMILIES["chatml"]
+    tokenizer = tokenizer_of(family)
+    messages, _ = messages_of(family, SHAPES["three turns"], "no system")
+    messages[3]["weight"] = 0
+    (example,) = encode({"messages": messages}, tokenizer, end_tokens(family, tokenizer), 1000)
+    assert [tokenizer.decode(example.tokens[start:stop]) for start, stop in spans(example)] == [
+        "one<|im_end|>",
+        "three\n\nthree<|im_end|>",
+    ]
+    assert CONTENT in tokenizer.decode(example.tokens)
+    messages[1]["weight"] = messages[5]["weight"] = 0
+    assert encode({"messages": messages}, tokenizer, end_tokens(family, tokenizer), 1000) == []
+
+
+def test_a_template_that_shows_arguments_as_they_are_gets_their_json_text() -> None:
+    template = (
+        "{% for m in messages %}<s>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+        "</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    family = Family(template, lambda _, content, calls: content, ("</s>",))
+    tokenizer = tokenizer_of(family)
+    text = '{"a":1,  "unit":null}'
+    for arguments, shown in ((text, text), ({"a": 1, "unit": None}, '{"a": 1, "unit": null}')):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        row = {"messages": [{"role": "user", "content": "one"}, answer]}
+        (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 1000)
+        assert tokenizer.decode(example.tokens) == f"<s>one</s><s>{shown}</s>"
+
+
+def word_tokenizer(prepend: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words carry their space, as SentencePiece's: `prepend` to each text, or the first."""
+    merges = [("o", "n"), ("on", "e"), ("t", "w"), ("tw", "o"), ("▁", "one"), ("▁", "two")]
+    words = ["<unk>", "▁", "\n", *"onetw", *(first + second for first, second in merges)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    backend.decoder = token_decoders.Metaspace(prepend_scheme=prepend)
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+@pytest.mark.parametrize("prepend", ["always", "first", "never"])
+@pytest.mark.parametrize(("prompt", "answer"), [("<s>one", " two</s>"), ("one ", "two</s>"), ("<s>one </s>", "two")])
+def test_a_tokenizer_that_adds_spaces_gives_the_prompts_own_tokens_and_the_whole_text(prepend, prompt, answer):
+    tokenizer = word_tokenizer(prepend)
+    first, rest = joined(tokenizer, prompt, answer)
+    assert first == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(first + rest) == tokenizer.decode(
+        tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
+    )
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_without_a_template_a_completion_follows_its_prompt_as_in_generation(bos: bool) -> None:
+    family = FAMILIES["llama3"]
+    tokenizer = tokenizer_of(family)
+    tokenizer.chat_template = None
+    if bos:
+        tokenizer.bos_token = "<s>"
+        tokenizer.add_bos_token = True
+    row = {"prompt": "one and", "completion": " two", "messages": []}
+    prompt = tokenizer("one and")["input_ids"]
+    answer = tokenizer(" two", add_special_tokens=False)["input_ids"]
+    (example,) = encode(row, tokenizer, frozenset(), 100)
+    assert example.tokens == [*prompt, *answer, tokenizer.eos_token_id]
+    assert spans(example) == [(len(prompt), len(example.tokens))]
+    (cut,) = encode({**row, "finished": False}, tokenizer, frozenset(), 100)
+    assert cut.tokens == [*prompt, *answer]
+    with pytest.raises(ValueError, match=r"has no chat template.*input_ids and loss_mask"):
+        encode({"messages": [{"role": "user", "content": "hi"}]}, tokenizer, frozenset(), 100)
