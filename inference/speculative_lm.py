@@ -44,7 +44,7 @@ from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from .models.interface import CACHE_NAMES, filled_cache
+from .models.interface import filled_cache
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .sequences import Conversation, Sequences
 from .stats import Stats
@@ -242,7 +242,7 @@ class SpeculativeLM:
         max_batch_size: int | None = None,
         tree: TreeSpec | None = None,
         verifier: str | None = None,
-        conversation: Conversation | None = None,
+        past_key_values: Conversation | None = None,
         trace: bool = False,
         **settings: Any,
     ) -> GenerateOutput:
@@ -261,7 +261,7 @@ class SpeculativeLM:
             tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
             verifier: acceptance rule for this call; None for the one given at first, or "auto" if `tree` is of another
                 kind.
-            conversation: KV cache and drafter state of earlier calls, so that their text is not read again; updated
+            past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
@@ -275,7 +275,7 @@ class SpeculativeLM:
         """
         max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
         lm = self if tree is None and verifier is None else self._variant(tree, verifier)
-        lm._check_arguments(input_ids, attention_mask, max_batch_size, conversation, settings)
+        lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
         recorder = Recorder() if trace else None
         if recorder is not None:
             if len(input_ids) > 1:
@@ -299,7 +299,7 @@ class SpeculativeLM:
                 generation_config=generation_config,
                 streamer=streamer,
                 custom_generate=lm.decoding_method(
-                    RandomSampler(generator), streamer, max_batch_size, conversation, recorder=recorder
+                    RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder=recorder
                 ),
                 **with_stop_strings(settings, generation_config, tokenizer),
             )
@@ -330,19 +330,18 @@ class SpeculativeLM:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         if past is not None and not isinstance(past, Conversation):
             raise ValueError(
-                f"conversation must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps what "
-                "drafts have read, too"
+                f"past_key_values must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps "
+                "what drafts have read, too"
             )
         if past is not None and len(input_ids) > 1:
-            raise ValueError(f"conversation takes one row, not a batch of {len(input_ids)}")
+            raise ValueError(f"past_key_values takes one row, not a batch of {len(input_ids)}")
         if past is not None and isinstance(self.target, Seq2SeqTarget):
-            raise ValueError("a conversation with an encoder-decoder cannot be continued; leave it out")
-        for name in CACHE_NAMES:
-            if name in settings:
-                raise ValueError(
-                    f"generate takes no {name!r}: give the whole text, and conversation=Conversation() so that later "
-                    "calls read only what is new"
-                )
+            raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
+        if "cache" in settings:
+            raise ValueError(
+                "generate takes no 'cache' of transformers: give the whole text, and past_key_values=Conversation() so "
+                "that later calls read only what is new"
+            )
         unknown = sorted(set(settings) - SETTINGS)
         if unknown:
             raise ValueError(
@@ -551,7 +550,7 @@ class Chat:
         new_tokens: list[int] = []
         answer = yielded = ""
         rounds = self.lm.stream(
-            prompt["input_ids"].to(self.lm.target.device), conversation=self.past, **{**self.settings, **settings}
+            prompt["input_ids"].to(self.lm.target.device), past_key_values=self.past, **{**self.settings, **settings}
         )
         for tokens in rounds:
             new_tokens += tokens

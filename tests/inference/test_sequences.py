@@ -72,7 +72,7 @@ def accepted(output):
 
 def turn(lm, text, past=None, **settings):
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None} | settings
-    return lm.generate(torch.tensor([text]), conversation=past, **settings)
+    return lm.generate(torch.tensor([text]), past_key_values=past, **settings)
 
 
 @pytest.mark.parametrize("kind", [*HEADS, *SOURCES, "a model", None])
@@ -146,10 +146,10 @@ def test_a_call_that_failed_leaves_nothing_behind(target):
 def test_what_cannot_be_gone_on_with_is_refused(target):
     lm = decoder(target, None)
     rows = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="conversation takes one row, not a batch of 2"):
-        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, conversation=Conversation())
+    with pytest.raises(ValueError, match="past_key_values takes one row, not a batch of 2"):
+        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, past_key_values=Conversation())
     with pytest.raises(ValueError, match=r"must be a headstart\.inference\.Conversation, not a dict"):
-        lm.generate(rows[:1], max_new_tokens=3, conversation={})
+        lm.generate(rows[:1], max_new_tokens=3, past_key_values={})
 
 
 class Reads(Drafter):
@@ -233,7 +233,7 @@ def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
     assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4
 
 
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_of_transformers_is_refused_by_either_name(target, name):
-    with pytest.raises(ValueError, match=rf"generate takes no '{name}': .* conversation=Conversation\(\)"):
-        decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})
+def test_a_cache_of_transformers_is_refused_by_either_name(target):
+    for name, words in (("cache", "takes no 'cache' of transformers"), ("past_key_values", "not a DynamicCache")):
+        with pytest.raises(ValueError, match=words):
+            decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})

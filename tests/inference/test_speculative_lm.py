@@ -502,7 +502,7 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
         ({"max_new_tokens": 10**6}, ValueError),
         ({"tree": "dynamic:9"}, ValueError),
         ({"verifier": "token"}, ValueError),
-        ({"conversation": 3}, ValueError),
+        ({"past_key_values": 3}, ValueError),
         ({"temperatur": 3}, ValueError),
     ):
         with pytest.raises(error):
