@@ -83,6 +83,7 @@ dist: $(STAMP)  ## build the wheel and the source distribution into dist/, and c
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
+	rm -rf headstart.egg-info  # or its old metadata would be found before the installed one
 
 clean:  ## remove what was built, .venv too; runs/ stays
 	rm -rf $(VENV) .venv-peers .venv-vllm .venv-versions .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
