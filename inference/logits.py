@@ -62,6 +62,10 @@ CALLS_USER = (known.PrefixConstrainedLogitsProcessor,)
 """Processors that call a function of the user's, which may keep a state."""
 
 
+SMALLEST_TEMPERATURE = 1e-38
+"""About the smallest normal number in float32; what lies below rounds to few digits, or to 0."""
+
+
 def finest(device: torch.device) -> torch.dtype:
     """float64, or float32 on a device that has no other: Apple's."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -248,6 +252,11 @@ class TreeLogitsProcessor:
         """By the user's own processor: the one of each row."""
         warpers = [each for each in processors if isinstance(each, known.TemperatureLogitsWarper)]
         self.temperature = math.prod(float(each.temperature) for each in warpers)
+        if self.temperature < SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature:.2g} is below {SMALLEST_TEMPERATURE}, so that scores are infinite; "
+                "do_sample=False takes the best token"
+            )
         self._on: dict[torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]] = {}
         """By the logits' device: the processors that read logits alone, and for each row all of its processors, each
         with the number of padding tokens that it counts."""

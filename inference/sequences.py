@@ -76,13 +76,14 @@ class Sequences:
         answers = self._answers.setdefault(row, [])
         if len(answers) < len(tokens):
             ended = tokens[-1] in self.eos_token_ids or len(self.rows[row]) + len(tokens) == self.new_tokens
-            if not ended and self.criteria:
+            if self.criteria:
                 scores = None
                 if self.scores is not None:  # as transformers passes them: all so far, in float32
                     self._shown_scores[row] += (scores_NV[node][None].float(),)
                     scores = self._shown_scores[row]
                 text_1T = self.text(row, tokens)[None]
-                ended = any(bool(criterion(text_1T, scores)) for criterion in self.criteria)
+                found = [bool(criterion(text_1T, scores)) for criterion in self.criteria]  # as there, all of them
+                ended = ended or any(found)
             answers.append(ended)
         return answers[len(tokens) - 1]
 

@@ -332,7 +332,7 @@ class SpeculativeLM:
             return
         _check_ids(prompts.input_ids, prompts.attention_mask, target)
         models = [model for model in assistants(self.drafter) if isinstance(model, Seq2SeqTarget)]
-        before = [(model, model.encoded, model.encoded_mask) for model in models]
+        before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
         try:
             encoded = target.encode(prompts.input_ids, prompts.attention_mask)
             for model in models:
