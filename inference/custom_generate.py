@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..heads import DraftHead
 from .drafters.base import Drafter
 from .logits import RandomSampler
-from .speculative_lm import GenerateOutput, Prompts, SpeculativeLM, check_inputs, with_tokenizer
+from .speculative_lm import GenerateOutput, Prompts, SpeculativeLM, with_tokenizer
 from .tuning.tree_spec import TreePolicy
 
 
@@ -84,10 +84,10 @@ def generate_from(
     Takes the user's arguments as they were given to `model.generate`, and `compile` and `dtype` of `custom_generate`.
     """
     engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype)
-    name = "inputs" if settings.get("inputs") is not None else "input_ids"
-    prompts = Prompts(settings.pop(name, None), settings.pop("attention_mask", None))
-    settings.pop("inputs", None)
-    check_inputs(prompts.input_ids, prompts.attention_mask)
+    inputs = settings.pop("inputs", None)
+    prompts = Prompts(
+        settings.pop("input_ids", None) if inputs is None else inputs, settings.pop("attention_mask", None)
+    )
     prompts, settings = with_tokenizer(engine.target, prompts, settings, generation_config, tokenizer)
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(

@@ -247,6 +247,7 @@ class TreeLogitsProcessor:
         never with a draft that is rejected."""
         self.calls = 0
         """Tokens that were scored one by one."""
+        self._wants_numbers = not any(isinstance(each, known.InfNanRemoveLogitsProcessor) for each in processors)
         own = [processor for processor in processors if not _is_transformers(processor)]
         self._own_of_rows = {id(processor): processors_of_rows(processor, len(paddings)) for processor in own}
         """By the user's own processor: the one of each row."""
@@ -285,6 +286,8 @@ class TreeLogitsProcessor:
 
     def score_next(self, row: int, text_T: Tensor, logits_V: Tensor) -> Tensor:
         """Scores [V] of the token after a row's text, by all processors, as `generate` calls them for that row."""
+        if self._wants_numbers and bool(logits_V.isnan().any()):  # sync: these processors run on the host
+            return logits_V  # the caller tells that; a processor that has seen the text could not see it again
         self.calls += 1
         scores_1V = at_least_fp32(logits_V).clone()[None]  # the user's processors may write to it
         text_1T = text_T.to(logits_V.device)[None]
@@ -372,9 +375,10 @@ def processors_of_rows(processor: Any, rows: int) -> list[LogitsProcessor]:
         return [processor]
     if callable(getattr(processor, "for_row", None)):
         return [processor.for_row(row) for row in range(rows)]
-    if isinstance(getattr(processor, "compiled_grammars", None), list) and not processor.matchers:
+    if isinstance(getattr(processor, "compiled_grammars", None), list) and getattr(processor, "matchers", None) == []:
         return [_xgrammar_of_row(processor, row) for row in range(rows)]
-    heavy = [value for value in vars(processor).values() if isinstance(value, (nn.Module, PreTrainedTokenizerBase))]
+    attributes = getattr(processor, "__dict__", {}).values()
+    heavy = [value for value in attributes if isinstance(value, (nn.Module, PreTrainedTokenizerBase))]
     try:
         return [copy.deepcopy(processor, {id(value): value for value in heavy}) for _ in range(rows)]
     except Exception as error:

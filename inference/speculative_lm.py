@@ -473,9 +473,9 @@ class SpeculativeLM:
             with self._alone(past) as drafter:
                 if isinstance(target, Seq2SeqTarget):
                     target.set_encoder_outputs(inputs["encoder_outputs"], inputs.get("attention_mask"))
-                    for model in assistants(drafter):
-                        if isinstance(model, Seq2SeqTarget):
-                            model.check_encoder_outputs()
+                    for draft_model in assistants(drafter):
+                        if isinstance(draft_model, Seq2SeqTarget):
+                            draft_model.check_encoder_outputs()
                 if target.compiled:
                     target.compile()  # again, if weights or active adapters have changed
                 self._check_size(prompts, new_tokens, max_batch_size)
@@ -694,7 +694,7 @@ def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; {wanted}"
         )
-    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]  # sync: once a call
     if len(other):
         raise ValueError(f"{wanted}; it holds {other[0].item()}")
 
@@ -797,10 +797,11 @@ def with_tokenizer(
 
     settings = dict(settings)
     strings = resolved("stop_strings")
+    settings["stop_strings"] = None
     if strings:
         criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
         criteria.append(StopStringCriteria(needed_for(f"the setting stop_strings={strings!r}"), strings))
-        settings |= {"stopping_criteria": criteria, "stop_strings": None}
+        settings["stopping_criteria"] = criteria
     if resolved("token_healing"):
         healed = target.model.heal_tokens(prompts.input_ids, needed_for("the setting token_healing=True"))
         mask = prompts.attention_mask

@@ -70,7 +70,7 @@ class TextStream:
         return piece
 
     def _is_byte(self, token: int) -> bool:
-        (symbol,) = self.tokenizer.convert_ids_to_tokens([token])
+        symbol = next(iter(self.tokenizer.convert_ids_to_tokens([token])))
         return symbol is not None and BYTE_TOKEN.fullmatch(symbol) is not None
 
 

@@ -158,6 +158,7 @@ def test_the_call_comes_before_a_given_config_and_that_before_the_models(target,
         assert torch.equal(lm.generate(PROMPT, mask, tokenizer=tokenizer, **given).sequences, theirs)
         lengths.append(theirs.shape[1])
     assert lengths[0] == lengths[1] < lengths[-1] == 9 + 30
+    assert lm.generate(PROMPT, mask, **PLAIN, stop_strings=[]).sequences.shape[1] == 9 + 30
 
 
 def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(target, tokenizer, plain_text):

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape, custom_generate
@@ -108,9 +114,14 @@ def test_the_calls_are_those_of_generate(tiny_target, tools, others):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("slots", [None, 2])
-def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots):
+@pytest.mark.parametrize(
+    "others", [{}, {"repetition_penalty": 1.4, "min_new_tokens": 6, "eos_token_id": [8, 15, 22, 39]}]
+)
+def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, others):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    truths = [stock(target, row, Cycle()) for row in ROWS]
+    truths = [stock(target, row, Cycle(), **others) for row in ROWS]
+    assert len({*map(len, truths)}) == (3 if others else 1)
+    truths = [truth + [0] * (20 - len(truth)) for truth in truths]
     input_ids, mask = batch(side)
     for spec in (
         {"head": a_head(target), "tree": "dynamic:9:3:3"},
@@ -119,8 +130,9 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots):
         {"head": a_head(target), "tree": "drawn:branch:2x2"},
     ):
         lm = SpeculativeLM.from_pretrained(target, fallback=False, **spec)
-        given = {**PLAIN, "logits_processor": LogitsProcessorList([Cycle()]), "max_batch_size": slots}
-        assert lm.generate(input_ids, mask, **given).sequences[:, input_ids.shape[1] :].tolist() == truths
+        given = {**PLAIN, **others, "logits_processor": LogitsProcessorList([Cycle()]), "max_batch_size": slots}
+        written = lm.generate(input_ids, mask, **given).sequences[:, input_ids.shape[1] :].tolist()
+        assert [row + [0] * (20 - len(row)) for row in written] == truths
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3", "drawn:chain:3", "drawn:branch:2x2"])
@@ -283,6 +295,17 @@ def test_memory_that_runs_out_after_a_call_is_told(tiny_target, monkeypatch):
         lm.generate(ROWS[0][None], **PLAIN)
 
 
+def test_logits_that_are_no_numbers_are_shown_to_no_processor(tiny_target):
+    """It could not be shown the same text again; only where `remove_invalid_values` mends them it sees them."""
+    cycle = Cycle()
+    process = TreeLogitsProcessor(LogitsProcessorList([cycle]), [0])
+    broken_V = torch.full((VOCAB,), torch.nan)
+    assert process.score_next(0, torch.tensor([1]), broken_V).isnan().all()
+    assert cycle.seen == [] and process.calls == 0
+    mending = TreeLogitsProcessor(LogitsProcessorList([InfNanRemoveLogitsProcessor(), cycle]), [0])
+    assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any() and cycle.seen == [[1]]
+
+
 def test_numbers_of_a_round_are_drawn_once(tiny_target):
     """So that a rule that is asked again decides as before."""
     tree = chain_tree(1, 3, torch.Generator().manual_seed(0))
@@ -293,11 +316,12 @@ def test_numbers_of_a_round_are_drawn_once(tiny_target):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(tiny_target, tokenizer, rows):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(tiny_target, tokenizer, rows, dtype):
     xgrammar = pytest.importorskip("xgrammar")
     from xgrammar.contrib.hf import LogitsProcessor as Grammar
 
-    target = tiny_target(dtype=torch.float32)
+    target = tiny_target(dtype=dtype)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=258, stop_token_ids=[257])
     compiler = xgrammar.GrammarCompiler(info)
     grammars = [compiler.compile_regex(text) for text in (r"(yes|no), [a-z ]{5,40}\.", r"[0-9]+(, [0-9]+){3,9}")][:rows]
