@@ -46,12 +46,13 @@ class TextStream:
         self.tokens: list[int] = []
         self.text = ""
         """What was given out."""
+        self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
 
     def put(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the text after what was given out that can no longer change, which may be none."""
         self.tokens += tokens
         end = len(self.tokens)
-        while end and self._is_byte(self.tokens[end - 1]):
+        while end and self._may_be_in_bytes(self.tokens[end - 1]):
             end -= 1
         text = decoded(self.tokenizer, self.tokens[:end], self.skip_special_tokens).rstrip(INCOMPLETE)
         if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
@@ -69,9 +70,10 @@ class TextStream:
         self.text = text
         return piece
 
-    def _is_byte(self, token: int) -> bool:
+    def _may_be_in_bytes(self, token: int) -> bool:
+        """Whether it is a byte, or has no text, so that bytes on both of its sides are decoded together."""
         symbol = next(iter(self.tokenizer.convert_ids_to_tokens([token])))
-        return symbol is not None and BYTE_TOKEN.fullmatch(symbol) is not None
+        return token in self._skipped or symbol is None or BYTE_TOKEN.fullmatch(symbol) is not None
 
 
 def text_pieces(

@@ -122,6 +122,8 @@ def test_what_is_streamed_is_the_text_whatever_comes_later(tokenizer, name):
     if name != "word pieces":
         for text in (*TEXTS, PUNCTUATION, PUNCTUATION[::-1], "word 's é 日本 !" * 3):
             texts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if name == "byte fallback":  # two bytes that are a letter until a third comes, after what has no text
+        texts += [[3 + 0xC3, 3 + 0xA9, between, 3 + 0xE2, 261] for between in (2, 999, 3 + 0x41)]
     for _ in range(60):  # every letter of what is cleaned, in any order
         letters = torch.randint(9, (24,), generator=draws).tolist()
         texts.append(tokenizer("".join(" .?'nt mv"[letter] for letter in letters))["input_ids"])
