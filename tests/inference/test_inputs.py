@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 
 import pytest
@@ -293,3 +295,35 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
     assert torch.equal(lm.generate(short, torch.ones_like(short), streamer=inner, **PLAIN).sequences, one)
     assert torch.equal(inner.found[0], two)
     assert model.training
+
+
+def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch):
+    """The second one comes when the first has begun, and not read its input yet."""
+    model, short, long = t5(), ROW[:, :5], ROW.repeat(1, 2)
+    expected = [model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)]
+    method, written = custom_generate(drafter="ngram", fallback=False), {}
+    begun, second_waits, check = threading.Event(), threading.Event(), SpeculativeLM._check_size
+
+    def waiting(self, *arguments):
+        if threading.current_thread().name == "first":
+            begun.set()
+            second_waits.wait(10)
+        return check(self, *arguments)
+
+    monkeypatch.setattr(SpeculativeLM, "_check_size", waiting)
+
+    def write(name, ids):
+        written[name] = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **PLAIN)
+
+    threads = [
+        threading.Thread(target=write, args=(name, ids), name=name)
+        for name, ids in (("first", short), ("second", long))
+    ]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    time.sleep(0.5)
+    second_waits.set()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(written["first"], expected[0]) and torch.equal(written["second"], expected[1])
