@@ -208,6 +208,12 @@ def test_every_processor_that_is_run_without_its_text_is_shown_above_not_to_need
     assert set(PREFIX_FREE) <= shown
 
 
+def test_a_temperature_that_makes_scores_infinite_is_refused():
+    TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-30)]), [0])
+    with pytest.raises(ValueError, match="temperature 1e-45 is below 1e-38, so that scores are infinite"):
+        TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-45)]), [0])
+
+
 def test_a_processor_of_the_users_own_may_write_to_the_scores():
     class InPlace(LogitsProcessor):
         def __call__(self, input_ids, scores):
