@@ -18,7 +18,7 @@ from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.tuning.machine import turns
-from headstart.scripts.measuring.comparison import quartiles, spread
+from headstart.scripts.measuring.comparison import quartiles, spread, stock_settings
 from headstart.train.console import console, show_on_console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
@@ -56,6 +56,7 @@ def encoded(tokenizer: Any, paths: list[str], limit: int) -> dict[str, list[Tens
 
 def stock(target: Target, **more: Any) -> Side:
     """transformers' own `generate`, with options of its own."""
+    more |= stock_settings(target)
 
     def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
         return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more), Stats()

@@ -8,6 +8,7 @@ from .speculative_lm import Chat, GenerateOutput, SpeculativeLM
 from .stats import Stats
 from .target import Target
 from .tracing import Trace
+from .tracing.pieces import TextStream
 from .tree import DraftTree
 from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
 from .verify import RULES
@@ -35,6 +36,7 @@ __all__ = [
     "Stats",
     "StepResult",
     "Target",
+    "TextStream",
     "Trace",
     "TreePolicy",
     "TreeShape",

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..heads import DraftHead
 from .drafters.base import Drafter
 from .logits import RandomSampler
-from .speculative_lm import GenerateOutput, SpeculativeLM, with_stop_strings
+from .speculative_lm import GenerateOutput, Prompts, SpeculativeLM, with_tokenizer
 from .tuning.tree_spec import TreePolicy
 
 
@@ -45,8 +45,8 @@ def custom_generate(
 
     Returns:
         A function that caches the loaded head of a model while both live. It returns the sequences, or with
-        `return_dict_in_generate` a `GenerateOutput`. transformers does not pass it the tokenizer: give stop strings as
-        a `StopStringCriteria`.
+        `return_dict_in_generate` a `GenerateOutput`. transformers keeps the tokenizer from such functions: give stop
+        strings, also those of the model's generation config, as a `StopStringCriteria`, and `stop_strings=None`.
     """
 
     def decode(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
@@ -84,12 +84,19 @@ def generate_from(
     Takes the user's arguments as they were given to `model.generate`, and `compile` and `dtype` of `custom_generate`.
     """
     engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype)
+    inputs = settings.pop("inputs", None)
+    prompts = Prompts(
+        settings.pop("input_ids", None) if inputs is None else inputs, settings.pop("attention_mask", None)
+    )
+    prompts, settings = with_tokenizer(engine.target, prompts, settings, generation_config, tokenizer)
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
+        prompts.input_ids,
+        attention_mask=prompts.attention_mask,
         generation_config=generation_config,
         streamer=streamer,
         custom_generate=engine.decoding_method(RandomSampler(), streamer, always_output=False),
-        **with_stop_strings(settings, generation_config, tokenizer),
+        **settings,
     )
 
 

@@ -1,8 +1,9 @@
 """Logits processors for trees, and the samplers that draw from the probabilities.
 
 A processor that reads the logits alone runs on all nodes of a tree at once. One that reads the text runs once per row
-and depth of the tree, each node with the text that it would have if its path were accepted. Processors run in their
-order, on rows without padding.
+and depth of the tree, each node with the text that it would have if its path were accepted. One that may keep a state
+(a grammar's matcher, any of the user's own) runs once per token, on accepted nodes alone, as in plain decoding. All run
+in their order, on rows without padding.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
 from ..heads.layers.decoder_layer import at_least_fp32
@@ -52,12 +53,17 @@ READS_TEXT = (
     known.MinLengthLogitsProcessor,
     known.NoBadWordsLogitsProcessor,
     known.NoRepeatNGramLogitsProcessor,
-    known.PrefixConstrainedLogitsProcessor,
     known.RepetitionPenaltyLogitsProcessor,
     known.SequenceBiasLogitsProcessor,
     known.WatermarkLogitsProcessor,
 )
 """Processors that read the tokens before."""
+CALLS_USER = (known.PrefixConstrainedLogitsProcessor,)
+"""Processors that call a function of the user's, which may keep a state."""
+
+
+SMALLEST_TEMPERATURE = 1e-38
+"""About the smallest normal number in float32; what lies below rounds to few digits, or to 0."""
 
 
 def finest(device: torch.device) -> torch.dtype:
@@ -81,6 +87,10 @@ class RandomSampler:
             return self
         seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
         return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
+
+    def from_start(self) -> RandomSampler:
+        """A sampler whose numbers begin again, where they are fixed."""
+        return self
 
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution, [..., V] to [...], by inverse transform sampling."""
@@ -205,9 +215,12 @@ class PrecomputedSampler(RandomSampler):
         self.used += count
         return taken_BU.reshape(shape)
 
+    def from_start(self) -> PrecomputedSampler:
+        return PrecomputedSampler(uniform_BU=self.uniform_BU)
+
 
 class TreeLogitsProcessor:
-    """Applies a call's logits processors to every node of a tree, each node with its own prefix."""
+    """Applies a call's logits processors to the nodes of a tree, each node with its own prefix."""
 
     def __init__(
         self, processors: LogitsProcessorList, paddings: Sequence[int], min_length_counts_padding: bool = False
@@ -215,21 +228,36 @@ class TreeLogitsProcessor:
         """Check the processors that `generate` prepared for prompts with this many padding tokens in each row.
 
         Raises:
-            ValueError: a processor that depends on more than one row's text and logits; named.
+            ValueError: a processor that depends on more than one row's text and logits, or one of the user's own that
+                cannot be copied for each row of a batch; named.
         """
+        supported = (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT, *CALLS_USER)
         for processor in processors:
-            theirs = type(processor).__module__ == known.__name__
-            if theirs and not isinstance(processor, (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT)):
-                names = sorted(kind.__name__ for kind in (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT))
+            if _is_transformers(processor) and not isinstance(processor, supported):
+                names = sorted(kind.__name__ for kind in supported)
                 raise ValueError(
                     f"{type(processor).__name__} is not supported; choose from {', '.join(names)}, or a processor of "
                     "your own that maps one row's text and logits to scores"
                 )
         self.processors, self._paddings = processors, paddings
         self._counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
-        self._reads_text = not all(isinstance(processor, PREFIX_FREE) for processor in processors)
+        self._reads_text = not all(_reads_logits_alone(processor) for processor in processors)
+        self.one_by_one = any(_may_keep_state(processor) for processor in processors)
+        """Whether a processor may keep a state, so that it must be called once for each token, in the text's order, and
+        never with a draft that is rejected."""
+        self.calls = 0
+        """Tokens that were scored one by one."""
+        self._wants_numbers = not any(isinstance(each, known.InfNanRemoveLogitsProcessor) for each in processors)
+        own = [processor for processor in processors if not _is_transformers(processor)]
+        self._own_of_rows = {id(processor): processors_of_rows(processor, len(paddings)) for processor in own}
+        """By the user's own processor: the one of each row."""
         warpers = [each for each in processors if isinstance(each, known.TemperatureLogitsWarper)]
         self.temperature = math.prod(float(each.temperature) for each in warpers)
+        if self.temperature < SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature:.2g} is below {SMALLEST_TEMPERATURE}, so that scores are infinite; "
+                "do_sample=False takes the best token"
+            )
         self._on: dict[torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]] = {}
         """By the logits' device: the processors that read logits alone, and for each row all of its processors, each
         with the number of padding tokens that it counts."""
@@ -237,16 +265,35 @@ class TreeLogitsProcessor:
     def __call__(
         self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int]
     ) -> Tensor:
-        """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root."""
+        """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root.
+
+        With processors that run `one_by_one`, only the roots are scored: see `loop.score_accepted`.
+        """
         if not self._reads_text:
             return self._flat(logits_BNV)
+        scores_BNV = at_least_fp32(logits_BNV).clone()
+        if self.one_by_one:
+            for slot, row in enumerate(rows):
+                scores_BNV[slot, 0] = self.score_next(row, text_of(row), scores_BNV[slot, 0])
+            return scores_BNV
         # sync: processors that read text run depth by depth, and may read it on the host
         tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
-        scores_BNV, by_row = at_least_fp32(logits_BNV).clone(), self._for(logits_BNV.device)[1]
+        by_row = self._for(logits_BNV.device)[1]
         for slot, row in enumerate(rows):
             nodes, text_T = slice(sizes[slot]), text_of(row).to(logits_BNV.device)
             self._score_row(scores_BNV[slot], tokens_BN[slot][nodes], parents_BN[slot][nodes], text_T, by_row[row])
         return scores_BNV
+
+    def score_next(self, row: int, text_T: Tensor, logits_V: Tensor) -> Tensor:
+        """Scores [V] of the token after a row's text, by all processors, as `generate` calls them for that row."""
+        if self._wants_numbers and bool(logits_V.isnan().any()):  # sync: these processors run on the host
+            return logits_V  # the caller tells that; a processor that has seen the text could not see it again
+        self.calls += 1
+        scores_1V = at_least_fp32(logits_V).clone()[None]  # the user's processors may write to it
+        text_1T = text_T.to(logits_V.device)[None]
+        for processor, padding in self._for(logits_V.device)[1][row]:
+            scores_1V = processor(F.pad(text_1T, (padding, 0)), scores_1V)
+        return scores_1V[0]
 
     def draft_probs(self, logits: Tensor) -> Tensor:
         """Draft logits [..., V] to sampling probabilities, by the processors that read no text."""
@@ -262,13 +309,17 @@ class TreeLogitsProcessor:
     def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
         """`_on[device]`: copies with their tensors on that device; `generate` made them on the inputs' device."""
         if device not in self._on:
-            here = [_moved(processor, device) for processor in self.processors]
-            by_row = [
-                [(_for_row(p, row), padding if isinstance(p, self._counting) else 0) for p in here]
-                for row, padding in enumerate(self._paddings)
-            ]
-            self._on[device] = LogitsProcessorList([p for p in here if isinstance(p, PREFIX_FREE)]), by_row
+            alone = [_moved(processor, device) for processor in self.processors if _reads_logits_alone(processor)]
+            by_row = [[self._of_row(p, row, device) for p in self.processors] for row in range(len(self._paddings))]
+            self._on[device] = LogitsProcessorList(alone), by_row
         return self._on[device]
+
+    def _of_row(self, processor: LogitsProcessor, row: int, device: torch.device) -> tuple[LogitsProcessor, int]:
+        """The processor of one row, and the number of padding tokens that it counts."""
+        if id(processor) in self._own_of_rows:
+            return self._own_of_rows[id(processor)][row], 0
+        padding = self._paddings[row] if isinstance(processor, self._counting) else 0
+        return _for_row(_moved(processor, device), row), padding
 
     @staticmethod
     def _score_row(
@@ -298,10 +349,60 @@ class TreeLogitsProcessor:
             paths = {node: [*paths[parents[node]], tokens[node]] for node in allowed}
 
 
+def _is_transformers(processor: LogitsProcessor) -> bool:
+    """Whether it is of a class of transformers' own, whose reading is known."""
+    return type(processor).__module__ == known.__name__
+
+
+def _may_keep_state(processor: LogitsProcessor) -> bool:
+    return not _is_transformers(processor) or isinstance(processor, CALLS_USER)
+
+
+def _reads_logits_alone(processor: LogitsProcessor) -> bool:
+    return _is_transformers(processor) and isinstance(processor, PREFIX_FREE)
+
+
+def processors_of_rows(processor: Any, rows: int) -> list[LogitsProcessor]:
+    """A processor of the user's own for each row of a batch, so that a state that it keeps is that of one text.
+
+    A single row gets the user's object itself. In a batch each row gets what `processor.for_row(row)` returns, or else
+    a deep copy, which shares models and tokenizers.
+
+    Raises:
+        ValueError: it cannot be copied, and has no `for_row`.
+    """
+    if rows == 1:
+        return [processor]
+    if callable(getattr(processor, "for_row", None)):
+        return [processor.for_row(row) for row in range(rows)]
+    if isinstance(getattr(processor, "compiled_grammars", None), list) and getattr(processor, "matchers", None) == []:
+        return [_xgrammar_of_row(processor, row) for row in range(rows)]
+    attributes = getattr(processor, "__dict__", {}).values()
+    heavy = [value for value in attributes if isinstance(value, (nn.Module, PreTrainedTokenizerBase))]
+    try:
+        return [copy.deepcopy(processor, {id(value): value for value in heavy}) for _ in range(rows)]
+    except Exception as error:
+        name = type(processor).__name__
+        raise ValueError(
+            f"the logits processor {name} cannot be copied for each of {rows} rows ({error}), and shared it would mix "
+            "their texts; give it a method for_row(row) that returns the processor of one row (itself, if it keeps no "
+            "state), or decode rows one at a time"
+        ) from error
+
+
+def _xgrammar_of_row(processor: Any, row: int) -> LogitsProcessor:
+    """One row's part of an unused `xgrammar.contrib.hf.LogitsProcessor`, which holds one grammar, or one for each row.
+
+    It makes its matchers, which no copy can have, at its first call.
+    """
+    part = copy.copy(processor)
+    grammars = processor.compiled_grammars
+    part.compiled_grammars = [grammars[row if len(grammars) > 1 else 0]]
+    return part
+
+
 def _moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
-    """A copy of transformers' processor with its tensors on a device; one of the user's own as it is."""
-    if type(processor).__module__ != known.__name__:
-        return processor
+    """A copy of transformers' processor with its tensors on a device."""
     other = copy.copy(processor)
     for name, value in vars(other).items():
         if isinstance(value, Tensor):

@@ -90,11 +90,12 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
         roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
     whole = drafter
     while sequences.active:
-        began, lengths_B = time.perf_counter(), cache.lengths_B
+        began, lengths_B, calls = time.perf_counter(), cache.lengths_B, decoding.process_logits.calls
         try:
             step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats)
         except torch.OutOfMemoryError:
-            if cache.lengths_B is not lengths_B or isinstance(drafter, NoDraft):  # committed, or nothing left to save
+            repeatable = cache.lengths_B is lengths_B and decoding.process_logits.calls == calls
+            if not repeatable or isinstance(drafter, NoDraft):  # committed, processors advanced, or nothing to save
                 raise
             # The next round begins where this one did: what it left behind, in the cache's free slots and in the
             # drafter, cannot change the output.
@@ -141,11 +142,14 @@ def speculation_step(
     with timed(stats, "target"):
         longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
         output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
+    sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     with timed(stats, "processors"):
         scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
         if decoding.process_logits.processors:
             scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.active)
-    sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
+        if decoding.process_logits.one_by_one and tree.max_depth > 0:
+            sampler = decoding.verification.drawn(tree, scores_BNV, sampler)
+            score_accepted(decoding, tree, scores_BNV, sequences, sampler)
     step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
         values_BK = drafter.host_values(step) if drafter.needs_host_values else None
@@ -153,6 +157,39 @@ def speculation_step(
     with timed(stats, "draft"):
         drafter.observe(step)
     return step
+
+
+def score_accepted(
+    decoding: Decoding, tree: DraftTree, scores_BNV: Tensor, sequences: Sequences, sampler: Sampler
+) -> None:
+    """Score the nodes that the rule accepts, one after another, in place; the roots are scored already.
+
+    A processor may keep a state that each call advances by the newest token. So it is called as plain decoding calls
+    it: once for each token of a row, in the text's order, never after the row's end and never with a rejected draft.
+    The rule, which must be top-down, is asked after every node which child follows: what it says of nodes below those
+    that are scored is not used.
+    """
+    rows, tokens_BN = sequences.active, tree.tokens_BN.tolist()  # sync: these processors run on the host
+    scored: list[list[int]] = [[0] for _ in rows]  # the nodes of each row's path so far
+    growing = list(range(len(rows)))
+    while growing:
+        result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
+        paths, lengths = result.path_BA.tolist(), result.lengths_B.tolist()
+        grown = []
+        for slot in growing:
+            row, path = rows[slot], paths[slot]
+            known = len(scored[slot])
+            if lengths[slot] == known:
+                continue
+            more = [tokens_BN[slot][node] for node in path[1 : known + 1]]
+            if sequences.ends(row, more, scores_BNV[slot], scored[slot][-1]):
+                continue
+            node = path[known]
+            text_T = sequences.text(row, more)
+            scores_BNV[slot, node] = decoding.process_logits.score_next(row, text_T, scores_BNV[slot, node])
+            scored[slot].append(node)
+            grown.append(slot)
+        growing = grown
 
 
 class Verification:
@@ -245,6 +282,13 @@ class Verification:
             finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
             features_BAF = features_BAF[rows_B1, path_BA]
         return path_BA, result.lengths_B, result.next_tokens_B, emitted_BA, features_BAF, finite_BA
+
+    def drawn(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
+        """A sampler with all random numbers of a round, so that the rule can be asked several times."""
+        if not self.samples or isinstance(sampler, PositionSampler):
+            return sampler
+        rows, nodes = tree.tokens_BN.shape
+        return PrecomputedSampler(uniform_BU=sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device))
 
     def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Tensor | Sampler:
         """Random numbers for a rule; a sampler of another class (a test's) draws for itself."""

@@ -53,16 +53,39 @@ class Sequences:
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
+        self._answers: dict[int, list[bool]] = {}
+        """By row: whether it ends with each of the tokens that have been asked about and are not appended yet."""
+        self._shown_scores: list[tuple[Tensor, ...]] = [() for _ in prompts]
+        """For each row, the scores [1, V] of its new tokens, as criteria are shown them."""
 
     @property
     def tokens(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.rows))
 
-    def text(self, row: int) -> Tensor:
-        """A row's prompt and new tokens, [T]."""
+    def text(self, row: int, more: Sequence[int] = ()) -> Tensor:
+        """A row's prompt and new tokens, and `more` after them, [T]."""
         prompt = self.prompts[row]
-        return torch.cat([prompt, torch.tensor(self.rows[row], dtype=prompt.dtype, device=prompt.device)])
+        return torch.cat([prompt, torch.tensor([*self.rows[row], *more], dtype=prompt.dtype, device=prompt.device)])
+
+    def ends(self, row: int, tokens: list[int], scores_NV: Tensor, node: int | Tensor) -> bool:
+        """Whether the row ends with the last of `tokens`, which follow its new tokens; its scores are those of `node`.
+
+        To be asked about one token after the other, as often as needed: each criterion is asked once.
+        """
+        answers = self._answers.setdefault(row, [])
+        if len(answers) < len(tokens):
+            ended = tokens[-1] in self.eos_token_ids or len(self.rows[row]) + len(tokens) == self.new_tokens
+            if self.criteria:
+                scores = None
+                if self.scores is not None:  # as transformers passes them: all so far, in float32
+                    self._shown_scores[row] += (scores_NV[node][None].float(),)
+                    scores = self._shown_scores[row]
+                text_1T = self.text(row, tokens)[None]
+                found = [bool(criterion(text_1T, scores)) for criterion in self.criteria]  # as there, all of them
+                ended = ended or any(found)
+            answers.append(ended)
+        return answers[len(tokens) - 1]
 
     def add(
         self,
@@ -87,7 +110,7 @@ class Sequences:
         for slot, (row, (length, *values)) in enumerate(zip(rows, found, strict=True)):
             emitted.append(values[most : most + length])
             valid = sum(accumulate(values[:most], min))  # up to the first that is not finite
-            count = self._append(row, emitted[-1][:valid])
+            count = self._append(row, emitted[-1][:valid], scores_BNV[slot], step.path_BA[slot])
             if valid < length and row not in self.ended:  # tokens behind a row's end may be invalid
                 self._refuse(row, step.output.logits_BNV[slot, step.path_BA[slot, valid]])
             for kept, values_BNV in ((self.scores, scores_BNV), (self.logits, step.output.logits_BNV)):
@@ -100,20 +123,16 @@ class Sequences:
             callback(self)
         return replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
 
-    def _append(self, row: int, tokens: list[int]) -> int:
-        """Append tokens up to where the row ends; return how many."""
+    def _append(self, row: int, tokens: list[int], scores_NV: Tensor, path_A: Tensor) -> int:
+        """Append tokens, whose scores are those of the path's nodes, up to where the row ends; return how many."""
         count = 0
-        for token in tokens:
-            self.rows[row].append(token)
-            count += 1
-            ended = token in self.eos_token_ids or len(self.rows[row]) == self.new_tokens
-            if not ended and self.criteria:
-                text_1T = self.text(row)[None]
-                ended = any(bool(criterion(text_1T, None)) for criterion in self.criteria)
-            if ended:
+        for count in range(1, len(tokens) + 1):
+            if self.ends(row, tokens[:count], scores_NV, path_A[count - 1]):
                 self.ended.add(row)
                 self.leaving.add(row)
                 break
+        self.rows[row] += tokens[:count]
+        self._answers.pop(row, None)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens[:count]))
         return count

@@ -12,8 +12,9 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +39,26 @@ from .compiled import cpu_kernels
 from .compiled.cpu_decoder import packed_head
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
-from .drafters.by_name import draft_models, load_fitting_head, make_drafter
+from .drafters.by_name import assistants, load_fitting_head, make_drafter
+from .drafters.draft_model import within
 from .drafters.tree_policies import HeadDrafter
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
+from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.interface import filled_cache
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .target import Target
+from .tracing.pieces import TextStream
 from .tracing.record import Recorder
 from .tracing.trace import Trace, trace_of
 from .tuning.costs import RoundCosts, measured_costs
 from .tuning.machine import check_threads
 from .tuning.tree_spec import TreeSpec
-from .verify import choose_rule, greedy, is_lossy
+from .verify import choose_rule, greedy, is_lossy, top_down_rule
 
 SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
     "logits_processor",
@@ -180,7 +184,8 @@ class SpeculativeLM:
         elif not isinstance(compile, bool):
             raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
         if compile:
-            target.compile()
+            with as_loaded(target.model):  # kernels may hold a copy of it
+                target.compile()
         loaded_head, metadata = None, None
         if head is not None:
             loaded_head, metadata = load_fitting_head(head, target, head_revision, loaded_here, dtype == "auto")
@@ -189,7 +194,8 @@ class SpeculativeLM:
             if compile and cpu_kernels.serve(target.device):
                 loaded_head = packed_head(loaded_head)
         drafter_with = partial(make_drafter, target, drafter, head=loaded_head, metadata=metadata, adaptive=fallback)
-        lm = cls(target, drafter_with(tree), verifier, lossy)
+        with as_loaded(target.model):  # the cost of rounds may be measured
+            lm = cls(target, drafter_with(tree), verifier, lossy)
         lm.provenance, lm._drafter_with = {} if metadata is None else metadata.provenance, drafter_with
         return lm.compile() if compile else lm
 
@@ -201,7 +207,8 @@ class SpeculativeLM:
         a warning is given and nothing changes. On an accelerator, rounds are CUDA graphs, recorded at first use, which
         takes minutes per process; weights must not change afterwards.
         """
-        self.target.compile()
+        with as_loaded(self.target.model):
+            self.target.compile()
         self.drafter.compile()
         for rule in (self.sampling_rule, self.greedy_rule):
             rule.compile(self.target.device)
@@ -211,7 +218,8 @@ class SpeculativeLM:
     def costs(self) -> RoundCosts:
         """Cost of rounds on this machine; measured, in about a second, if it is not known."""
         heads = [each.head for each in self.drafter.nested() if isinstance(each, HeadDrafter)]
-        return measured_costs(self.target, next((head for head in heads if isinstance(head, DraftHead)), None))
+        with as_loaded(self.target.model):
+            return measured_costs(self.target, next((head for head in heads if isinstance(head, DraftHead)), None))
 
     def warmup(self) -> SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
@@ -220,7 +228,7 @@ class SpeculativeLM:
         self.callbacks.clear()
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
         mask_1T, generator = torch.ones_like(prompt_1T), torch.Generator(self.target.device)
-        settings: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0}
+        settings: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
         try:
             for sampling in (False, True):
                 self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
@@ -249,13 +257,15 @@ class SpeculativeLM:
         """Generate a continuation of each row of a batch.
 
         Args:
-            input_ids: prompts [batch, time], padded left or right.
-            attention_mask: 1 for tokens, 0 for padding; None to let transformers infer it from the padding token.
+            input_ids: prompts [batch, time], int64 or int32, padded left or right.
+            attention_mask: 1 for tokens, 0 for padding, [batch, time]; None to let transformers infer it from the
+                padding token.
             generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, each
                 token is sampled by a random number of its row and position: a seed gives the same text whatever was
                 drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
-            tokenizer: needed for `stop_strings`; for `trace` it is loaded if the target has a name.
+            tokenizer: needed for `stop_strings`, `token_healing` and `trace`, also where the model's generation config
+                asks for them; loaded if the target has a name.
             max_batch_size: rows decoded at the same time; a finished row frees its slot for the next one (continuous
                 batching). None for all at once.
             tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
@@ -266,8 +276,8 @@ class SpeculativeLM:
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
             settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
-                stopping_criteria ... as for `model.generate`. Your own processors and criteria are called with one
-                row's unpadded tokens at a time.
+                stopping_criteria ... as for `model.generate`. Your own processors and criteria are called as it calls
+                them for one row alone: after each token, with the row's unpadded tokens.
 
         Raises:
             ValueError: names an empty or too long prompt, a tree or verifier that does not fit, or an unsupported
@@ -287,29 +297,50 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
-        target, models = self.target, draft_models(lm.drafter)
-        with target.lock:
-            if isinstance(target, Seq2SeqTarget):
-                settings |= {"encoder_outputs": target.encode(input_ids, attention_mask)}
-                for model in models:
-                    model.encode(input_ids, attention_mask)
-            output = target.model.generate(
-                input_ids,
-                attention_mask=attention_mask,
-                generation_config=generation_config,
-                streamer=streamer,
-                custom_generate=lm.decoding_method(
-                    RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder=recorder
-                ),
-                **with_stop_strings(settings, generation_config, tokenizer),
-            )
-            for model in models:
-                model.encoded = None
+        target = self.target
+        warn_of_autocast(target.model)
+        with target.lock, as_loaded(target.model):
+            prompts = Prompts(input_ids, attention_mask)
+            prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
+            with lm._shown_to_encoders(prompts) as encoded:
+                output = target.model.generate(
+                    prompts.input_ids,
+                    attention_mask=prompts.attention_mask,
+                    generation_config=generation_config,
+                    streamer=streamer,
+                    custom_generate=lm.decoding_method(
+                        RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder=recorder
+                    ),
+                    **settings,
+                    **encoded,
+                )
         assert isinstance(output, GenerateOutput)
         if recorder is not None and tokenizer is not None:
-            prompt_T = input_ids[0] if attention_mask is None else input_ids[0, attention_mask[0].bool()]
+            prompt_T = prompts.input_ids[0]
+            if prompts.attention_mask is not None:
+                prompt_T = prompt_T[prompts.attention_mask[0].bool()]
             output.trace = trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
         return output
+
+    @contextmanager
+    def _shown_to_encoders(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
+        """Let the encoders of an encoder-decoder and of its draft model read a prompt; `generate`'s argument for it."""
+        target = self.target
+        if not isinstance(target, Seq2SeqTarget):
+            yield {}
+            return
+        _check_ids(prompts.input_ids, prompts.attention_mask, target)
+        models = [model for model in assistants(self.drafter) if isinstance(model, Seq2SeqTarget)]
+        before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
+        try:
+            encoded = target.encode(prompts.input_ids, prompts.attention_mask)
+            for model in models:
+                with as_loaded(model.model):
+                    model.encode(within(model, prompts.input_ids), prompts.attention_mask)
+            yield {"encoder_outputs": encoded}
+        finally:
+            for model, states, mask in before:  # those of a generation that called this one, or none
+                model.encoded, model.encoded_mask = states, mask
 
     def _check_arguments(
         self,
@@ -320,12 +351,7 @@ class SpeculativeLM:
         settings: dict[str, Any],
     ) -> None:
         """Refuse arguments of `generate` that cannot be decoded."""
-        if input_ids.ndim != 2 or 0 in input_ids.shape:
-            raise ValueError(f"input_ids must be [batch, time] with at least one token, not {list(input_ids.shape)}")
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
-            )
+        check_inputs(input_ids, attention_mask)
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         if past is not None and not isinstance(past, Conversation):
@@ -356,6 +382,11 @@ class SpeculativeLM:
         Yields:
             The tokens of a round, as soon as they are accepted.
         """
+        if any(target is self.target for target, _ in _RUNNING.generations):
+            raise ValueError(
+                "stream was called inside a generation with the same target (by a callback, a streamer, a processor or "
+                "a criterion), which would wait for its own end; call generate there, or stream afterwards"
+            )
         rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
         streamer = _QueueStreamer(rounds)
 
@@ -428,12 +459,10 @@ class SpeculativeLM:
             # transformers passes parameters named here twice, hence the mask among the rest
             target, config, mask = self.target, generation_config, inputs.get("attention_mask")
             if isinstance(target, Seq2SeqTarget):
-                target.set_encoder_outputs(inputs["encoder_outputs"], mask)
-                for draft_model in draft_models(self.drafter):
-                    draft_model.check_encoder_outputs()
                 mask = None  # it is the encoder's
             _check_prepared(config, inputs, streamer, len(input_ids))
-            prompts = _without_padding(input_ids, mask)
+            warn_of_autocast(target.model)
+            prompts = _without_padding(input_ids, mask, target)
             if config.do_sample and is_lossy(self.verifier):
                 _warn_of_equal_answers(self.verifier, prompts)
             paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
@@ -442,7 +471,15 @@ class SpeculativeLM:
             )
             eos_token_ids, max_length, other_criteria = _stopping(stopping_criteria, config.max_length)
             new_tokens, full = max_length - input_ids.shape[1], config.return_dict_in_generate
-            with target.lock:
+            rule = self.sampling_rule if config.do_sample else self.greedy_rule
+            if config.do_sample and process_logits.one_by_one:
+                rule = Verification(top_down_rule(self.verifier, self.drafter.kind))
+            with self._alone(past) as drafter:
+                if isinstance(target, Seq2SeqTarget):
+                    target.set_encoder_outputs(inputs["encoder_outputs"], inputs.get("attention_mask"))
+                    for draft_model in assistants(drafter):
+                        if isinstance(draft_model, Seq2SeqTarget):
+                            draft_model.check_encoder_outputs()
                 if target.compiled:
                     target.compile()  # again, if weights or active adapters have changed
                 self._check_size(prompts, new_tokens, max_batch_size)
@@ -457,14 +494,13 @@ class SpeculativeLM:
                     max_batch_size=max_batch_size,
                     callbacks=self.round_callbacks,
                 )
-                rule = self.sampling_rule if config.do_sample else self.greedy_rule
                 decoding = Decoding(target, rule, process_logits, sampler)
                 if past is not None and past.owner != (self, target.version):
                     past.forget()
                     past.owner = (self, target.version)
                 try:
                     decoded = speculate if recorder is None else recorder.speculate
-                    stats = decoded(decoding, self.drafter, sequences, past)
+                    stats = decoded(decoding, drafter, sequences, past)
                 except BaseException:
                     if past is not None:  # its state may be half updated
                         past.forget()
@@ -473,11 +509,36 @@ class SpeculativeLM:
                     callback(stats)
             if streamer is not None:
                 streamer.end()
-            padding = min(eos_token_ids, default=0) if config.pad_token_id is None else config.pad_token_id
-            output = _output(input_ids, sequences, padding, stats)
+            output = _output(input_ids, sequences, _padding_token(config), stats)
             return output if always_output or full else output.sequences
 
         return decode
+
+    @contextmanager
+    def _alone(self, past: Conversation | None) -> Iterator[Drafter]:
+        """Hold the target for one generation, and give the drafter for it.
+
+        A callback, a streamer, a processor or a criterion may call `generate` in its turn: the inner generation drafts
+        with a drafter of its own, and the outer one finds everything as it was.
+        """
+        target, running = self.target, _RUNNING.generations
+        if past is not None and any(other is past for _, other in running):
+            raise ValueError(
+                "past_key_values is the Conversation of the generation that calls generate here (by a callback, a "
+                "streamer, a processor or a criterion); give this one another"
+            )
+        with target.lock, as_loaded(target.model):
+            nested = any(each is target for each, _ in running)
+            drafter = self.drafter.fresh() if nested else self.drafter
+            encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
+            running.append((target, past))
+            try:
+                with as_loaded_together([model.model for model in assistants(drafter)]):
+                    yield drafter
+            finally:
+                running.pop()
+                if nested and isinstance(target, Seq2SeqTarget) and encoded is not None:
+                    target.encoded, target.encoded_mask = encoded
 
     def _check_size(self, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None) -> None:
         """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
@@ -547,20 +608,25 @@ class Chat:
         prompt: Any = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template
         )
-        new_tokens: list[int] = []
-        answer = yielded = ""
-        rounds = self.lm.stream(
-            prompt["input_ids"].to(self.lm.target.device), past_key_values=self.past, **{**self.settings, **settings}
-        )
-        for tokens in rounds:
-            new_tokens += tokens
-            answer = str(self.tokenizer.decode(new_tokens, skip_special_tokens=True))
-            if len(answer) > len(yielded) and not answer.endswith("\ufffd"):  # a round may end within a character
-                yield answer[len(yielded) :]
-                yielded = answer
-        if len(answer) > len(yielded):
-            yield answer[len(yielded) :]
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        answer = TextStream(self.tokenizer)
+        options = {"tokenizer": self.tokenizer, **self.settings, **settings}
+        input_ids = prompt["input_ids"].to(self.lm.target.device)
+        for tokens in self.lm.stream(input_ids, past_key_values=self.past, **options):
+            if piece := answer.put(tokens):
+                yield piece
+        if piece := answer.end():
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+class _Running(threading.local):
+    """The generations of this thread, the innermost last: the target of each, and its conversation."""
+
+    def __init__(self) -> None:
+        self.generations: list[tuple[Target, Conversation | None]] = []
+
+
+_RUNNING = _Running()
 
 
 class _StreamClosed(Exception):
@@ -606,10 +672,59 @@ def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: 
         raise ValueError(f"a streamer takes one row, not a batch of {rows}")
 
 
-def _without_padding(input_ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The prompts of a batch, int64 [batch, T], each [its length]; a ValueError where one has no token."""
-    mask = torch.ones_like(input_ids) if mask is None else mask
-    prompts = [row[attended.bool()] for row, attended in zip(input_ids, mask, strict=True)]
+def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
+    """Refuse what is no batch of token ids, or no mask of one.
+
+    Raises:
+        ValueError: says what was given and what is valid.
+    """
+    wanted = "input_ids must be a tensor [batch, time] of token ids, int64 or int32, with at least one token"
+    if not isinstance(input_ids, Tensor):
+        hint = "; unpack it: generate(**inputs)" if hasattr(input_ids, "input_ids") else ""
+        raise ValueError(f"{wanted}, not a {type(input_ids).__name__}{hint}")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        hint = "; for one prompt give input_ids[None]" if input_ids.ndim == 1 and len(input_ids) else ""
+        raise ValueError(f"{wanted}, not one of shape {list(input_ids.shape)}{hint}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{wanted}, not of {input_ids.dtype}")
+    if input_ids.device.type == "meta":
+        raise ValueError(f"{wanted}, not on the device meta, which holds no values")
+    if attention_mask is None:
+        return
+    wanted = "attention_mask must be a tensor [batch, time] like input_ids, 1 for tokens and 0 for padding"
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"{wanted}, not a {type(attention_mask).__name__}")
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; {wanted}"
+        )
+    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]  # sync: once a call
+    if len(other):
+        raise ValueError(f"{wanted}; it holds {other[0].item()}")
+
+
+def _check_ids(input_ids: Tensor, mask: Tensor | None, target: Target) -> None:
+    """Refuse token ids that the model does not have; those of padding are not read."""
+    known = len(target.model.get_input_embeddings().weight)
+    wrong_BT = (input_ids < 0) | (input_ids >= known)
+    if mask is not None:
+        wrong_BT &= mask.to(wrong_BT.device).bool()
+    if wrong_BT.any():  # sync: once a call
+        row, place = wrong_BT.nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{row}, {place}] is {int(input_ids[row, place])}; {target.name!r} has the tokens 0 to "
+            f"{known - 1}. Where it marks padding (as -100 does in labels), give attention_mask 0 there"
+        )
+
+
+def _without_padding(input_ids: Tensor, mask: Tensor | None, target: Target) -> list[Tensor]:
+    """The prompts of a batch, [batch, T], each [its length]; a ValueError where one has no token, or an unknown one."""
+    check_inputs(input_ids, mask)
+    _check_ids(input_ids, mask, target)
+    if mask is None:
+        return list(input_ids)
+    mask = mask.to(input_ids.device).bool()
+    prompts = [row[attended] for row, attended in zip(input_ids, mask, strict=True)]
     if 0 in (lengths := [*map(len, prompts)]):
         raise ValueError(f"prompt {lengths.index(0)} of the batch is all padding")
     return prompts
@@ -642,17 +757,80 @@ def _output(input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats)
     )
 
 
-def with_stop_strings(
-    settings: dict[str, Any], config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    """Settings whose stop strings are a criterion: `model.generate` hides the tokenizer from decoders of our own."""
-    criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
-    strings = settings.get("stop_strings") or getattr(config, "stop_strings", None)
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids [batch, time] and their mask, as they are given to `model.generate`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+
+
+def with_tokenizer(
+    target: Target,
+    prompts: Prompts,
+    settings: dict[str, Any],
+    config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[Prompts, dict[str, Any]]:
+    """Prompts and settings after what needs the tokenizer, which `model.generate` hides from decoders of our own.
+
+    Stop strings become a criterion, and tokens are healed. Both may stand in the call, in the config that was given, or
+    in the model's own.
+
+    Raises:
+        ValueError: no tokenizer was given, and none can be loaded.
+    """
+
+    def resolved(name: str) -> Any:
+        """A setting as `model.generate` resolves it."""
+        if name in settings:
+            return settings[name]
+        given = getattr(config, name, None)
+        return getattr(target.model.generation_config, name, None) if given is None else given
+
+    def needed_for(what: str) -> PreTrainedTokenizerBase:
+        if tokenizer is not None:
+            return tokenizer
+        try:
+            return _tokenizer_named(target.name)
+        except ValueError as error:
+            raise ValueError(f"{what} needs the tokenizer; give generate(..., tokenizer=...)") from error
+
+    settings = dict(settings)
+    strings = resolved("stop_strings")
+    settings["stop_strings"] = None
     if strings:
-        if tokenizer is None:
-            raise ValueError(f"stop_strings {strings!r} need the tokenizer; give generate(..., tokenizer=...)")
-        criteria.append(StopStringCriteria(tokenizer, strings))
-    return {**settings, "stopping_criteria": criteria, "stop_strings": None}
+        criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
+        criteria.append(StopStringCriteria(needed_for(f"the setting stop_strings={strings!r}"), strings))
+        settings["stopping_criteria"] = criteria
+    if resolved("token_healing"):
+        healed = target.model.heal_tokens(prompts.input_ids, needed_for("the setting token_healing=True"))
+        mask = prompts.attention_mask
+        if mask is not None and healed.shape != prompts.input_ids.shape:
+            raise ValueError(
+                f"token_healing made prompts of {healed.shape[1]} tokens out of {prompts.input_ids.shape[1]}, which "
+                "attention_mask does not fit: it strips spaces at the ends of a prompt; leave them out"
+            )
+        prompts, settings["token_healing"] = Prompts(healed, mask), False
+    return prompts, settings
+
+
+@lru_cache(maxsize=4)
+def _tokenizer_named(name: str) -> PreTrainedTokenizerBase:
+    """`load_tokenizer`, once for all calls that need it."""
+    return load_tokenizer(name)
+
+
+def _padding_token(config: GenerationConfig) -> int:
+    """The token after a row's end, as `generate` chooses it: the padding token, else the first end token."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    ends = config.eos_token_id
+    if isinstance(ends, Tensor):
+        ends = ends.tolist()
+    if isinstance(ends, list | tuple):
+        return int(ends[0]) if ends else 0
+    return 0 if ends is None else int(ends)
 
 
 def _stopping(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:

@@ -205,6 +205,8 @@ class Rule:
     kinds: frozenset[TreeKind]
     """Kinds of trees for which the rule is exact."""
     lossy: bool = False
+    top_down: bool = True
+    """Whether a node's verdict depends on the scores of the node and its ancestors alone."""
 
 
 ANY: frozenset[TreeKind] = frozenset(("top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"))
@@ -213,9 +215,9 @@ RULES: dict[str, Rule] = {
     "token": Rule(without_replacement, frozenset(("sampled_chain",))),
     "with_replacement": Rule(with_replacement, frozenset(("sampled_chain", "sampled_independent"))),
     "without_replacement": Rule(without_replacement, frozenset(("sampled_chain", "sampled_without_replacement"))),
-    "block": Rule(traversal, frozenset(("sampled_chain",))),
-    "traversal": Rule(traversal, frozenset(("sampled_chain", "sampled_without_replacement"))),
-    "typical": Rule(typical, ANY, lossy=True),
+    "block": Rule(traversal, frozenset(("sampled_chain",)), top_down=False),
+    "traversal": Rule(traversal, frozenset(("sampled_chain", "sampled_without_replacement")), top_down=False),
+    "typical": Rule(typical, ANY, lossy=True, top_down=False),
 }
 """Acceptance rules for sampling by name; greedy decoding has one rule, whatever the tree."""
 BEST: dict[TreeKind, str] = {
@@ -225,6 +227,11 @@ BEST: dict[TreeKind, str] = {
     "sampled_without_replacement": "traversal",
 }
 """The exact rule that accepts most, by the kind of tree."""
+BEST_TOP_DOWN: dict[TreeKind, str] = BEST | {
+    "sampled_chain": "token",
+    "sampled_without_replacement": "without_replacement",
+}
+"""The same among the rules that go from the root down."""
 
 
 def is_lossy(name: str) -> bool:
@@ -257,6 +264,23 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
             f"wanted, or choose {BEST[kind]!r}"
         )
     return rule.verify if not thresholds else _with_thresholds(name, thresholds)
+
+
+def top_down_rule(name: str, kind: TreeKind) -> Verifier:
+    """The rule of this name, or for "auto" the exact one, which needs no scores of nodes that it rejects.
+
+    Raises:
+        ValueError: a rule that needs them.
+    """
+    if name == "auto":
+        return RULES[BEST_TOP_DOWN[kind]].verify
+    if not RULES[name.partition(":")[0]].top_down:
+        raise ValueError(
+            f"the verifier {name!r} needs the scores of rejected drafts, and logits processors of your own (or "
+            "prefix_allowed_tokens_fn) are called with accepted tokens alone, since they may keep a state; choose the "
+            f"verifier 'auto' or {BEST_TOP_DOWN[kind]!r}"
+        )
+    return RULES[name].verify
 
 
 def _with_thresholds(name: str, thresholds: list[str]) -> Verifier:

@@ -131,14 +131,16 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
     import torch
 
     from headstart.inference import SpeculativeLM
-    from headstart.scripts.measuring.comparison import answer_settings
+    from headstart.scripts.measuring.comparison import answer_settings, stock_settings
 
     target, settings = fast.target, answer_settings(config.max_new_tokens, config.temperature)
+    more = stock_settings(target)
     generator = torch.Generator(target.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)  # stock generate samples with the global generator
 
     def stock(input_ids: Tensor) -> tuple[Tensor, None]:
-        return target.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings), None
+        mask = torch.ones_like(input_ids)
+        return target.model.generate(input_ids, attention_mask=mask, **settings, **more), None
 
     def ours(lm: SpeculativeLM, input_ids: Tensor) -> tuple[Tensor, Stats]:
         mask = torch.ones_like(input_ids)

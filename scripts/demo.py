@@ -176,7 +176,8 @@ def first_screen(config: DemoConfig, shared: SharedTarget) -> dict[str, float]:
     log.info("timing a few tokens")
     for count in (2, 8):
         began = time.monotonic()
-        model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=count, min_new_tokens=count)
+        settings = {"max_new_tokens": count, "min_new_tokens": count, "stop_strings": None}
+        model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **settings)
     fitting = int(FIRST_SECONDS * count / (time.monotonic() - began))
     tokens = min(FIRST_TOKENS, max(16, fitting))
     options = GenerateConfig(target=config.target, head=config.head, prompt=PROMPT, compare=True, max_new_tokens=tokens)

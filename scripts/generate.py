@@ -49,7 +49,7 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     import torch
     from transformers import TextStreamer
 
-    from headstart.scripts.measuring.comparison import answer_settings, first_difference
+    from headstart.scripts.measuring.comparison import answer_settings, first_difference, stock_settings
     from headstart.train.data.chat_template import prompt_ids
 
     lm, tokenizer = config.load(shared)
@@ -73,12 +73,13 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     compared = config.compare and config.max_new_tokens > 0
     if compared:
         log.info("warming up both sides")  # the first call of either is slow
-        target.model.generate(input_ids, attention_mask=mask_1T, max_new_tokens=2, do_sample=False)
+        more = stock_settings(target, tokenizer)
+        target.model.generate(input_ids, attention_mask=mask_1T, max_new_tokens=2, do_sample=False, **more)
         lm.warmup()
-        stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings))
+        stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings, **more))
         log.info(f"{rates['generate']:.1f} tokens/s")
     title = "headstart" if config.head or config.drafter else "headstart, plain"
-    output = timed("headstart", title, lambda: lm.generate(input_ids, **settings))
+    output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
     stats = output.stats
     line = f"{rates['headstart']:.1f} tokens/s"
     if compared:

@@ -25,6 +25,7 @@ from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
 from ..inference.stats import RoundRecord
+from ..inference.tracing.pieces import text_pieces
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest
@@ -258,16 +259,14 @@ def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedT
     for record in records:
         drafts = min(record.accepted, record.returned)
         accepted += [True] * drafts + [False] * (record.returned - drafts)
-    pieces, begin, length = [], 0, 0
-    for is_draft, run in itertools.groupby(accepted[: len(tokens)]):
-        length += len(list(run))
-        # Decode the text up to here, not the piece alone, whose leading space a tokenizer may drop. Bytes of a
-        # character that the next piece completes belong to that piece.
-        end = len(str(tokenizer.decode(tokens[:length])).rstrip("\ufffd"))
-        pieces.append((begin, end, is_draft))
-        begin = end
-    text = str(tokenizer.decode(tokens[:length]))
-    return [(text[begin:end], is_draft) for begin, end, is_draft in pieces if end > begin]
+    tokens = tokens[: len(accepted)]
+    marks = zip(accepted, text_pieces(tokenizer, tokens), strict=True)
+    pieces = []
+    for is_draft, run in itertools.groupby(marks, key=lambda mark: mark[0]):
+        text = "".join(piece for _, piece in run)
+        if text:
+            pieces.append((text, is_draft))
+    return pieces
 
 
 @torch.inference_mode()

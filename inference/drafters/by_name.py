@@ -141,11 +141,10 @@ def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target,
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
-def draft_models(drafter: Drafter) -> list[Seq2SeqTarget]:
-    """The encoder-decoders that draft in a drafter; each must be given the encoder's input."""
+def assistants(drafter: Drafter) -> list[Target]:
+    """The smaller models that draft in a drafter."""
     heads = [each.head for each in drafter.nested() if isinstance(each, HeadDrafter)]
-    models = [head.model for head in heads if isinstance(head, AssistantModel)]
-    return [model for model in models if isinstance(model, Seq2SeqTarget)]
+    return [head.model for head in heads if isinstance(head, AssistantModel)]
 
 
 def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec) -> Drafter:
@@ -163,7 +162,7 @@ def _from_source(source: str | Drafter | Target, target: Target, tree: TreeSpec)
         nodes, length, ngram = _numbers(name, options, (12, 10, 3))
         return PromptLookupDrafter(nodes, length, ngram)
     if name == "retrieval":
-        folder, _, limits = options.partition(":")
+        folder, limits = _path_and_numbers(options, most=3)
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
         nodes, length, ngram = _numbers(name, limits, (12, 10, RETRIEVAL_NGRAM))
@@ -207,6 +206,19 @@ def _grown(make: Callable[[int], DraftModel], tree: TreeSpec, target: Target) ->
     specs = tree.split("|") if isinstance(tree, str) else [tree]
     depth = max(tree_policy(spec).depth for spec in specs)
     return tree_drafter(make(depth), tree, target.draft_modules)
+
+
+def _path_and_numbers(options: str, most: int) -> tuple[str, str]:
+    """Split PATH[:NUMBER...]; a path may hold colons itself, and is taken whole if it exists."""
+    numbers: list[str] = []
+    path = options
+    while len(numbers) < most and ":" in path and not Path(path).exists():
+        before, _, last = path.rpartition(":")
+        if not last.isdigit():
+            break
+        path = before
+        numbers.insert(0, last)
+    return path, ":".join(numbers)
 
 
 def _numbers(name: str, options: str, defaults: tuple[int, ...]) -> list[int]:

@@ -51,6 +51,15 @@ class AssistantState:
         return dataclasses.replace(self, longest=max(self.longest, other.longest), root_BV=root_BV)
 
 
+def within(model: Target, tokens: Tensor) -> Tensor:
+    """Tokens that a model can read: its last one in place of those that it does not have.
+
+    Models of one tokenizer may pad their embeddings to different sizes. Whatever a draft model reads there changes its
+    drafts alone.
+    """
+    return tokens.clamp(max=len(model.model.get_input_embeddings().weight) - 1)
+
+
 class AssistantModel:
     """A smaller model with the interface of `DraftModel`."""
 
@@ -75,7 +84,7 @@ class AssistantModel:
         # After a chunk of a prompt there is always more, so its logits are not wanted.
         wanted = accepted <= self.max_depth + 2
         kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
-        output = self.model.forward_chain(tokens_BA, state.longest, state.cache, (), kept_K)
+        output = self.model.forward_chain(within(self.model, tokens_BA), state.longest, state.cache, (), kept_K)
         state.cache.advance(lengths_B)
         root_BV = state.root_BV
         if wanted:
@@ -95,7 +104,9 @@ class AssistantModel:
         seen_BWM = torch.cat([before_BWM, myself], dim=-1)
         depth_BW = before_BWM.sum(-1)  # its ancestors among the drafted nodes
         depths_BM = torch.cat([state.depths_BM, depth_BW], dim=1)
-        output = self.model.forward_nodes(tokens_BW, framed(seen_BWM), depths_BM, state.longest, state.cache, ())
+        output = self.model.forward_nodes(
+            within(self.model, tokens_BW), framed(seen_BWM), depths_BM, state.longest, state.cache, ()
+        )
         grown = dataclasses.replace(state, seen_BWM=seen_BWM, depths_BM=depths_BM)
         return output.logits_BNV[..., : self.draft_vocab_size], grown
 

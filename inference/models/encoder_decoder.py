@@ -58,7 +58,8 @@ class Seq2SeqTarget(Target):
 
     def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
         """Run the encoder on one row, which the decoder attends to from then on."""
-        mask = torch.ones_like(input_ids) if mask is None else mask
+        input_ids = input_ids.to(self.device)
+        mask = torch.ones_like(input_ids) if mask is None else mask.to(self.device)
         with torch.inference_mode():
             encoded = self.model.get_encoder()(input_ids, attention_mask=mask, return_dict=True)
         self.set_encoder_outputs(encoded, mask)

@@ -80,7 +80,7 @@ class ReplayTarget(Target):
         input_ids, mask = left_padded(lacking, self.device)
         lm = SpeculativeLM(self.original)
         lm.round_callbacks += round_callbacks
-        settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+        settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
         output = lm.generate(input_ids, mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(lacking, answers_RT, strict=True):

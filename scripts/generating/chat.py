@@ -169,6 +169,8 @@ class Session:
         """The last answer with its accepted drafts in green."""
         from rich.text import Text
 
+        from headstart.inference.tracing.pieces import text_pieces
+
         if not self.stats:
             return Text("no finished answer yet")
         (stats,) = self.stats
@@ -177,11 +179,8 @@ class Session:
             accepted = min(record.accepted, record.returned)
             drafted += [True] * accepted + [False] * (record.returned - accepted)
         text = Text(overflow="fold")
-        shown = ""
-        for end, green in enumerate(drafted, start=1):
-            whole = str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
-            if not whole.endswith("\ufffd"):  # a character may take several tokens
-                text.append(whole[len(shown) :], "green" if green else "")
-                shown = whole
+        pieces = text_pieces(self.tokenizer, tokens, skip_special_tokens=True)
+        for piece, green in zip(pieces, drafted, strict=True):
+            text.append(piece, "green" if green else "")
         share = sum(drafted) / len(drafted)
         return text.append(f"\n{sum(drafted)} of {len(drafted)} tokens were drafted, {share:.0%}", "dim")

@@ -299,6 +299,7 @@ def stock(target: Target, batch: int, repeats: int, name: str) -> list[dict[str,
     found = []
     for what, more in (("eager", {}), ("static cache, compiled", {"cache_implementation": "static"})):
         settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **more}
+        settings["stop_strings"] = None
         seconds = []
         for count in (2 + repeats, 2 + repeats, 2):  # the first one warms up and compiles
             start = now(target.device)

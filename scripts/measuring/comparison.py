@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from headstart.inference import SpeculativeLM, Stats, Target
+from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import DecodingOptions
 from headstart.train.console import ProgressBar, counted
@@ -47,6 +48,13 @@ def answer_settings(new_tokens: int, temperature: float, top_k: int = 0, top_p: 
         return {"max_new_tokens": new_tokens, "do_sample": False}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     return {"max_new_tokens": new_tokens, "do_sample": True, **sampling}
+
+
+def stock_settings(target: Target, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+    """Arguments of `model.generate` that only a model with stop strings of its own needs; ours finds its tokenizer."""
+    if not target.model.generation_config.stop_strings:
+        return {}
+    return {"tokenizer": tokenizer or load_tokenizer(target.name)}
 
 
 def answered(

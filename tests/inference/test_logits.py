@@ -157,7 +157,8 @@ def test_lengths_are_counted_as_generate_counted_them_over_the_padded_prompt(pro
                 torch.testing.assert_close(scores[place, node], expected)
 
 
-def test_a_constraint_is_asked_for_its_row_and_only_about_texts_that_it_allowed():
+def test_a_constraint_is_asked_for_its_row_about_the_root_alone():
+    """Nodes below are scored when they are known to be accepted."""
     asked = []
 
     def allowed(row, text):
@@ -166,18 +167,12 @@ def test_a_constraint_is_asked_for_its_row_and_only_about_texts_that_it_allowed(
 
     texts, tree = Texts(), tree_of_two_rows()
     processors = LogitsProcessorList([known.PrefixConstrainedLogitsProcessor(allowed, 1)])
-    scores = TreeLogitsProcessor(processors, texts.paddings)(torch.zeros(2, 6, V), tree, texts.text, texts.active)
+    process = TreeLogitsProcessor(processors, texts.paddings)
+    scores = process(torch.zeros(2, 6, V), tree, texts.text, texts.active)
     one, two = texts.rows
-    assert asked == [
-        (1, two.tolist()),
-        (1, [*two.tolist(), 3]),
-        (1, [*two.tolist(), 3, 2]),
-        (1, [*two.tolist(), 3, 2, 3]),
-        (0, one.tolist()),
-        (0, [*one.tolist(), 3]),
-    ]
+    assert process.one_by_one and process.calls == 2
+    assert asked == [(1, two.tolist()), (0, one.tolist())]
     assert scores[1, 0].isfinite().nonzero().flatten().tolist() == [3]
-    assert scores[0, 2].isfinite().all()  # token 5 was forbidden: what follows it does not matter
 
 
 def test_repetition_penalty_does_not_see_what_generate_says_is_padding():
@@ -213,21 +208,25 @@ def test_every_processor_that_is_run_without_its_text_is_shown_above_not_to_need
     assert set(PREFIX_FREE) <= shown
 
 
-class Own(LogitsProcessor):
-    """Forbids the token two before."""
+def test_a_temperature_that_makes_scores_infinite_is_refused():
+    TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-30)]), [0])
+    with pytest.raises(ValueError, match="temperature 1e-45 is below 1e-38, so that scores are infinite"):
+        TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-45)]), [0])
 
-    def __call__(self, input_ids, scores):
-        return scores.scatter(1, input_ids[:, -2:-1], -torch.inf)
 
+def test_a_processor_of_the_users_own_may_write_to_the_scores():
+    class InPlace(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores[:, input_ids[0, -1]] = -torch.inf
+            return scores
 
-def test_a_processor_of_the_users_own_sees_each_nodes_text():
-    texts, tree = Texts(), tree_of_two_rows()
-    scores = TreeLogitsProcessor(LogitsProcessorList([Own()]), texts.paddings)(
-        torch.zeros(2, 6, V), tree, texts.text, texts.active
-    )
-    assert (scores[0, 0] == -torch.inf).nonzero().flatten().tolist() == [3]
-    assert (scores[0, 1] == -torch.inf).nonzero().flatten().tolist() == []  # 3 was forbidden at the root
-    assert (scores[0, 2] == -torch.inf).nonzero().flatten().tolist() == [2]
+    texts, tree, logits = Texts(), tree_of_two_rows(), torch.zeros(2, 6, V)
+    process = TreeLogitsProcessor(LogitsProcessorList([InPlace()]), texts.paddings)
+    scores = process(logits, tree, texts.text, texts.active)
+    after = process.score_next(1, torch.tensor([5, 2]), logits[0, 2])
+    assert (logits == 0).all()
+    assert (scores[0, 0] == -torch.inf).nonzero().flatten().tolist() == [int(texts.text(1)[-1])]
+    assert (after == -torch.inf).nonzero().flatten().tolist() == [2]
 
 
 @pytest.mark.parametrize(

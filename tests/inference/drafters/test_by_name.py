@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration, TemperatureLogitsWarper
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
@@ -307,3 +307,53 @@ def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target
         SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False)
     with pytest.raises(ValueError, match="corpus is empty"):
         Datastore.of([[], []])
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(258, 272), (272, 258), (272, 320)])
+@pytest.mark.parametrize("tree", ["chain:3", "branch:2x2", "drawn:chain:3"])
+def test_a_draft_model_may_pad_its_vocabulary_to_another_size(tiny_target, tokenizer, tmp_path, ours, theirs, tree):
+    """Tokens that it does not have are written, and prompts hold them."""
+    for name, size in (("target", ours), ("draft", theirs)):
+        tiny_target(vocab_size=size, seed=size).model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    draft = f"model:{tmp_path / 'draft'}"
+    lm = SpeculativeLM.from_pretrained(tmp_path / "target", dtype="float64", drafter=draft, tree=tree, fallback=False)
+    ids = torch.randint(0, ours, (3, 9), generator=torch.Generator().manual_seed(5))
+    ids[:, -3:] = ours - 1
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "pad_token_id": 257, "eos_token_id": []}
+    for bias in ({}, {"sequence_bias": {(ours - 1,): 3.0}}):
+        expected = lm.target.model.generate(ids, do_sample=False, **settings, **bias)
+        assert torch.equal(lm.generate(ids, do_sample=False, **settings, **bias).sequences, expected)
+        sampled = lm.generate(ids, do_sample=True, max_batch_size=2, **settings, **bias).sequences
+        assert sampled.shape == expected.shape and int(sampled.max()) < ours
+
+
+def test_a_small_encoder_decoder_may_pad_its_vocabulary_to_another_size(tokenizer, tmp_path):
+    for name, size in (("target", 272), ("draft", 258)):
+        torch.manual_seed(size)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+        config = T5Config(vocab_size=size, **sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None)
+        model = T5ForConditionalGeneration(config)
+        for parameter in model.parameters():
+            parameter.data *= 3 if parameter.ndim > 1 else 1
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    draft = f"model:{tmp_path / 'draft'}"
+    lm = SpeculativeLM.from_pretrained(tmp_path / "target", dtype="float64", drafter=draft, fallback=False)
+    ids = torch.tensor([[5, 271, 6, 265]])
+    settings = {"max_new_tokens": 30, "do_sample": False, "sequence_bias": {(271,): 2.0}}
+    expected = lm.target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert torch.equal(lm.generate(ids, torch.ones_like(ids), **settings).sequences, expected)
+
+
+@pytest.mark.parametrize("name", ["store", "a:b", "C:store", "12:4", "with space"])
+def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
+    folder = tmp_path / name
+    hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
+    Datastore.of([[1, 2, 3, 4, 1, 2, 3]], hash_of).save(folder)
+    for options, nodes in (("", 12), (":7", 7), (":7:3", 7), (":7:3:4", 7)):
+        lm = SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{folder}{options}", fallback=False)
+        assert lm.drafter.max_nodes == nodes
+    SpeculativeLM.from_pretrained(target_folder, drafter=f"ngram:2:{folder}", fallback=False)
+    with pytest.raises(ValueError, match="no datastore in"):
+        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", fallback=False)

@@ -1,0 +1,76 @@
+"""Chat: what is streamed is what is recorded, and every turn is answered as a fresh call would."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from headstart.inference import SpeculativeLM
+
+PLAIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEMPLATES = {
+    "as it is": PLAIN + START,
+    "stripped": PLAIN.replace("m['content']", "m['content'] | trim") + START,
+    "past answers dropped": PLAIN.replace(
+        "{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+    )
+    + START,
+    "past answers cut": PLAIN.replace("m['content']", "m['content'][:3]") + START,
+    "the last message first": "{{ messages[-1]['content'] }}: " + PLAIN + START,
+    "only the last message": "{{ messages[-1]['content'] }}" + START,
+    "a start that depends on the turn": PLAIN + START.replace("assistant", "assistant {{ messages | length }}"),
+}
+
+
+def cleaning(tokenizer):
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    other.clean_up_tokenization_spaces = True
+    other.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    return other
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, name, cleans):
+    target, tokenizer = tiny_target(), tools.build_tokenizer()
+    if cleans:
+        tokenizer = cleaning(tokenizer)
+    tokenizer.chat_template = TEMPLATES[name]
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [257, 10], "pad_token_id": 257}
+    chat = lm.chat(tokenizer, "be brief", **settings)
+    for turn in range(4):
+        pieces = list(chat.stream(f"message {turn} . ok ?"))
+        answer = chat.messages[-1]["content"]
+        assert "".join(pieces) == answer and all(pieces)
+        prompt = tokenizer.apply_chat_template(
+            chat.messages[:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        fresh = target.model.generate(**prompt, **settings)[0, prompt["input_ids"].shape[1] :]
+        assert answer == tokenizer.decode(fresh, skip_special_tokens=True)
+    assert len(chat.messages) == 9
+
+
+def test_an_answer_that_is_left_is_not_recorded_and_stop_strings_end_one(tiny_target, tools):
+    target, tokenizer = tiny_target(), tools.build_tokenizer()
+    lm = SpeculativeLM(target)
+    chat = lm.chat(tokenizer, max_new_tokens=60, do_sample=False, eos_token_id=[], pad_token_id=257)
+    answer = chat.say("hello")
+    left = lm.chat(tokenizer, max_new_tokens=60, do_sample=False, eos_token_id=[], pad_token_id=257)
+    stream = left.stream("hello")
+    next(stream)
+    stream.close()
+    assert left.messages == []
+    assert left.say("hello") == answer
+    letters = range(4, len(answer) - 2)
+    stop = next(answer[at] for at in letters if answer[at].isascii() and answer.index(answer[at]) == at)
+    for where in ("call", "settings", "model"):
+        model = target.model
+        model.generation_config.stop_strings = [stop] if where == "model" else None
+        given = {"stop_strings": [stop]} if where == "settings" else {}
+        chat = lm.chat(tokenizer, max_new_tokens=60, do_sample=False, eos_token_id=[], pad_token_id=257, **given)
+        said = chat.say("hello", **({"stop_strings": [stop]} if where == "call" else {}))
+        assert said == answer[: answer.index(stop) + 1]
