@@ -248,6 +248,11 @@ class TreeLogitsProcessor:
             self._score_row(scores_BNV[slot], tokens_BN[slot][nodes], parents_BN[slot][nodes], text_T, by_row[row])
         return scores_BNV
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether any processor reads the text, which makes the host wait in every round."""
+        return self._reads_text
+
     def draft_probs(self, logits: Tensor) -> Tensor:
         """Draft logits [..., V] to sampling probabilities, by the processors that read no text."""
         return self._flat(logits).softmax(-1)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..heads.layers.draft_cache import counting
 from .compiled import cpu_kernels
@@ -138,21 +137,59 @@ def speculation_step(
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
         tree = drafter.propose(roots_B)
+    before_B = cache.lengths_B
+    verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
+    if verified is None or not all(verified[0].tokens):
+        # The target's own numbers may be in order: a plain step tells.
+        cache.lengths_B = before_B
+        cache.erase_uncommitted(min(text_lengths(sequences)) - 1)
+        plain = NoDraft("not_finite").propose(roots_B)
+        verified = forward_and_verify(decoding, drafter, sequences, cache, plain, stats)
+        assert verified is not None
+    step, scores_BNV = verified
+    with timed(stats, "host"):
+        sequences.add(sequences.active, step, scores_BNV, stats)
+    with timed(stats, "draft"):
+        drafter.observe(step)
+    return step
+
+
+def forward_and_verify(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, tree: DraftTree, stats: Stats
+) -> tuple[StepResult, Tensor] | None:
+    """Verify a tree by one forward of the target, and commit what was accepted; also returns the scores [B, N, V].
+
+    A row emits no token where the target's scores after its root are invalid, see `StepResult.finite_BA`. Attention
+    multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
+    this tree or left in the cache by an earlier one, spoils all nodes. It never makes wrong scores that are finite.
+
+    Returns None for such a tree where processors read the text: these see only what plain decoding shows them.
+    """
     with timed(stats, "target"):
-        longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
+        longest = max(text_lengths(sequences)) - 1
         output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
+    if decoding.process_logits.reads_text and tree.fallback != "not_finite":
+        spoiled = output.logits_BNV[:, 0].isnan().all(-1).any()
+        if bool(spoiled):  # sync: these processors wait for the tokens anyway
+            return None
     with timed(stats, "processors"):
         scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
         if decoding.process_logits.processors:
             scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.active)
     sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
-    step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+    before_B = cache.lengths_B
+    verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
-        values_BK = drafter.host_values(step) if drafter.needs_host_values else None
-        step = sequences.add(sequences.active, step, scores_BNV, stats, values_BK)
-    with timed(stats, "draft"):
-        drafter.observe(step)
-    return step
+        values_BK = drafter.host_values(verified) if drafter.needs_host_values else None
+        step = sequences.read(verified, values_BK)
+        if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
+            cache.lengths_B = before_B + step.lengths_B
+    return step, scores_BNV
+
+
+def text_lengths(sequences: Sequences) -> list[int]:
+    """Tokens of each active row, the prompt's and new ones, its root included."""
+    return [len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active]
 
 
 class Verification:
@@ -239,11 +276,13 @@ class Verification:
             cache.compact(path_BA)
         emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
         if tree.in_order:
-            finite_BA = scores_BNV.amax(-1).isfinite()
+            best_BA = scores_BNV.amax(-1)
         else:
             rows_B1 = counting(len(path_BA), path_BA.device, column=True)
-            finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
+            best_BA = scores_BNV[rows_B1, path_BA].amax(-1)
             features_BAF = features_BAF[rows_B1, path_BA]
+        # An infinite logit is the best one; but there are no probabilities to sample from.
+        finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
         return path_BA, result.lengths_B, result.next_tokens_B, emitted_BA, features_BAF, finite_BA
 
     def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Tensor | Sampler:
@@ -384,7 +423,7 @@ def prefill(
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
         drafter.begin(context)
-    tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
+    tokens_BT = padded_prompts(prompts).to(target.device)
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
     if cache is None:
         room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
@@ -407,9 +446,20 @@ def prefill(
         noise.move_to(rows)
         sampler = noise.sampler(tree)
     step = StepResult(tree, output, *decoding.verification.verify(tree, output, scores_B1V, sampler, None))
+    step = sequences.read(step)
     sequences.add(rows, step, scores_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B))
     return cache, step.next_tokens_B
+
+
+def padded_prompts(prompts: Sequence[Tensor]) -> Tensor:
+    """Prompts [T] as one batch [B, T], each padded on the right with its last token.
+
+    Padding is read, and weighted by 0 where rows attend: a token that is not in the text could be one for which the
+    target computes NaN, as for an embedding that was never trained.
+    """
+    longest = max(map(len, prompts))
+    return torch.stack([torch.cat([prompt, prompt[-1:].expand(longest - len(prompt))]) for prompt in prompts])
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ class Branch:
 
     def _choose(self, row: Tensor) -> int:
         options = row.nonzero().flatten().tolist()
+        if not options:  # nothing can be drawn: `RandomSampler` returns the last, and its caller detects it
+            return len(row) - 1
         if self.place == len(self.script):
             self.script.append((0, len(options)))
         choice, _ = self.script[self.place]
