@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..heads.layers.draft_cache import counting
 from .compiled import cpu_kernels
@@ -423,7 +424,7 @@ def prefill(
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
         drafter.begin(context)
-    tokens_BT = padded_prompts(prompts).to(target.device)
+    tokens_BT = padded_prompts(prompts, target.device)
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
     if cache is None:
         room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
@@ -452,14 +453,15 @@ def prefill(
     return cache, step.next_tokens_B
 
 
-def padded_prompts(prompts: Sequence[Tensor]) -> Tensor:
-    """Prompts [T] as one batch [B, T], each padded on the right with its last token.
+def padded_prompts(prompts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Prompts [T] as one batch [B, T] on a device, each padded on the right with its last token.
 
     Padding is read, and weighted by 0 where rows attend: a token that is not in the text could be one for which the
     target computes NaN, as for an embedding that was never trained.
     """
-    longest = max(map(len, prompts))
-    return torch.stack([torch.cat([prompt, prompt[-1:].expand(longest - len(prompt))]) for prompt in prompts])
+    tokens_BT = pad_sequence(list(prompts), batch_first=True).to(device)
+    last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    return tokens_BT.gather(1, torch.minimum(counting(tokens_BT.shape[1], device), last_B1))
 
 
 @dataclass(frozen=True)

@@ -507,6 +507,11 @@ def _block_mask(visible_BNS: Tensor) -> BlockMask:
 
 @lru_cache(maxsize=8)
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number."""
-    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number.
+
+    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to itself, so that no
+    row of the mask is -inf throughout.
+    """
+    value = -torch.inf if dtype == torch.float16 else torch.finfo(dtype).min
+    lowest = torch.full((), value, dtype=dtype, device=device)
     return torch.zeros_like(lowest), lowest

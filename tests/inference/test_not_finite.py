@@ -10,12 +10,17 @@ import pytest
 import torch
 from helpers import Oracle, every_branch, exactly, write
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import HEADS, build_head
+from headstart.heads.layers.draft_cache import masked_attention
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
+from headstart.inference.compiled.cpu_decoder import is_packed, packed_head
 from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.head_and_lookup import joined
+from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.loop import padded_prompts
 from headstart.inference.verify import RULES
 
 VOCAB, NEW, BAD = 24, 9, 0
@@ -126,7 +131,6 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
     assert ours(lm, rows)[0] == greedy
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("tree", "rule"),
     [
@@ -138,7 +142,7 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
         ("independent:branch:2x1", "point_mass"),
     ],
 )
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)])
 def test_sampling_keeps_its_distribution_where_draft_logits_are_not_finite(tiny_target, tree, rule, depth, value):
     """At one depth alone, so that finite ones come before or after it."""
     target = tiny_target(vocab_size=3)
@@ -308,3 +312,138 @@ def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_targ
             ids.append(token)
         assert found[text] == pytest.approx(weight, abs=1e-9), text
     assert sum(found.values()) == pytest.approx(1)
+
+
+# What heads and draft models keep
+
+
+CACHED = {kind: head for kind, head in HEADS.items() if kind not in ("medusa", "hydra")}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
+    """Neither of a draft's embedding, nor of features and tokens after what a row accepted."""
+    model = model_of()
+    model.get_input_embeddings().weight.data[BAD] = math.nan
+    target = Target(model)
+    options = {"feature_layers": [0, 1]} if kind == "eagle3" else {"num_layers": 2} if kind in ("eagle", "cut") else {}
+    head = head_of(target, kind, **options)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    if compile:
+        head = packed_head(head)
+        assert is_packed(head)
+    width = len(head.feature_layers) * target.info.hidden_size
+    torch.manual_seed(3)
+    prompt_1TF, accepted_1AF = torch.randn(1, 6, width), torch.randn(1, 4, width)
+
+    @torch.inference_mode()
+    def drafts(broken):
+        """Logits of a healthy sibling of a broken draft, and of the next round's first drafts."""
+        token = BAD if broken else 7
+        state = head.begin(target.modules, 1, 40, 3, 9)
+        state = head.observe(state, prompt_1TF, torch.tensor([[5, 6, 7, 8, 9, 3]]), torch.tensor([6]))
+        _, state = head.expand(state, torch.tensor([[3]]), torch.tensor([[-1]]))
+        logits_BWV, state = head.expand(state, torch.tensor([[token, 4]]), torch.tensor([[0, 0]]))
+        sibling_V = logits_BWV[0, -1]
+        _, state = head.expand(state, torch.tensor([[2, token]]), torch.tensor([[0, 1]]))
+        features_1AF = accepted_1AF.clone()
+        features_1AF[:, 2] = math.nan if broken else 0
+        state = head.observe(state, features_1AF, torch.tensor([[4, 2, token, token]]), torch.tensor([2]))
+        first_BWV, state = head.expand(state, torch.tensor([[2]]), torch.tensor([[-1]]))
+        second_BWV, _ = head.expand(state, torch.tensor([[6, 5]]), torch.tensor([[0, 0]]))
+        return sibling_V, first_BWV, second_BWV
+
+    for mine, its in zip(drafts(True), drafts(False), strict=True):
+        assert bool(its.isfinite().all())
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_a_draft_model_drafts_again_after_a_token_that_is_nan_for_it(tiny_target):
+    target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB)
+    small.model.get_input_embeddings().weight.data[BAD] = math.nan
+    row = rows_of(7)[0]
+    truth = stock(target.model, row)
+    assert BAD not in truth
+    drafter = make_drafter(target, small, "branch:3x2x1", adaptive=False)
+    expand, calls = drafter.head.expand, []
+
+    def expanded(state, tokens_BW, parents_BW):
+        logits_BWV, state = expand(state, tokens_BW, parents_BW)
+        calls.append(1)
+        if len(calls) == 2:  # in the first round it drafts the token beside the best one, and reads both
+            logits_BWV = logits_BWV.clone()
+            logits_BWV[..., BAD] = logits_BWV.amax(-1) + 1
+        return logits_BWV, state
+
+    drafter.head.expand = expanded
+    found, stats = ours(SpeculativeLM(target, drafter), [row])
+    assert found == [truth]
+    assert stats.rows[0][1].accepted == 3  # of 3: the model is the target
+
+
+def test_padding_is_a_token_of_the_text():
+    """Which is read: another token might be one for which the target computes NaN."""
+    rows = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    assert padded_prompts(rows, torch.device("cpu")).tolist() == [[5, 6, 7], [8, 8, 8]]
+    tree = draft_tree([Trie([9]), merged(4, [[1, 2], [3]], 8)], torch.device("cpu"))
+    assert tree.tokens_BN[0].tolist() == [9] * 4 and tree.sizes_B.tolist() == [1, 4]
+    joint, _ = joined(tree, [merged(9, [[1]], 4), merged(4, [[1, 2], [5, 6, 7]], 8)])
+    assert set(joint.tokens_BN[0].tolist()) == {9, 1}
+
+
+# The target's own numbers
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_infinite_logit_is_the_best_one_and_cannot_be_sampled(compile):
+    model = model_of()
+    model.lm_head = torch.nn.Linear(64, VOCAB).requires_grad_(False)
+    model.lm_head.bias.data[9] = math.inf
+    lm = SpeculativeLM.from_pretrained(Target(model), drafter="prompt-lookup", compile=compile)
+    row = rows_of(5)[0]
+    assert stock(model, row) == [9] * NEW
+    assert ours(lm, [row])[0] == [[9] * NEW]
+    with pytest.raises(ValueError, match=r"target's logits for new token 0 of row 0 are infinite"):
+        ours(lm, [row], do_sample=True)
+
+
+def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, math.nan)
+
+    target = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=r"processors' scores for new token 0 of row 0 are no numbers"):
+        ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
+
+
+def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    spoil(target.model)
+    shown = []
+
+    class Watching(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            shown.append(bool(scores.isnan().any()))
+            return scores
+
+    row = rows_of(7)[0]
+    truth = ours(SpeculativeLM(target), [row])[0]
+    shown.clear()
+    lm = SpeculativeLM(target, Poisoned(SHAPES["branches"], truth, VOCAB, wrong=0.3))
+    found, stats = ours(lm, [row], logits_processor=LogitsProcessorList([Watching()]))
+    assert found == truth and {record.fallback for record in stats.rows[0]} == {"not_finite"}
+    assert shown and not any(shown)
+
+
+def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
+    """Added to such a score, the lowest float16 would not hide it."""
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
+    seen_BNS = torch.ones(1, 2, 6, dtype=torch.bool).tril(3)
+    mask = target._masks({"full_attention": seen_BNS})
+    query, key, value = torch.full((1, 4, 2, 8), 30.0), torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
+    key[:, :, -2:], value[:, :, -2:] = 60000.0, 1.0
+    out = masked_attention(*(each.half() for each in (query, key, value)), mask)
+    assert bool((out[:, :, 0] == 0).all())
