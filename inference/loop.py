@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,11 +142,13 @@ def speculation_step(
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
     if verified is None or not all(verified[0].tokens):
-        # The target's own numbers may be in order: a plain step tells.
+        # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the same: to
+        # drop them because of what was sampled would change the distribution.
         cache.lengths_B = before_B
         cache.erase_uncommitted(min(text_lengths(sequences)) - 1)
-        plain = NoDraft("not_finite").propose(roots_B)
-        verified = forward_and_verify(decoding, drafter, sequences, cache, plain, stats)
+        tree = NoDraft().propose(roots_B) if tree.draft_probs_BNV is None else tree
+        tree = replace(tree, fallback="not_finite")
+        verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
         assert verified is not None
     step, scores_BNV = verified
     with timed(stats, "host"):
@@ -164,12 +167,17 @@ def forward_and_verify(
     multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
     this tree or left in the cache by an earlier one, spoils all nodes. It never makes wrong scores that are finite.
 
-    Returns None for such a tree where processors read the text: these see only what plain decoding shows them.
+    Returns None for such a tree where processors read the text: these see only what plain decoding shows them. Also
+    for sampled drafts of which some cannot be verified.
     """
+    repeated = tree.fallback == "not_finite"
     with timed(stats, "target"):
-        longest = max(text_lengths(sequences)) - 1
-        output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
-    if decoding.process_logits.reads_text and tree.fallback != "not_finite":
+        lengths = text_lengths(sequences)
+        forward = decoding.target.forward_tree
+        if repeated and tree.max_depth > 0:
+            forward = partial(forward_without_spoiled, decoding.target, min(lengths) - 1)
+        output = forward(tree, max(lengths) - 1, cache, drafter.feature_layers)
+    if decoding.process_logits.reads_text and not repeated:
         spoiled = output.logits_BNV[:, 0].isnan().all(-1).any()
         if bool(spoiled):  # sync: these processors wait for the tokens anyway
             return None
@@ -184,8 +192,34 @@ def forward_and_verify(
         values_BK = drafter.host_values(verified) if drafter.needs_host_values else None
         step = sequences.read(verified, values_BK)
         if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
+            if tree.draft_probs_BNV is not None and not repeated:
+                return None
             cache.lengths_B = before_B + step.lengths_B
     return step, scores_BNV
+
+
+def forward_without_spoiled(
+    target: Target, shortest: int, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+) -> TargetOutput:
+    """`Target.forward_tree` for sampled drafts of which some spoil the others: these get NaN, the others their logits.
+
+    A forward over each node's path alone tells which they are; in the tree the root's token stands in their places.
+    The shortest row has `shortest` committed tokens.
+    """
+    assert tree.shape is not None  # of sampled trees
+    spoiled = []
+    for node in range(tree.shape.size):
+        path = [node]
+        while path[0] > 0:
+            path.insert(0, tree.shape.parents[path[0]])
+        cache.erase_uncommitted(shortest)
+        output = target.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
+        spoiled.append(output.logits_BNV[:, -1].isnan().all(-1))
+    spoiled_BN = torch.stack(spoiled, dim=1)
+    tokens_BN = torch.where(spoiled_BN, tree.tokens_BN[:, :1], tree.tokens_BN)
+    cache.erase_uncommitted(shortest)
+    output = target.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)
+    return replace(output, logits_BNV=output.logits_BNV.masked_fill(spoiled_BN[..., None], torch.nan))
 
 
 def text_lengths(sequences: Sequences) -> list[int]:

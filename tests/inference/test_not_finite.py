@@ -20,7 +20,9 @@ from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
 from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.logits import RandomSampler
 from headstart.inference.loop import padded_prompts
+from headstart.inference.tracing.record import Recorder
 from headstart.inference.verify import RULES
 
 VOCAB, NEW, BAD = 24, 9, 0
@@ -139,7 +141,6 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
         ("drawn:branch:2x1", "traversal"),
         ("drawn:branch:2x1", "without_replacement"),
         ("independent:branch:2x1", "with_replacement"),
-        ("independent:branch:2x1", "point_mass"),
     ],
 )
 @pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)])
@@ -312,6 +313,23 @@ def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_targ
             ids.append(token)
         assert found[text] == pytest.approx(weight, abs=1e-9), text
     assert sum(found.values()) == pytest.approx(1)
+
+
+def test_a_repeated_round_is_recorded_without_drafts():
+    model = model_of()
+    spoil(model)
+    target = Target(model)
+    head = head_of(target, "medusa")
+    for lm_head in head.lm_heads:
+        lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
+    recorder, row = Recorder(), rows_of(6)[0]
+    expected = stock(model, row)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
+    method = lm.decoding_method(RandomSampler(), recorder=recorder)
+    output = model.generate(row[None], attention_mask=torch.ones_like(row[None]), custom_generate=method, **PLAIN)
+    assert output.sequences[0, len(row) :].tolist() == expected
+    assert {each["fallback"] for each in recorder.rounds} == {"not_finite"}
+    assert all(len(each["nodes"]) == 1 for each in recorder.rounds)
 
 
 # What heads and draft models keep
