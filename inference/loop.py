@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,11 +171,12 @@ def forward_and_verify(
     """
     repeated = tree.fallback == "not_finite"
     with timed(stats, "target"):
-        lengths = text_lengths(sequences)
-        forward = decoding.target.forward_tree
+        lengths, target = text_lengths(sequences), decoding.target
+        given = (tree, max(lengths) - 1, cache, drafter.feature_layers)
         if repeated and tree.max_depth > 0:
-            forward = partial(forward_without_spoiled, decoding.target, min(lengths) - 1)
-        output = forward(tree, max(lengths) - 1, cache, drafter.feature_layers)
+            output = forward_without_spoiled(target, min(lengths) - 1, *given)
+        else:
+            output = target.forward_tree(*given)
     if decoding.process_logits.reads_text and not repeated:
         spoiled = output.logits_BNV[:, 0].isnan().all(-1).any()
         if bool(spoiled):  # sync: these processors wait for the tokens anyway

@@ -258,7 +258,7 @@ def packed_head(head: DraftHead) -> DraftHead:
     if not is_packed(packed):
         return head
     watch = WeightWatch()
-    packed.packed_from = watch, watch.version(packed)  # type: ignore[assignment]
+    cast(Any, packed).packed_from = watch, watch.version(packed)
     return packed
 
 
