@@ -1,6 +1,6 @@
 """Speculative decoding: the frozen target, its KV cache, draft trees, acceptance rules and the loop."""
 
-from .custom_generate import custom_generate, generate_from
+from .custom_generate import custom_generate, generate_from, refresh
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .models.loading import load_tokenizer, tokenizer_provenance
 from .sequences import Conversation
@@ -43,6 +43,7 @@ __all__ = [
     "custom_generate",
     "generate_from",
     "load_tokenizer",
+    "refresh",
     "spec_of",
     "tokenizer_origin",
     "tokenizer_provenance",

@@ -116,6 +116,12 @@ class _Engines(WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], Specu
         return type(None), ()
 
 
+def refresh(model: PreTrainedModel) -> None:
+    """`SpeculativeLM.refresh` for all that `custom_generate` keeps of a model."""
+    for _, engine in (vars(model).get(_Engines.NAME) or {}).values():
+        engine.refresh()
+
+
 def _engine(caller: Callable[..., Any], model: PreTrainedModel, **options: Any) -> SpeculativeLM:
     """The engine that was loaded for this caller, model and options; a new one if there is none."""
     engines = vars(model).get(_Engines.NAME)

@@ -189,6 +189,17 @@ class TreeCache(Cache):
         """Commit the first `lengths_B` tokens of the last forward where they lie."""
         self.lengths_B = self.lengths_B + lengths_B
 
+    def erase_uncommitted(self, shortest: int) -> None:
+        """Zero the slots after each row's committed tokens, of which the shortest row has `shortest`.
+
+        Rejected drafts lie there until others overwrite them. Their values have weight 0, which NaN and inf outlast.
+        """
+        slots_S = counting(self.capacity - shortest, self.lengths_B.device, shortest)
+        unused_BS = slots_S >= self.lengths_B[:, None]
+        for block in self.blocks:
+            after_LBGSE = block[:, : len(unused_BS), :, shortest : self.capacity]
+            after_LBGSE.masked_fill_(unused_BS.to(block.device)[None, :, None, :, None], 0)
+
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only; an index may repeat."""
         rows = len(rows_R)

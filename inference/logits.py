@@ -295,6 +295,11 @@ class TreeLogitsProcessor:
             scores_1V = processor(F.pad(text_1T, (padding, 0)), scores_1V)
         return scores_1V[0]
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether any processor reads the text, which makes the host wait in every round."""
+        return self._reads_text
+
     def draft_probs(self, logits: Tensor) -> Tensor:
         """Draft logits [..., V] to sampling probabilities, by the processors that read no text."""
         return self._flat(logits).softmax(-1)

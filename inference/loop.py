@@ -139,9 +139,50 @@ def speculation_step(
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
         tree = drafter.propose(roots_B)
+    before_B = cache.lengths_B
+    verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
+    if verified is None or not all(verified[0].tokens):
+        # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the same: to
+        # drop them because of what was sampled would change the distribution.
+        cache.lengths_B = before_B
+        cache.erase_uncommitted(min(text_lengths(sequences)) - 1)
+        tree = NoDraft().propose(roots_B) if tree.draft_probs_BNV is None else tree
+        tree = replace(tree, fallback="not_finite")
+        verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
+        assert verified is not None
+    step, scores_BNV = verified
+    with timed(stats, "host"):
+        sequences.add(sequences.active, step, scores_BNV, stats)
+    with timed(stats, "draft"):
+        drafter.observe(step)
+    return step
+
+
+def forward_and_verify(
+    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, tree: DraftTree, stats: Stats
+) -> tuple[StepResult, Tensor] | None:
+    """Verify a tree by one forward of the target, and commit what was accepted; also returns the scores [B, N, V].
+
+    A row emits no token where the target's scores after its root are invalid, see `StepResult.finite_BA`. Attention
+    multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
+    this tree or left in the cache by an earlier one, spoils all nodes. It never makes wrong scores that are finite.
+
+    Returns None for such a tree where processors read the text: these see only what plain decoding shows them. Also
+    for sampled drafts of which some cannot be verified.
+    """
+    repeated = tree.fallback == "not_finite"
     with timed(stats, "target"):
-        longest = max(len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active) - 1
-        output = decoding.target.forward_tree(tree, longest, cache, drafter.feature_layers)
+        lengths, target = text_lengths(sequences), decoding.target
+        given = (tree, max(lengths) - 1, cache, drafter.feature_layers)
+        if repeated and tree.max_depth > 0:
+            output = forward_without_spoiled(target, min(lengths) - 1, *given)
+        else:
+            output = target.forward_tree(*given)
+    if decoding.process_logits.reads_text and not repeated:
+        # Of a sampled tree all nodes must be in order: a processor that keeps a state may see a text only once.
+        nodes_BNV = output.logits_BNV[:, :1] if tree.draft_probs_BNV is None else output.logits_BNV
+        if bool(nodes_BNV.isnan().all(-1).any()):  # sync: these processors wait for the tokens anyway
+            return None
     sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     with timed(stats, "processors"):
         scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
@@ -150,13 +191,45 @@ def speculation_step(
         if decoding.process_logits.one_by_one and tree.max_depth > 0:
             sampler = decoding.verification.drawn(tree, scores_BNV, sampler)
             score_accepted(decoding, tree, scores_BNV, sequences, sampler)
-    step = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+    before_B = cache.lengths_B
+    verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
     with timed(stats, "host"):
-        values_BK = drafter.host_values(step) if drafter.needs_host_values else None
-        step = sequences.add(sequences.active, step, scores_BNV, stats, values_BK)
-    with timed(stats, "draft"):
-        drafter.observe(step)
-    return step
+        values_BK = drafter.host_values(verified) if drafter.needs_host_values else None
+        step = sequences.read(verified, values_BK)
+        if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
+            if tree.draft_probs_BNV is not None and not repeated:
+                return None
+            cache.lengths_B = before_B + step.lengths_B
+    return step, scores_BNV
+
+
+def forward_without_spoiled(
+    target: Target, shortest: int, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+) -> TargetOutput:
+    """`Target.forward_tree` for sampled drafts of which some spoil the others: these get NaN, the others their logits.
+
+    A forward over each node's path alone tells which they are; in the tree the root's token stands in their places.
+    The shortest row has `shortest` committed tokens.
+    """
+    assert tree.shape is not None  # of sampled trees
+    spoiled = []
+    for node in range(tree.shape.size):
+        path = [node]
+        while path[0] > 0:
+            path.insert(0, tree.shape.parents[path[0]])
+        cache.erase_uncommitted(shortest)
+        output = target.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
+        spoiled.append(output.logits_BNV[:, -1].isnan().all(-1))
+    spoiled_BN = torch.stack(spoiled, dim=1)
+    tokens_BN = torch.where(spoiled_BN, tree.tokens_BN[:, :1], tree.tokens_BN)
+    cache.erase_uncommitted(shortest)
+    output = target.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)
+    return replace(output, logits_BNV=output.logits_BNV.masked_fill(spoiled_BN[..., None], torch.nan))
+
+
+def text_lengths(sequences: Sequences) -> list[int]:
+    """Tokens of each active row, the prompt's and new ones, its root included."""
+    return [len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active]
 
 
 def score_accepted(
@@ -276,11 +349,13 @@ class Verification:
             cache.compact(path_BA)
         emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
         if tree.in_order:
-            finite_BA = scores_BNV.amax(-1).isfinite()
+            best_BA = scores_BNV.amax(-1)
         else:
             rows_B1 = counting(len(path_BA), path_BA.device, column=True)
-            finite_BA = scores_BNV[rows_B1, path_BA].amax(-1).isfinite()
+            best_BA = scores_BNV[rows_B1, path_BA].amax(-1)
             features_BAF = features_BAF[rows_B1, path_BA]
+        # An infinite logit is the best one; but there are no probabilities to sample from.
+        finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
         return path_BA, result.lengths_B, result.next_tokens_B, emitted_BA, features_BAF, finite_BA
 
     def drawn(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
@@ -428,7 +503,7 @@ def prefill(
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
         drafter.begin(context)
-    tokens_BT = pad_sequence(prompts, batch_first=True).to(target.device)
+    tokens_BT = padded_prompts(prompts, target.device)
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
     if cache is None:
         room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
@@ -451,9 +526,21 @@ def prefill(
         noise.move_to(rows)
         sampler = noise.sampler(tree)
     step = StepResult(tree, output, *decoding.verification.verify(tree, output, scores_B1V, sampler, None))
+    step = sequences.read(step)
     sequences.add(rows, step, scores_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B))
     return cache, step.next_tokens_B
+
+
+def padded_prompts(prompts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Prompts [T] as one batch [B, T] on a device, each padded on the right with its last token.
+
+    Padding is read, and weighted by 0 where rows attend: a token that is not in the text could be one for which the
+    target computes NaN, as for an embedding that was never trained.
+    """
+    tokens_BT = pad_sequence(list(prompts), batch_first=True).to(device)
+    last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    return tokens_BT.gather(1, torch.minimum(counting(tokens_BT.shape[1], device), last_B1))
 
 
 @dataclass(frozen=True)

@@ -87,41 +87,46 @@ class Sequences:
             answers.append(ended)
         return answers[len(tokens) - 1]
 
-    def add(
-        self,
-        rows: Sequence[int],
-        step: StepResult,
-        scores_BNV: Tensor,
-        stats: Stats | None = None,
-        values_BK: Tensor | None = None,
-    ) -> StepResult:
-        """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
+    @staticmethod
+    def read(step: StepResult, values_BK: Tensor | None = None) -> StepResult:
+        """The step with its tokens, and the drafter's integers `values_BK`, on the host.
 
-        Returns:
-            The step with its tokens and the drafter's integers `values_BK` on the host.
-
-        Raises:
-            ValueError: the target's logits are NaN, or the processors left no token.
+        A path is cut before a node whose scores are invalid: its token is the last that follows from valid ones.
         """
         columns = [step.lengths_B[:, None], step.finite_BA, step.emitted_BA]
         # sync: the only one of a round; the host must know what to return and when to stop
         found = torch.cat([*columns, *([] if values_BK is None else [values_BK])], dim=1).tolist()
-        most, emitted = step.emitted_BA.shape[1], []
-        for slot, (row, (length, *values)) in enumerate(zip(rows, found, strict=True)):
-            emitted.append(values[most : most + length])
-            valid = sum(accumulate(values[:most], min))  # up to the first that is not finite
-            count = self._append(row, emitted[-1][:valid], scores_BNV[slot], step.path_BA[slot])
-            if valid < length and row not in self.ended:  # tokens behind a row's end may be invalid
-                self._refuse(row, step.output.logits_BNV[slot, step.path_BA[slot, valid]])
+        most, emitted, whole = step.emitted_BA.shape[1], [], True
+        for length, *values in found:
+            valid = sum(accumulate(values[:length], min))  # up to the first that is not finite
+            emitted.append(values[most : most + valid])
+            whole = whole and valid == length
+        step = replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
+        if whole:
+            return step
+        lengths_B = torch.tensor([len(tokens) for tokens in emitted], device=step.lengths_B.device)
+        last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
+        return replace(step, lengths_B=lengths_B, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
+
+    def add(self, rows: Sequence[int], step: StepResult, scores_BNV: Tensor, stats: Stats | None = None) -> None:
+        """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
+
+        Raises:
+            ValueError: the target's scores after the newest token are invalid, and why.
+        """
+        for slot, (row, tokens) in enumerate(zip(rows, step.tokens, strict=True)):
+            if not tokens:
+                root = step.path_BA[slot, 0]
+                self._refuse(row, step.output.logits_BNV[slot, root], scores_BNV[slot, root])
+            count = self._append(row, tokens, scores_BNV[slot], step.path_BA[slot])
             for kept, values_BNV in ((self.scores, scores_BNV), (self.logits, step.output.logits_BNV)):
                 if kept is not None:
                     kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
             if stats is not None:
                 tree, number = step.tree, len(stats.round_seconds)
-                stats.rows[row].append(RoundRecord(length - 1, count, tree.max_depth, number, tree.fallback))
+                stats.rows[row].append(RoundRecord(len(tokens) - 1, count, tree.max_depth, number, tree.fallback))
         for callback in self.callbacks:
             callback(self)
-        return replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
 
     def _append(self, row: int, tokens: list[int], scores_NV: Tensor, path_A: Tensor) -> int:
         """Append tokens, whose scores are those of the path's nodes, up to where the row ends; return how many."""
@@ -137,16 +142,20 @@ class Sequences:
             self.streamer.put(torch.tensor(tokens[:count]))
         return count
 
-    def _refuse(self, row: int, logits_V: Tensor) -> None:
-        position = len(self.rows[row])
-        if logits_V.isnan().any():
-            raise ValueError(
-                f"the target's logits for new token {position} of row {row} are no numbers (NaN): the model's weights "
-                "or its number format are broken, so nothing can be drawn from them"
-            )
-        raise ValueError(
-            f"the logits processors forbid every token at new token {position} of row {row}; leave at least one allowed"
-        )
+    def _refuse(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
+        """Say why no token can be chosen by a row's scores."""
+        where = f"new token {len(self.rows[row])} of row {row}"
+        for values_V, whose in ((logits_V, "the target's logits"), (scores_V, "the logits processors' scores")):
+            broken = "the model's weights or its number format are" if values_V is logits_V else "a processor is"
+            if values_V.isnan().any():
+                raise ValueError(
+                    f"{whose} for {where} are no numbers (NaN): {broken} broken, so nothing can be drawn from them"
+                )
+            if values_V.isposinf().any():
+                raise ValueError(
+                    f"{whose} for {where} are infinite: {broken} broken, so there are no probabilities to sample from"
+                )
+        raise ValueError(f"the logits processors forbid every token at {where}; leave at least one allowed")
 
 
 def shared_length(texts: Sequence[Sequence[int] | str]) -> int:
@@ -202,6 +211,7 @@ class Conversation:
         drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
         self.cache.ensure_capacity(context.capacity)
         self.cache.lengths_B = kept_B
+        self.cache.erase_uncommitted(kept)
         self.cache.prefilled = kept
         return self.cache, kept
 

@@ -203,15 +203,28 @@ class SpeculativeLM:
         """Compile plain steps and speculation rounds for this device; `compile="auto"` does so on CPUs.
 
         On a CPU, target and head run in our own kernels, built once per machine in seconds. They hold a copy of the
-        weights in the shortest exact format, renewed when the target's weights change in place. Without a C++ compiler
-        a warning is given and nothing changes. On an accelerator, rounds are CUDA graphs, recorded at first use, which
-        takes minutes per process; weights must not change afterwards.
+        weights in the shortest exact format, renewed when the weights change: every call compares a few elements of
+        each tensor. After a change that this may miss call `refresh`. Without a C++ compiler a warning is given and
+        nothing changes. On an accelerator, rounds are CUDA graphs, recorded at first use, which takes minutes per
+        process; they read the weights where they lie.
         """
         with as_loaded(self.target.model):
             self.target.compile()
         self.drafter.compile()
         for rule in (self.sampling_rule, self.greedy_rule):
             rule.compile(self.target.device)
+        return self
+
+    def refresh(self) -> SpeculativeLM:
+        """Copy the weights of target, head and draft model again; conversations read their text again.
+
+        Needed only after a change that each call's comparison of sampled weights cannot see: a write through `.data` to
+        a few rows of an embedding or LM head, or to so few elements that none of the sampled ones differs.
+        """
+        with self.target.lock:
+            self.target.refresh()
+            for lm in (self, *self._variants.values()):
+                lm.drafter.renew(force=True)
         return self
 
     @cached_property
@@ -482,6 +495,7 @@ class SpeculativeLM:
                             draft_model.check_encoder_outputs()
                 if target.compiled:
                     target.compile()  # again, if weights or active adapters have changed
+                self.drafter.renew()
                 self._check_size(prompts, new_tokens, max_batch_size)
                 sequences = Sequences(
                     prompts,
@@ -495,9 +509,10 @@ class SpeculativeLM:
                     callbacks=self.round_callbacks,
                 )
                 decoding = Decoding(target, rule, process_logits, sampler)
-                if past is not None and past.owner != (self, target.version):
+                owner = None if past is None else (self, target.version)
+                if past is not None and past.owner != owner:
                     past.forget()
-                    past.owner = (self, target.version)
+                    past.owner = owner
                 try:
                     decoded = speculate if recorder is None else recorder.speculate
                     stats = decoded(decoding, drafter, sequences, past)

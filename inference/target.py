@@ -26,6 +26,7 @@ from ..heads.layers.draft_cache import FEW, counting
 from .compiled import cpu_kernels
 from .compiled.cpu_decoder import PackedDecoder, packed_decoder
 from .kv_cache import Pool, StateShape, TreeCache
+from .models.changes import WeightWatch
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
 from .models.interface import ForwardInterface, try_forward
@@ -114,6 +115,8 @@ class Target:
         self.packed_model: Any = None
         """On a CPU, for other models: a copy with linear layers in our kernels."""
         self._compiled_version: Hashable = None
+        self._weights = WeightWatch()
+        self._refreshed = 0
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
@@ -175,10 +178,10 @@ class Target:
         return cls(model, str(source), downloaded_commit(source, revision, options))
 
     def compile(self) -> None:
-        """Compile the forwards; again, if weights or active adapters have changed since.
+        """Compile the forwards; again, if weights or active adapters have changed since, as far as `version` sees it.
 
         On a CPU, trees and prompts run in our kernels, which hold a copy of the weights in their shortest exact format.
-        Elsewhere, trees run in a CUDA graph, compiled at first use; the weights must not change afterwards.
+        Elsewhere, trees run in a CUDA graph, compiled at first use, which reads the weights where they lie.
         """
         version = self.version
         if self._compiled_version == version:
@@ -217,11 +220,14 @@ class Target:
 
     @property
     def version(self) -> Hashable:
-        """The model, its active adapters, and on a CPU a number that grows with every change of a weight in place."""
-        # Elsewhere graphs read the weights where they are.
-        weights = self.model.parameters() if cpu_kernels.serve(self.device) else ()
-        changes = sum(weight._version for weight in weights if not weight.is_inference())
-        return id(self.model), active_adapters(self.model), changes
+        """The model, its active adapters, and the state of its weights, see `models.changes`."""
+        return id(self.model), active_adapters(self.model), self._refreshed, self._weights.version(self.model)
+
+    def refresh(self) -> None:
+        """Take the weights for changed, as after a write that `version` cannot see; copies are made again."""
+        self._refreshed += 1
+        if self.compiled:
+            self.compile()
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Merge a peft adapter into the weights, as a jointly trained head needs."""
@@ -518,6 +524,11 @@ def _block_mask(visible_BNS: Tensor) -> BlockMask:
 
 @lru_cache(maxsize=8)
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number."""
-    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number.
+
+    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to itself, so that no
+    row of the mask is -inf throughout.
+    """
+    value = -torch.inf if dtype == torch.float16 else torch.finfo(dtype).min
+    lowest = torch.full((), value, dtype=dtype, device=device)
     return torch.zeros_like(lowest), lowest

@@ -182,7 +182,8 @@ class Branch:
         return torch.tensor([self._choose(row) for row in probs.reshape(-1, probs.shape[-1])]).reshape(probs.shape[:-1])
 
     def accept(self, probs: Tensor) -> Tensor:
-        chances = [torch.stack([1 - prob, prob]) for prob in probs.flatten()]
+        known = probs.nan_to_num(0.0)  # as `RandomSampler` rejects NaN
+        chances = [torch.stack([1 - prob, prob]) for prob in known.flatten()]
         return torch.tensor([self._choose(row) == 1 for row in chances]).reshape(probs.shape)
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
@@ -202,7 +203,10 @@ class Branch:
         return chosen
 
     def _choose(self, row: Tensor) -> int:
+        row = row.nan_to_num(0.0)
         options = row.nonzero().flatten().tolist()
+        if not options:  # nothing can be drawn: `RandomSampler` returns the last, and its caller detects it
+            return len(row) - 1
         if self.place == len(self.script):
             self.script.append((0, len(options)))
         choice, _ = self.script[self.place]

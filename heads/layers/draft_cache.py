@@ -124,9 +124,14 @@ class KVEntries:
     drafts_N: Tensor | None = None
 
     def store(self, layer: int, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new entries into the cache; return all keys and values of the layer."""
+        """Put new entries into the cache; return all keys and values of the layer.
+
+        NaN and inf are stored as 0: attention multiplies by 0 what a token does not see, and 0 x NaN is NaN, so one
+        draft would spoil all others and, left in the cache, those of later rounds.
+        """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for states, new in ((keys, key_BGTE), (values, value_BGTE)):
+            new = new.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             if self.slots_BT is None:
                 states[:, :, self.first : self.first + new.shape[2]] = new
             else:  # not by `scatter_`, which would copy the whole cache on a CPU

@@ -23,6 +23,7 @@ from ...heads.eagle3 import FusionLayer
 from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries, counting
 from ..kv_cache import StateShape, TreeCache
+from ..models.changes import WeightWatch
 from .cpu_kernels import PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
 
 SILU = type(ACT2FN["silu"])
@@ -65,7 +66,7 @@ class Call(ctypes.Structure):
         *((name, INTEGER) for name in ("hidden", "heads", "groups", "size", "inner")),
         *((name, INTEGER) for name in ("batch", "nodes", "slots", "capacity", "feature_step", "threads")),
         *((name, DOUBLE) for name in ("eps", "scale")),
-        ("norm_before_residual", INTEGER),
+        *((name, INTEGER) for name in ("norm_before_residual", "finite")),
         *((name, POINTER) for name in ("places", "cosines", "sines", "embeds", "state")),
     )
 
@@ -73,10 +74,18 @@ class Call(ctypes.Structure):
 class PackedLayers:
     """Decoder layers of one shape, and the call that runs them."""
 
-    def __init__(self, layers: Sequence[LlamaLayer], eps: float, dtype: torch.dtype, rounded: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LlamaLayer],
+        eps: float,
+        dtype: torch.dtype,
+        rounded: bool = False,
+        finite: bool = False,
+    ) -> None:
         """Pack the weights of layers, of which the first may have a `hidden_norm`, as EAGLE-3's has.
 
-        Values in the caches are rounded to `dtype`, float32 or bfloat16, and weights as in `pack`.
+        Values in the caches are rounded to `dtype`, float32 or bfloat16, and weights as in `pack`. With `finite`, NaN
+        and inf enter the caches as 0, see `KVEntries.store`.
         """
         first, self.dtype = layers[0].self_attn, dtype
         self.size = int(first.head_dim)
@@ -90,6 +99,7 @@ class PackedLayers:
             eps=eps,
             scale=getattr(first, "scaling", self.size**-0.5),
             norm_before_residual=getattr(layers[0], "norm_before_residual", False),
+            finite=finite,
         )
         self.kept: list[Any] = []
         """Tensors to which the kernels hold pointers."""
@@ -209,9 +219,15 @@ class PackedBlock(nn.Module):
 
     def __init__(self, layer: DecoderLayer | FusionLayer) -> None:
         super().__init__()
+        self.layer = layer
         self.dtype = layer.self_attn.q_proj.weight.dtype
         self.fuses = isinstance(layer, FusionLayer)
-        self.layers = PackedLayers([layer], layer.post_attention_layernorm.eps or 0.0, self.dtype, rounded=True)
+        self.pack()
+
+    def pack(self) -> None:
+        """Copy the layer's weights as they are now."""
+        eps = self.layer.post_attention_layernorm.eps or 0.0
+        self.layers = PackedLayers([self.layer], eps, self.dtype, rounded=True, finite=True)
 
     def forward(self, *given: Any) -> Tensor:
         """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
@@ -239,7 +255,24 @@ def packed_head(head: DraftHead) -> DraftHead:
     if library() is None or is_packed(head):
         return head
     packed = cast(DraftHead, packed_copy(head, block, rounded=True))
-    return packed if is_packed(packed) else head
+    if not is_packed(packed):
+        return head
+    watch = WeightWatch()
+    cast(Any, packed).packed_from = watch, watch.version(packed)
+    return packed
+
+
+def renew_packed(head: DraftHead, force: bool = False) -> None:
+    """Pack the weights of a head that drafts in the kernels again, if they have changed, or with `force`."""
+    if not is_packed(head):
+        return
+    watch, before = cast(Any, head).packed_from
+    version = watch.version(head)
+    if force or version != before:
+        for module in head.modules():
+            if isinstance(module, PackedLinear | PackedBlock):
+                module.pack()
+        cast(Any, head).packed_from = watch, version
 
 
 def is_packed(head: DraftHead) -> bool:

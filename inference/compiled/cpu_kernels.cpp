@@ -445,6 +445,7 @@ struct Call {
   int64_t batch, nodes, slots, capacity, feature_step, threads;
   double eps, scale;
   int64_t norm_before_residual;
+  int64_t finite;         // whether NaN and inf enter the cache as 0: a draft's entries may be seen by no other draft
   const int64_t* places;  // [batch, nodes]: the slots of the new entries
   const float* cosines;   // [batch, nodes, size]
   const float* sines;
@@ -618,9 +619,13 @@ void decoder_layers(const Call& call, const Layer* layers, int64_t count) {
         }
         const int64_t at = ((b * call.groups + g) * call.capacity + call.places[row]) * size;
         const float* new_value = value.data() + row * padded(shared) + g * size;
+        const auto kept = [&](const float* from) {
+          const Floats entry = rounded<Number>(load<Floats>(from));
+          return call.finite ? (entry * 0.0f == 0.0f ? entry : Floats{}) : entry;
+        };
         for (int64_t i = 0; i < size; i += LANES) {
-          store_rounded(static_cast<Number*>(layer.keys) + at + i, load<Floats>(its + i));
-          store_rounded(static_cast<Number*>(layer.values) + at + i, load<Floats>(new_value + i));
+          store_rounded(static_cast<Number*>(layer.keys) + at + i, kept(its + i));
+          store_rounded(static_cast<Number*>(layer.values) + at + i, kept(new_value + i));
         }
       }
     const int64_t of_group = together * call.nodes, pieces = std::max<int64_t>(1, call.threads);

@@ -309,8 +309,12 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, rounded: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.packed = pack(layer.weight, layer.bias, rounded)
+        self.weight, self.bias, self.rounded = layer.weight, layer.bias, rounded
+        self.pack()
+
+    def pack(self) -> None:
+        """Copy the layer's weights as they are now."""
+        self.packed = pack(self.weight, self.bias, self.rounded)
 
     def forward(self, rows: Tensor) -> Tensor:
         return linear(self.packed, rows, self.weight.dtype == torch.bfloat16).to(rows.dtype)

@@ -261,6 +261,10 @@ class AdaptiveDrafter(Drafter):
         for tree in self.trees:
             tree.compile()
 
+    def renew(self, force: bool = False) -> None:
+        for tree in self.trees:
+            tree.renew(force)
+
     def _share_state(self) -> None:
         """Give all trees of a head the state of the first."""
         heads = [tree for tree in self.trees if isinstance(tree, HeadDrafter)]

@@ -73,10 +73,11 @@ class StepResult:
     features_BAF: Tensor
     """The accepted nodes' features."""
     finite_BA: Tensor
-    """Whether the accepted nodes' scores are finite for at least one token, and not NaN."""
+    """Whether a token can be chosen after each node of the path: no score is NaN, and one is above -inf; in sampling
+    none is inf either."""
     tokens: Sequence[list[int]] = ()
-    """On the host: each row's emitted tokens, without padding. Copied with all else that the host needs of a step, in
-    one synchronization."""
+    """On the host: each row's emitted tokens, without padding, up to the first that does not follow from finite scores.
+    Copied with all else that the host needs of a step, in one synchronization."""
     host_values: Sequence[list[int]] = ()
     """On the host: each row of what `Drafter.host_values` returned."""
 
@@ -177,6 +178,14 @@ class Drafter:
         """Draft in compiled functions from now on, where that is possible."""
         for part in self.parts:
             part.compile()
+
+    def renew(self, force: bool = False) -> None:
+        """Before a generation: copy weights again, where compiled functions hold copies, if they have changed.
+
+        With `force` in any case.
+        """
+        for part in self.parts:
+            part.renew(force)
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only, in this order; an index may repeat: `replace` then overwrites the copies."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...heads import TargetInfo, TargetModules
+from ...heads.layers.draft_cache import counting
 from ..kv_cache import TreeCache
 from ..target import Target
 from ..tree import framed
@@ -81,16 +82,25 @@ class AssistantModel:
         self, state: AssistantState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
     ) -> AssistantState:
         accepted = tokens_BA.shape[1]
+        # What follows a row's tokens is read and not seen, but may be a token for which the model computes NaN.
+        last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
+        tokens_BA = tokens_BA.gather(1, torch.minimum(counting(accepted, tokens_BA.device), last_B1))
         # After a chunk of a prompt there is always more, so its logits are not wanted.
         wanted = accepted <= self.max_depth + 2
         kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
-        output = self.model.forward_chain(within(self.model, tokens_BA), state.longest, state.cache, (), kept_K)
-        state.cache.advance(lengths_B)
         root_BV = state.root_BV
-        if wanted:
-            last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
-            root_BV = output.logits_BNV.take_along_dim(last_B11, dim=1)[:, 0, : self.draft_vocab_size]
-        longest = int(state.cache.lengths_B.max())  # sync: right after the loop's own, for which all has been computed
+        for _ in range(2):
+            output = self.model.forward_chain(within(self.model, tokens_BA), state.longest, state.cache, (), kept_K)
+            if wanted:
+                root_BV = output.logits_BNV.take_along_dim(last_B1[..., None], dim=1)[:, 0, : self.draft_vocab_size]
+            # sync: right after the loop's own, for which all has been computed
+            before_B = state.cache.lengths_B
+            read = torch.stack([before_B.min(), (before_B + lengths_B).max(), root_BV.isnan().any().long()])
+            shortest, longest, spoiled = read.tolist()
+            if not spoiled:
+                break
+            state.cache.erase_uncommitted(shortest)  # the drafts of the round before may hold NaN
+        state.cache.advance(lengths_B)
         return AssistantState(state.cache, longest, root_BV)
 
     def expand(self, state: AssistantState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, AssistantState]:

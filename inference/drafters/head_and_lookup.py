@@ -95,9 +95,11 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     size = nodes + more
     into_BS, shared_BS = torch.where(is_new_BS, place_BS, size), torch.where(there_BS, place_BS, size)
     room_BM = tree.tokens_BN.new_zeros(batch, more + 1)  # the last column is discarded
+    # What stays empty is read, too: the root is a token of the text, while token 0 might have weights that are NaN.
+    roots_BM = tree.tokens_BN[:, :1].expand(-1, more + 1)
     below_BS = torch.cat([torch.zeros_like(place_BS[:, :1]), place_BS], dim=1).gather(1, parents_BS)
     joint = DraftTree(
-        torch.cat([tree.tokens_BN, room_BM], dim=1).scatter(1, into_BS, tokens_BS)[:, :size],
+        torch.cat([tree.tokens_BN, roots_BM], dim=1).scatter(1, into_BS, tokens_BS)[:, :size],
         torch.cat([tree.parents_BN, room_BM], dim=1).scatter(1, into_BS, below_BS)[:, :size],
         tree.sizes_B + is_new_BS.sum(-1),
         max_depth=max(tree.max_depth, *(max(trie.depths()) for trie in tries)),

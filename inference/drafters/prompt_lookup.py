@@ -58,14 +58,14 @@ class Trie:
 
 
 def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
-    """A batch of tries, padded to the largest."""
-    sizes = [len(trie.tokens) for trie in tries]
-    nodes = max(sizes)
-    columns = [
-        [*trie.tokens, *padding, *trie.parents, *padding, size]
-        for trie, size in zip(tries, sizes, strict=True)
-        for padding in [[0] * (nodes - size)]
-    ]
+    """A batch of tries, padded to the largest with their roots: other tokens might have weights that are NaN."""
+    nodes = max(len(trie.tokens) for trie in tries)
+    columns = []
+    for trie in tries:
+        size = len(trie.tokens)
+        tokens = [*trie.tokens, *[trie.tokens[0]] * (nodes - size)]
+        parents = [*trie.parents, *[0] * (nodes - size)]
+        columns.append([*tokens, *parents, size])
     tokens_BN, parents_BN, sizes_B1 = torch.tensor(columns, device=device).split([nodes, nodes, 1], dim=1)
     return DraftTree(tokens_BN, parents_BN, sizes_B1[:, 0], max_depth=max(max(trie.depths()) for trie in tries))
 

@@ -25,7 +25,7 @@ from ...heads import DraftHead, TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.draft_cache import STEP, counting
 from ..compiled import cpu_kernels
-from ..compiled.cpu_decoder import packed_head
+from ..compiled.cpu_decoder import packed_head, renew_packed
 from ..target import Target
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
@@ -194,6 +194,19 @@ class HeadDrafter(Drafter):
                 "expand": CompiledFunction(self.head.expand, name, device),
                 "observe": CompiledFunction(self.head.observe, name, device),
             }
+
+    def renew(self, force: bool = False) -> None:
+        if isinstance(self.head, AssistantModel):
+            model = self.head.model
+            if force:
+                model.refresh()
+            elif model.compiled:
+                model.compile()
+        elif isinstance(self.head, DraftHead):
+            renew_packed(self.head, force)
+            if self._graphs and force:
+                self._graphs = {}
+                self.compile()
 
     def _run(self, name: str, variant: Hashable, state: ModelState, *given: Any) -> Any:
         """Call `draft`, or the head's `expand` or `observe`, compiled or not.
@@ -378,7 +391,8 @@ class DynamicTree(HeadDrafter):
 
     A node's value is the product of the draft's probabilities on its path. Level by level the `width` best nodes are
     expanded, each to its `width` best children (section 4.1); of all candidates the best `size - 1` stay (4.2). Ties
-    go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent.
+    go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent. Children of a node
+    whose logits hold NaN or inf have the value -inf: in sorting, NaN would come before the root.
     """
 
     def __init__(self, head: DraftModel, tree: DynamicShape, modules: TargetModules, budget: int | None = None) -> None:
@@ -431,7 +445,8 @@ class DynamicTree(HeadDrafter):
                 logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
             at_least_fp32 = torch.promote_types(logits_BWV.dtype, torch.float32)
             best = logits_BWV.to(at_least_fp32).log_softmax(-1).topk(self.width, dim=-1)
-            values_BWR = best.values if values_BW1 is None else best.values + values_BW1
+            values_BWR = best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+            values_BWR = values_BWR if values_BW1 is None else values_BWR + values_BW1
             children_BWR = self.head.target_tokens(best.indices)
             if children_BWR.shape[1] != values_BWR.shape[1]:  # the same logits for the whole frontier
                 children_BWR = children_BWR.expand(-1, values_BWR.shape[1], -1)

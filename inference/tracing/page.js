@@ -21,6 +21,7 @@
     drafter_failed: "the drafter failed",
     large_batch: "the batch was too large for drafts to pay",
     out_of_memory: "memory was short",
+    not_finite: "the target's numbers for a draft were not finite",
   };
   const COLOURS = 8; // of depths, see page.css; deeper ones start again, their number tells them apart
 

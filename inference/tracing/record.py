@@ -188,7 +188,8 @@ class Recorder:
         parts = {part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0)) for part in PARTS}
         self._seconds = dict(stats.seconds)
         found = on_host(self._columns(step))
-        levels, self._expansions = len(self._expansions), []
+        levels = len(self._expansions) if step.tree.max_depth > 0 else 0  # a round may be repeated without drafts
+        self._expansions = []
         path = [int(node) for node in found["path"][: int(found["length"])]]
         tokens, parents = ([int(value) for value in found[name]] for name in ("tokens", "parents"))
         tree = HostTree(tokens, parents, int(found["size"]), path, int(found["next"]), step.tree.max_depth)

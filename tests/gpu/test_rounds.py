@@ -26,7 +26,7 @@ CASES = {
     "plain": ({}, 20),
     **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 40) for kind in HEADS},
     "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 55),
-    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 95),
+    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 97),
     "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 100),
     "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 200),
     "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 140),

@@ -1,16 +1,20 @@
 """Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes for the row alone.
 
-`HEADSTART_FUZZ=500` makes the random test at the end try as many cases.
+`HEADSTART_FUZZ=500` makes the random test at the end try as many cases, and tells how many it tries in a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
+import time
 
 import pytest
 import torch
 import transformers as tf
+from helpers import build_tokenizer
 from hypothesis import HealthCheck, assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -18,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 
 from headstart.heads import TargetFeatures, build_head
-from headstart.inference import SpeculativeLM, Target, TreeShape, loop
+from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, loop
 
 VOCAB = 37
 WINDOW = 3
@@ -287,8 +291,13 @@ CASES = st.fixed_dictionaries(
         "wrong": st.sampled_from([0.0, 0.2, 0.6]),
         "chunk": st.sampled_from([1, 3, 1024]),
         "slots": st.sampled_from([None, None, 1, 2]),
+        "planted": st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
+        "written": chance(st.integers(0, 999)),
     }
 )
+UNSAID = 0
+CHARACTERS = build_tokenizer().decode(range(1, VOCAB))
+"""One for each token."""
 SETTINGS = st.fixed_dictionaries(
     {
         "max_new_tokens": st.integers(1, 24),
@@ -302,8 +311,46 @@ SETTINGS = st.fixed_dictionaries(
         "suppress_tokens": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
         "begin_suppress_tokens": chance(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
         "forced_eos_token_id": chance(st.integers(0, VOCAB - 1)),
+        "stop_strings": chance(st.lists(st.text(CHARACTERS, min_size=1, max_size=2), min_size=1, max_size=3)),
     }
 )
+
+
+@pytest.fixture(scope="module")
+def rate(request):
+    """The beginnings of all cases; tells at the end how many were tried in a second."""
+    begun = []
+    yield begun
+    if len(begun) > 1:
+        seconds = time.perf_counter() - begun[0]
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\n{len(begun)} cases, {len(begun) / seconds:.2f} a second")
+
+
+@contextlib.contextmanager
+def planted(model, value):
+    """Within it the embedding of `UNSAID`, a token that no text holds, is not finite."""
+    embedding = model.get_input_embeddings().weight.data[UNSAID]
+    before = embedding.clone()
+    if value is not None:
+        embedding.fill_(value)
+    try:
+        yield
+    finally:
+        embedding.copy_(before)
+
+
+@contextlib.contextmanager
+def written(model, number):
+    """Within it a weight has the other sign, written as torch does not notice."""
+    weights = [weight.data for weight in model.parameters()]
+    if number is not None:
+        weights[number % len(weights)].neg_()
+    try:
+        yield
+    finally:
+        if number is not None:
+            weights[number % len(weights)].neg_()
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
@@ -314,13 +361,18 @@ SETTINGS = st.fixed_dictionaries(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(case=CASES, chosen=SETTINGS)
-def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
+def test_no_random_case_differs_from_generate(tools, monkeypatch, rate, tokenizer, case, chosen):
+    rate.append(time.perf_counter())
     target = built(case["family"])
-    suppressed = [*(chosen["suppress_tokens"] or ()), *(chosen["begin_suppress_tokens"] or ())]
-    assume(chosen["forced_eos_token_id"] not in suppressed)  # a token both forced and forbidden leaves none
     settings = {name: value for name, value in chosen.items() if value is not None} | {"do_sample": False}
+    if case["planted"] is not None:  # a tied LM head gives it a score that is not finite either
+        settings["suppress_tokens"] = [UNSAID, *settings.get("suppress_tokens", ())]
+    suppressed = [*settings.get("suppress_tokens", ()), *settings.get("begin_suppress_tokens", ())]
+    assume(chosen["forced_eos_token_id"] not in suppressed)  # a token both forced and forbidden leaves none
+    if "stop_strings" in settings:
+        settings["tokenizer"] = tokenizer
     rows = [
-        torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
+        torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
         for place, length in enumerate(case["lengths"])
     ]
     padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
@@ -328,26 +380,33 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, case, chosen):
     if case["seed"] is not None and case["source"] != "oracle":
         settings |= {"do_sample": True, "temperature": 0.7, "top_k": 9}
     seeded = lambda: {"generator": torch.Generator().manual_seed(case["seed"] or 0)}  # noqa: E731
-    if settings["do_sample"]:  # a seed gives the text that it gives without drafts
-        plain = SpeculativeLM(target).generate(padded, attention_mask=mask, **settings, **seeded())
-        truths = plain.sequences[:, padded.shape[1] :].tolist()
-    else:
-        truths = [stock(target, row, **settings).tolist() for row in rows]
+    slots, options, past = case["slots"], {}, None
     if case["source"] == "oracle":
         shape = tools.random_shape(case["shape"])
-        lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, case["wrong"], case["shape"]))
+        lm = SpeculativeLM(target, tools.Oracle(shape, [], VOCAB, case["wrong"], case["shape"]))
         slots = None  # an oracle knows its texts by their place in the first batch
     else:
-        slots = case["slots"]
         head = drafting(case["family"], case["source"]) if case["source"] in OPTIONS else None
         options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
         lm = SpeculativeLM.from_pretrained(target, head, fallback=False, verifier="point_mass", **options)
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
-    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings, **seeded())
-    written = output.sequences[:, padded.shape[1] :].tolist()
+    with planted(target.model, case["planted"]):
+        if case["written"] is not None and len(rows) == 1 and case["source"] != "oracle":
+            past = Conversation()
+            lm.generate(padded, attention_mask=mask, past_key_values=past, **settings, **seeded())
+        with written(target.model, case["written"]):
+            if settings["do_sample"]:  # a seed gives the text that it gives without drafts
+                plain = SpeculativeLM(target).generate(padded, attention_mask=mask, **settings, **seeded())
+                truths = plain.sequences[:, padded.shape[1] :].tolist()
+            else:
+                truths = [stock(target, row, **settings).tolist() for row in rows]
+            if case["source"] == "oracle":
+                lm.drafter.truths = truths
+            output = lm.generate(padded, attention_mask=mask, slots=slots, past_key_values=past, **settings, **seeded())
+    found = output.sequences[:, padded.shape[1] :].tolist()
     width = max(map(len, truths))
-    end = settings.get("eos_token_id")
-    assert len(written[0]) == width
-    for found, expected in zip(written, truths):
-        assert found[: len(expected)] == expected
-        assert end or len(expected) == width
+    ends = settings.get("eos_token_id") or settings.get("stop_strings")
+    assert len(found[0]) == width
+    for text, expected in zip(found, truths):
+        assert text[: len(expected)] == expected
+        assert ends or len(expected) == width

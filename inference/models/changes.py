@@ -1,0 +1,83 @@
+"""Whether weights have changed, however they were written: a check that costs less than a token.
+
+torch counts writes to a parameter in place (`_version`), but not those through `.data`, as reinforcement learning,
+moving averages and merged adapters write. So a few elements of each tensor are compared as well, and where it lies.
+What changes none of these is not seen: a write through `.data` to a few rows of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+SAMPLED = 16
+"""Elements of each tensor that are compared."""
+AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of an element's bytes: with them NaN equals itself."""
+
+
+class WeightWatch:
+    """Tells one state of a module's parameters and buffers from another."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._samples: list[list[Tensor]] = []
+        """Views of the tensors' sampled elements, by their size in bytes."""
+
+    def version(self, module: nn.Module) -> Hashable:
+        """A value that changes with the weights; those on an accelerator are not read, which would wait for it."""
+        tensors: list[Tensor] = []
+        _collect(module, tensors)
+        places, writes = [], 0
+        for tensor in tensors:
+            places.append(tensor.data_ptr())
+            writes += 0 if tensor.is_inference() else tensor._version
+        if places != self._places:
+            self._places, self._samples = places, _samples(tensors)
+        numbers = [torch.cat(samples).view(torch.uint8).numpy().tobytes() for samples in self._samples]
+        return (*places, writes, *numbers)
+
+
+def _collect(module: nn.Module, found: list[Tensor]) -> None:
+    """Append all plain tensors of a module; `module.parameters()` takes five times as long."""
+    for held in (module._parameters, module._buffers):
+        for tensor in held.values():
+            if tensor is not None:
+                found += _plain(tensor)
+    for child in module._modules.values():
+        if child is not None:
+            _collect(child, found)
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or those that a quantized one is made of; none for one without memory of its own."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [tensor]
+    parts: list[Tensor] = []
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            parts += _plain(getattr(tensor, name))
+    return parts
+
+
+def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Views of `SAMPLED` elements of each tensor on the CPU, spread over its rows and columns."""
+    by_size: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or 0 in tensor.shape:
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        wanted = max(SAMPLED, 2 * len(tensor)) if tensor.ndim == 3 else SAMPLED  # of every expert
+        count = min(wanted, extent)
+        step = extent // count
+        width = tensor.shape[-1] if tensor.ndim else 1
+        while step > 1 and math.gcd(step, width) > 1:  # else all would lie in a few columns
+            step -= 1
+        size = tensor.element_size()
+        view = tensor.detach().as_strided((count,), (step,), tensor.storage_offset())
+        by_size.setdefault(size, []).append(view.view(AS_INTEGERS[size]))
+    return list(by_size.values())

@@ -1,0 +1,184 @@
+"""Weights that change between calls: copies in the kernels, and what conversations have read, follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import build_head
+from headstart.inference import Conversation, SpeculativeLM, Target, custom_generate, refresh
+from headstart.inference.compiled.cpu_decoder import is_packed, packed_head
+from headstart.inference.compiled.cpu_kernels import PackedLinear
+from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.models.changes import SAMPLED, WeightWatch
+
+VOCAB = 64
+PLAIN = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+ROW = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+def model_of(seed=0, act="silu", tie=False) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        hidden_act=act,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=tie,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 4
+    return model.eval().requires_grad_(False)
+
+
+def stock(model):
+    return model.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
+
+
+def copied(model, other):
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(its)
+
+
+def replaced(model, other):
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data = its.data.clone()
+
+
+def assigned(model, other):
+    theirs = dict(other.named_modules())
+    for name, module in model.named_modules():
+        for own, weight in theirs[name].named_parameters(recurse=False):
+            setattr(module, own, nn.Parameter(weight.clone(), requires_grad=False))
+
+
+def averaged(model, other):
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data.mul_(0.5).add_(its, alpha=0.5)
+
+
+def merged(model, other):
+    model.model.layers[1].mlp.down_proj.weight.data.add_(2 * torch.randn(64, 1) @ torch.randn(1, 64))
+
+
+def normed(model, other):
+    model.model.norm.weight.data.mul_(torch.randn(64))
+
+
+def headed(model, other):
+    model.lm_head.weight.data.copy_(other.lm_head.weight)
+
+
+def loaded(model, other):
+    model.load_state_dict(other.state_dict())
+
+
+WRITES = {each.__name__: each for each in (copied, replaced, assigned, averaged, merged, normed, headed, loaded)}
+
+
+@pytest.mark.parametrize("kind", ["kernels", "linear layers", "tied"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_written_weight_is_decoded_with(write, kind):
+    """By the kernels, which hold a copy, and by a conversation, whose cache was made with the old weights."""
+    options = {"act": "gelu" if kind == "linear layers" else "silu", "tie": kind == "tied"}
+    model = model_of(**options)
+    target = Target(model)
+    target.compile()
+    assert (target.packed is None) == (kind == "linear layers") and target.compiled
+    lm, past = SpeculativeLM(target), Conversation()
+    before = lm.generate(ROW, past_key_values=past, **PLAIN).sequences
+    assert torch.equal(before, stock(model))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        WRITES[write](model, model_of(seed=7, **options))
+    expected = stock(model)
+    assert not torch.equal(expected, before), "nothing was changed"
+    assert torch.equal(lm.generate(ROW, **PLAIN).sequences, expected)
+    assert torch.equal(lm.generate(ROW, past_key_values=past, **PLAIN).sequences, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_added_to_all_weights_is_seen_however_little(dtype):
+    """At least a rounding step in some of them."""
+    model, watch = model_of().to(dtype), WeightWatch()
+    before = watch.version(model)
+    assert watch.version(model) == before
+    for parameter in model.parameters():
+        parameter.data.add_(3e-9 if dtype == torch.float32 else 3e-4)
+    assert watch.version(model) != before
+
+
+def test_nan_equals_itself_and_every_expert_is_sampled():
+    module, watch = nn.Module(), WeightWatch()
+    module.experts = nn.Parameter(torch.randn(32, 8, 16))
+    module.broken = nn.Parameter(torch.full((5, 7), torch.nan))
+    module.register_buffer("turned", torch.randn(9, 400).t())
+    module.register_buffer("repeated", torch.randn(1, 3).expand(50, 3))
+    module.register_buffer("nothing", torch.zeros(0, 3))
+    module.register_buffer("one", torch.zeros(()))
+    assert watch.version(module) == watch.version(module)
+    for expert in range(32):
+        before = watch.version(module)
+        module.experts.data[expert] += 1
+        assert watch.version(module) != before, expert
+    for written in (module.turned, module.repeated[0], module.one):
+        before = watch.version(module)
+        written.data.add_(1)
+        assert watch.version(module) != before
+
+
+def test_a_write_that_no_sample_shows_takes_a_refresh():
+    """One row of the LM head, through `.data`: as the documentation says."""
+    model = model_of()
+    lm = SpeculativeLM.from_pretrained(Target(model), compile=True)
+    decode = custom_generate(compile=True)
+    before = lm.generate(ROW, **PLAIN).sequences
+    model.generate(ROW, custom_generate=decode, **PLAIN)
+    said = int(before[0, -1])
+    for row in range(VOCAB):
+        version, weight = lm.target.version, model.lm_head.weight.data[row].clone()
+        model.lm_head.weight.data[row] = 2 * model.lm_head.weight.data[said]
+        if row != said and lm.target.version == version:
+            break
+        model.lm_head.weight.data[row] = weight
+    else:
+        raise AssertionError(f"{SAMPLED} samples are in every row")
+    expected = stock(model)
+    assert torch.equal(lm.generate(ROW, **PLAIN).sequences, before) and not torch.equal(expected, before)
+    assert torch.equal(lm.refresh().generate(ROW, **PLAIN).sequences, expected)
+    refresh(model)
+    assert torch.equal(model.generate(ROW, custom_generate=decode, **PLAIN), expected)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("eagle3", {"depth": 3, "feature_layers": [0, -1]}), ("medusa", {})])
+def test_a_head_in_the_kernels_follows_its_weights(kind, options):
+    target = Target(model_of())
+    torch.manual_seed(1)
+    head = build_head(kind, options, target.info)
+    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+    lm = SpeculativeLM.from_pretrained(target, head.eval(), tree="chain:2|chain:3", compile=True, fallback=False)
+    heads = [each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter)]
+    assert all(map(is_packed, heads)) and len({id(each) for each in heads}) == 1
+    expected = lm.generate(ROW, **PLAIN).sequences
+    for parameter in head.parameters():
+        parameter.data.mul_(0.5).add_(0.01)
+    assert torch.equal(lm.generate(ROW, **PLAIN).sequences, expected)
+    fresh = packed_head(head)
+    for mine, its in zip(heads[0].modules(), fresh.modules(), strict=True):
+        if isinstance(its, PackedLinear):
+            assert torch.equal(mine.packed.words, its.packed.words)
+            assert mine.packed.scales is None or torch.equal(mine.packed.scales, its.packed.scales)
+        kept = getattr(getattr(its, "layers", None), "kept", ())
+        for tensor, other in zip(kept, getattr(getattr(mine, "layers", None), "kept", ()), strict=True):
+            assert torch.equal(getattr(tensor, "words", tensor), getattr(other, "words", other))
