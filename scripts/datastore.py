@@ -40,13 +40,16 @@ def main(arguments: list[str]) -> None:
 
 def build_datastore(config: DatastoreConfig) -> Datastore:
     """Encode, sort and write the corpus, whole or not at all."""
-    from headstart.heads.checkpoints.files import new_folder
+    from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.inference.drafters.ngram_index import Datastore
+    from headstart.inference.drafters.ngram_index import MANIFEST_FILE, ORDER_FILE, TOKENS_FILE, Datastore
     from headstart.inference.models.loading import tokenizer_provenance
     from headstart.train.data.chat_template import check_tokenizer, render
     from headstart.train.data.conversations import read_conversations
 
+    files = (MANIFEST_FILE, TOKENS_FILE, ORDER_FILE)
+    contents = Contents("a datastore", files, lambda folder: (folder / MANIFEST_FILE).is_file())
+    refuse_foreign(config.output, contents)
     tokenizer = load_tokenizer(config.target)
 
     texts: list[list[int]] = []
@@ -58,7 +61,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
             found = [render(tokenizer, row["messages"]) for row in read_conversations(source, config.limit)]
         texts += [tokenizer(text, add_special_tokens=False)["input_ids"] for text in found]
     store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
-    with new_folder(Path(config.output)) as partial:
+    with new_folder(config.output, contents) as partial:
         store.save(partial)
     log.info(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")
     return store
