@@ -104,7 +104,7 @@ def test_loading_a_head_enters_few_functions(saved, target_folder, capsys):
     target = Target.from_pretrained(target_folder, dtype="float32")
     assert target.provenance
     with entered() as names:
-        load_fitting_head(saved, target, revision=None, loaded_here=True)
+        load_fitting_head(saved, target, revision=None)
     with capsys.disabled():
         functions, files = told("loading a head", names)
     assert functions <= 30 and files <= 10

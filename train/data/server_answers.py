@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from openai import APIError, AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
 
+from ...heads.checkpoints.public import public_url
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
 from ..run_folder import check_options, whole_lines, write_whole
@@ -26,10 +28,29 @@ from .conversations import RESUME_ADVICE, distinct_share, read_prompt_rows
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
-FREE_TO_CHANGE = ("output", "conversations", "batch_size", "server")
+FREE_TO_CHANGE = ("output", "conversations", "batch_size", "server", "allow_adapter")
 """Options that may differ when the command resumes."""
 KEY = "OPENAI_API_KEY"
 """Environment variable that holds the server's API key, if it requires one."""
+
+
+def _without_keys(text: str, server: str | None) -> str:
+    """What a server said, which may repeat the key, or the password of its own address."""
+    secrets = [os.environ.get(KEY), *_secrets_of(server or "")]
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def _secrets_of(address: str) -> list[str | None]:
+    """What an address holds that is secret, as it is written and as it is meant: a password, keys in its query."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return []
+    user_or_password = parts.password or parts.username
+    written = [user_or_password, *(value for _, value in parse_qsl(parts.query) if len(value) > 3)]
+    return [*written, *(unquote(secret) for secret in written if secret)]
 
 
 def ask_server(config: SelfMadeConfig) -> Path:
@@ -127,16 +148,19 @@ class _Work:
                 extra_body=template or None,
             )
         except BadRequestError as error:
-            log.info(f"prompt {number} is left out, the server refuses it: {error.message}")
+            told = _without_keys(error.message, config.server)
+            log.info(f"prompt {number} is left out, the server refuses it: {told}")
             return None
         except (APIError, json.JSONDecodeError) as error:
+            told = _without_keys(str(error), config.server)
             raise ValueError(
-                f"{config.server} failed at prompt {number}, after {RETRIES} more tries: {error}; what was answered is "
-                f"in {config.output}, and the same command resumes from there"
-            ) from error
+                f"{public_url(str(config.server))} failed at prompt {number}, after {RETRIES} more tries: {told}; what "
+                f"was answered is in {config.output}, and the same command resumes from there"
+            ) from None  # the error itself holds the request's headers
         if not isinstance(reply, ChatCompletion) or not reply.choices or reply.choices[0].message is None:
             raise ValueError(
-                f"{config.server} answered prompt {number} with {str(reply)[:200]!r}, which is no chat completion"
+                f"{public_url(str(config.server))} answered prompt {number} with "
+                f"{_without_keys(str(reply)[:200], config.server)!r}, which is no chat completion"
             )
         choice, usage = reply.choices[0], reply.usage
         text, finished = (choice.message.content or "").strip(), choice.finish_reason == "stop"
