@@ -45,6 +45,8 @@ class BlocksConfig(Objective):
     """Key and value heads."""
     head_dim: int | None = None
     """Width of a head."""
+    hidden_act: str | None = None
+    """Activation of the MLP."""
     rms_norm_eps: float | None = None
     """Added to the variance in every norm."""
     rope_parameters: dict[str, Any] | None = None
@@ -66,6 +68,8 @@ class LayersConfig(BlocksConfig):
     """Maximum draft length: tokens drafted after the root."""
     train_steps: int | None = None
     """Steps of training-time test; null for `depth`."""
+    attention_bias: bool = False
+    """Bias of queries, keys and values, as in Qwen2; servers do not read it."""
 
     def check(self, head: str, *own: str) -> None:
         depth, layers = self.depth, self.num_layers
@@ -115,6 +119,8 @@ class EagleHead(DraftHead):
         else:
             self.unread_by = {"sglang": "its fc has a bias, drawn at random where a file has none"}
         self.unread_by["llama.cpp"] = "it has no EAGLE-1"
+        if config.attention_bias:
+            self.unread_by |= dict.fromkeys(("vllm", "sglang"), "it has no biases of queries, keys and values alone")
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -218,5 +224,6 @@ class EagleHead(DraftHead):
         return {
             "architectures": ["LlamaForCausalLM"],
             **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
-            "bias": self.config.fc_bias,  # for SafeAILab's code
+            "bias": self.config.fc_bias,  # for SafeAILab's code, as qkv_bias
+            **({"qkv_bias": True} if self.config.attention_bias else {}),
         }
