@@ -33,7 +33,7 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
 """By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
 PICKLES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}
 """Weight files of the projects whose code reads no safetensors."""
-SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
+SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias")
 """Options of EAGLE-3 that its authors' code does not have."""
 
 
@@ -59,6 +59,8 @@ def export_head(
         raise ValueError(f"{project} has no {type(head).__name__}; it has {names}")
     if -1 in head.feature_layers and isinstance(head, Eagle3Head):
         raise ValueError(f"{project} has no feature layer -1, the state after the final norm")
+    if project == "speculators" and getattr(head.config, "attention_bias", False):
+        raise ValueError("speculators has no biases of queries, keys and values without one of attention's output")
     if project == "speculators":
         config = _speculators_config(head, architectures)
     else:

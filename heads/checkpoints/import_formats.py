@@ -24,6 +24,8 @@ from ..by_name import build_head
 from .formats import DFLASH_CONFIG, EAGLE_CONFIG, FORMATS, KINDS, LLAMA, NEEDED, Key, may_compute, places
 from .save_load import build_unloaded
 
+LAYERLESS = ("medusa", "fasterdecoding", "hydra")
+"""Formats of heads that have no decoder layer, or one with the target's own dimensions."""
 SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("draft_vocab_size", "truncated_vocab_size", "block_size", "markov_rank"),
@@ -141,7 +143,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
         "medusa": lambda name: name.startswith("blocks.0.layers."),
         "dspark": lambda name: name.startswith("markov_head."),
         "dflash": lambda name: name == "hidden_norm.weight",
-        "eagle3": lambda name: name.endswith(".hidden_norm.weight"),
+        "eagle3": lambda name: name.endswith(".hidden_norm.weight") or name.startswith("midlayer."),
         "eagle": lambda name: name == "fc.weight",
     }
     for form, belongs in tests.items():
@@ -170,7 +172,9 @@ def import_head(
             remarks.append("the file holds a whole model that was trained with its heads: they draft for that model")
             tensors = {name: tensor for name, tensor in tensors.items() if name[0].isdigit()}
     unread: dict[str, Any] = {}
-    keys = Keys(FORMATS[form].keys, config, form, tensors, parts.config, unread)
+    # Where a head has no decoder layer, keys of one describe the target: a whole model's config.json lies beside it.
+    described = {} if form not in LAYERLESS else {name: config[name] for name in LLAMA.keys() & config.keys()}
+    keys = Keys(FORMATS[form].keys, config, form, tensors, {**parts.config, **described}, unread)
     source = Source(form, keys, dict(tensors), target, parts, remarks, unread)
     options = READERS[form](source)
     if unread:

@@ -7,6 +7,7 @@ the answers that the file lacks.
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import os
@@ -48,9 +49,12 @@ def _secrets_of(address: str) -> list[str | None]:
         parts = urlsplit(address)
     except ValueError:
         return []
-    user_or_password = parts.password or parts.username
-    written = [user_or_password, *(value for _, value in parse_qsl(parts.query) if len(value) > 3)]
-    return [*written, *(unquote(secret) for secret in written if secret)]
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    secrets = [parts.password or parts.username, password or user]
+    secrets += [value for _, value in parse_qsl(parts.query) if len(value) > 3]
+    if user:  # as the client sends it
+        secrets.append(base64.b64encode(f"{user}:{password}".encode()).decode())
+    return secrets
 
 
 def ask_server(config: SelfMadeConfig) -> Path:
@@ -160,7 +164,7 @@ class _Work:
         if not isinstance(reply, ChatCompletion) or not reply.choices or reply.choices[0].message is None:
             raise ValueError(
                 f"{public_url(str(config.server))} answered prompt {number} with "
-                f"{_without_keys(str(reply)[:200], config.server)!r}, which is no chat completion"
+                f"{_without_keys(str(reply), config.server)[:200]!r}, which is no chat completion"
             )
         choice, usage = reply.choices[0], reply.usage
         text, finished = (choice.message.content or "").strip(), choice.finish_reason == "stop"
