@@ -23,6 +23,9 @@ from torch.nn import functional as F
 from .layers.draft_cache import DraftCache, KVEntries, counting
 from .layers.draft_vocab import check_ids
 
+LONGEST_DRAFT = 1024
+"""Most tokens of a draft, far above what a model accepts."""
+
 
 @dataclass(frozen=True)
 class TargetInfo:

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import (
+    LONGEST_DRAFT,
+    DraftHead,
+    DraftState,
+    DraftTreeState,
+    HeadOutput,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
@@ -75,6 +84,8 @@ class LayersConfig(BlocksConfig):
         depth, layers = self.depth, self.num_layers
         if depth < 1 or layers < 1:
             raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
+        if depth > LONGEST_DRAFT:
+            raise ValueError(f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
             raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
         super().check(head, *own)

@@ -28,8 +28,8 @@ and sees only warnings if it configures none."""
 log.addFilter(lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0")
 CONTROLS = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # ANSI: colours, moves of the cursor
-    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # OSC and others with a text: titles, links, the clipboard
-    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f].*?(?:\x07|\x9c|\x1b\\|$)"  # the same in one byte
+    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"  # OSC and others with a text: titles, links, the clipboard
+    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"  # the same in one byte
     r"|\x1b[ -/]+[0-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
     r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
     re.DOTALL,
