@@ -230,9 +230,8 @@ def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, 
     if shared:
         saved = read_weights(folder, (WEIGHTS_FILE,))
         dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
-        for name in (*parts, index):
-            if name is not None:
-                (folder / name).unlink()
+        for old in [*parts, index] if index else parts:
+            (folder / old).unlink()
         saved |= {name: tensor.to("cpu", dtype).contiguous() for name, tensor in shared.items()}
         save_torch_state_dict(saved, folder, max_shard_size=SHARD)
     return _left_out(source, {*wanted, CONFIG_FILE, CARD_FILE, GENERATE_FILE})

@@ -61,7 +61,9 @@ class LayerShape:
             raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
         if chosen["hidden_act"] not in ACT2FN:
             raise ValueError(f"unknown hidden_act {chosen['hidden_act']!r}; choose from {', '.join(sorted(ACT2FN))}")
-        return cls(**chosen, **{name: getattr(own, name, False) for name in FLAGS})
+        for name in FLAGS:
+            chosen[name] = getattr(own, name, False)
+        return cls(**chosen)
 
 
 class KVView(Protocol):

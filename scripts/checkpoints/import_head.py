@@ -9,6 +9,7 @@ configs inherit from their target, are kept aside and named.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from headstart.scripts.command_line import options
 from headstart.train.config import CommandOptions
@@ -57,8 +58,8 @@ def import_foreign(config: ImportConfig) -> None:
     lm_head_VD = target.modules.lm_head_rows(None).cpu()
     parts = TargetParts(embedding_of(target), lm_head_VD, target.config.to_dict())
     head, read = import_head(found, tensors, target.info, parts)
-    source = {"from": config.head, "revision": config.revision, "format": read.form, "remarks": read.remarks}
-    source["unread"] = read.unread
+    source: dict[str, Any] = {"from": config.head, "revision": config.revision, "format": read.form}
+    source |= {"remarks": read.remarks, "unread": read.unread}
     save_head(head, config.output, CheckpointMetadata(training={"imported": source}))
     for remark in read.remarks:
         log.info(f"- {remark}")

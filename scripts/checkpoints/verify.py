@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from headstart.scripts.command_line import TargetOptions, options
 from headstart.train.config import TYPE_CHECKING
@@ -130,7 +130,7 @@ def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
         ValueError: other values than training writes there; named.
     """
 
-    def numbers(values: Any) -> bool:
+    def numbers(values: Any) -> TypeGuard[list[float]]:
         return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
 
     accuracy, probe = measured.get("accuracy", []), measured.get("probe")
@@ -138,8 +138,8 @@ def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{head}: measured.accuracy in its config.json is not a list of lists of numbers")
     if probe is None:
         return {"accuracy": accuracy}
-    lists = [probe.get(name) for name in ("tokens", "scores")] if isinstance(probe, dict) else [None]
-    if not all(map(numbers, lists)) or len(lists[0]) != len(lists[1]):
+    tokens, scores = (probe.get(name) if isinstance(probe, dict) else None for name in ("tokens", "scores"))
+    if not numbers(tokens) or not numbers(scores) or len(tokens) != len(scores):
         raise ValueError(f"{head}: measured.probe in its config.json is not two lists of numbers, tokens and scores")
     return {"accuracy": accuracy, "probe": probe}
 
