@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import shutil
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch import Tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+OF_BROKEN_PICKLES = (AssertionError, AttributeError, LookupError, OverflowError, TypeError, ValueError, struct.error)
+"""What torch's reader of pickles raises for a file with a changed byte, besides errors of its own."""
 CONFIG_LIMIT = 2**22
 """Most bytes of a JSON file."""
 WEIGHT_FILES = (
@@ -126,7 +129,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     path = _inside(folder, name)
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, EOFError, RuntimeError) as error:
+    except (SafetensorError, EOFError, RuntimeError, *OF_BROKEN_PICKLES) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
