@@ -87,7 +87,7 @@ def export_head(
 
 
 def earlier_export(project: str, config: dict[str, Any]) -> Contents:
-    """What a folder may hold that is written anew: a head for the same project, by the keys of its config.json."""
+    """An earlier export for the same project, by the keys of its config.json: a folder of it may be replaced."""
 
     def written_here(folder: Path) -> bool:
         try:

@@ -143,7 +143,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds that may be replaced."""
+    """Files that a folder may hold if it is to be replaced."""
 
     what: str
     """Its name in messages."""

@@ -37,7 +37,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What is read of a target besides its dimensions, all of it where a head's file leaves it out."""
+    """Parts of a target, besides its dimensions, for what a head's files leave out."""
 
     embedding_VD: Tensor | None = None
     lm_head_VD: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What may be shown to others: names in place of local paths, addresses without their secrets."""
+"""Values for public eyes: names in place of local paths, addresses without their secrets."""
 
 from __future__ import annotations
 

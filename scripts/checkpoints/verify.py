@@ -124,7 +124,7 @@ def verify_head(config: VerifyConfig) -> None:
 
 
 def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """What a head's config.json says of its accuracy and of its drafts along a fixed text; anybody may have written it.
+    """A head's accuracy and its drafts along a fixed text, by its config.json, which anybody may have written.
 
     Raises:
         ValueError: other values than training writes there; named.

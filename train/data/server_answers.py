@@ -36,7 +36,7 @@ KEY = "OPENAI_API_KEY"
 
 
 def _without_keys(text: str, server: str | None) -> str:
-    """What a server said, which may repeat the key, or the password of its own address."""
+    """A text of a server without the key and the password of its address, which it may repeat."""
     secrets = [os.environ.get(KEY), *_secrets_of(server or "")]
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -44,7 +44,7 @@ def _without_keys(text: str, server: str | None) -> str:
 
 
 def _secrets_of(address: str) -> list[str | None]:
-    """What an address holds that is secret, as it is written and as it is meant: a password, keys in its query."""
+    """Secrets of an address, as they are written and as they are meant: a password, keys in its query."""
     try:
         parts = urlsplit(address)
     except ValueError:
