@@ -561,3 +561,15 @@ def test_every_head_is_compared_with_its_file_without_its_memory(kind: str, tmp_
     assert {parameter.device.type for parameter in unloaded.parameters()} == {"meta"}
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
     assert {name: tensor.shape for name, tensor in unloaded.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    "ids", [[2**63 - 1, -(2**63), -1, 5], [-1, 1, 2, 3], [1, 2, 3, 50], [3, 3, 4, 5], [5, 4, 3, 2]], ids=str
+)
+def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(ids: list[int], tmp_path: Path) -> None:
+    """Differences of extreme ids wrap around, and look like an ascending order."""
+    folder = save(build("truncated"), tmp_path / "head")
+    tokens = [0] + ids + [40, 41, 42, 43, 44, 45]
+    change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
+    with pytest.raises(ValueError, match="token_map does not lead to different, sorted target ids below 50"):
+        load_head(folder)
