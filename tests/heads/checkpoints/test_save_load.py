@@ -569,7 +569,7 @@ def test_every_head_is_compared_with_its_file_without_its_memory(kind: str, tmp_
 def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(ids: list[int], tmp_path: Path) -> None:
     """Differences of extreme ids wrap around, and look like an ascending order."""
     folder = save(build("truncated"), tmp_path / "head")
-    tokens = [0] + ids + [40, 41, 42, 43, 44, 45]
+    tokens = [0, *ids, 40, 41, 42, 43, 44, 45]
     change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
     with pytest.raises(ValueError, match="token_map does not lead to different, sorted target ids below 50"):
         load_head(folder)
