@@ -23,6 +23,9 @@ from torch.nn import functional as F
 from .layers.draft_cache import DraftCache, KVEntries, counting
 from .layers.draft_vocab import check_ids
 
+LONGEST_DRAFT = 1024
+"""Most tokens of a draft, far above what a model accepts."""
+
 
 @dataclass(frozen=True)
 class TargetInfo:
@@ -290,6 +293,8 @@ class DraftHead(nn.Module, ABC):
 
     metadata: CheckpointMetadata | None = None
     """Set on a head that was loaded by `from_pretrained`."""
+    folder: Path | None = None
+    """The checkpoint from which `from_pretrained` loaded it."""
     checkpoints: ClassVar[ModuleType]
     """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot import it."""
 
@@ -323,10 +328,11 @@ class DraftHead(nn.Module, ABC):
             ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another shape, or a head of
                 another class; `DraftHead.from_pretrained` loads any.
         """
-        head, metadata = cls.checkpoints.load_head(source, revision=revision, token=token, cache_dir=cache_dir)
+        folder = cls.checkpoints.local_folder(source, revision, token, cache_dir)
+        head, metadata = cls.checkpoints.load_head(folder)
         if not isinstance(head, cls):
             raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
-        head.metadata = metadata
+        head.metadata, head.folder = metadata, folder
         return head
 
     def save_pretrained(self, save_directory: str | Path) -> None:

@@ -24,7 +24,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .base import DraftState, HeadOutput, OffsetVocabularyHead, TargetFeatures, TargetInfo, TargetModules
+from .base import (
+    LONGEST_DRAFT,
+    DraftState,
+    HeadOutput,
+    OffsetVocabularyHead,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
 from .eagle import BlocksConfig
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
 from .layers.draft_cache import DraftCache, KVEntries, counting
@@ -69,6 +77,8 @@ class DFlashConfig(BlocksConfig):
                 f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
                 f"{self.block_size}, {self.num_layers} and {self.max_anchors}"
             )
+        if self.block_size > LONGEST_DRAFT:
+            raise ValueError(f"{self.name} block_size {self.block_size} is too large: at most {LONGEST_DRAFT}")
         sliding = self.sliding_layers or []
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import (
+    LONGEST_DRAFT,
+    DraftHead,
+    DraftState,
+    DraftTreeState,
+    HeadOutput,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
@@ -45,6 +54,8 @@ class BlocksConfig(Objective):
     """Key and value heads."""
     head_dim: int | None = None
     """Width of a head."""
+    hidden_act: str | None = None
+    """Activation of the MLP."""
     rms_norm_eps: float | None = None
     """Added to the variance in every norm."""
     rope_parameters: dict[str, Any] | None = None
@@ -66,11 +77,15 @@ class LayersConfig(BlocksConfig):
     """Maximum draft length: tokens drafted after the root."""
     train_steps: int | None = None
     """Steps of training-time test; null for `depth`."""
+    attention_bias: bool = False
+    """Bias of queries, keys and values, as in Qwen2; servers do not read it."""
 
     def check(self, head: str, *own: str) -> None:
         depth, layers = self.depth, self.num_layers
         if depth < 1 or layers < 1:
             raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
+        if depth > LONGEST_DRAFT:
+            raise ValueError(f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
             raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
         super().check(head, *own)
@@ -115,6 +130,8 @@ class EagleHead(DraftHead):
         else:
             self.unread_by = {"sglang": "its fc has a bias, drawn at random where a file has none"}
         self.unread_by["llama.cpp"] = "it has no EAGLE-1"
+        if config.attention_bias:
+            self.unread_by |= dict.fromkeys(("vllm", "sglang"), "it has no biases of queries, keys and values alone")
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -218,5 +235,6 @@ class EagleHead(DraftHead):
         return {
             "architectures": ["LlamaForCausalLM"],
             **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
-            "bias": self.config.fc_bias,  # for SafeAILab's code
+            "bias": self.config.fc_bias,  # for SafeAILab's code, as qkv_bias
+            **({"qkv_bias": True} if self.config.attention_bias else {}),
         }

@@ -137,6 +137,9 @@ class Eagle3Head(OffsetVocabularyHead):
         if -1 in layers:
             self.unread_by = dict.fromkeys(SERVERS, "it reads no features after the final norm")
             return
+        if config.attention_bias:
+            self.unread_by = dict.fromkeys(SERVERS, "it has no biases of queries, keys and values alone")
+            return
         if unknown:
             self.unread_by["sglang"] = f"it does not know {', '.join(unknown)}"
         unknown = [name for name in ("fc_norm", "norm_output", "qk_norm") if getattr(config, name)]

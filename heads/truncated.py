@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import DraftHead, DraftState, DraftTreeState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .base import (
+    LONGEST_DRAFT,
+    DraftHead,
+    DraftState,
+    DraftTreeState,
+    HeadOutput,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
@@ -41,6 +50,8 @@ class TruncatedConfig:
     def __post_init__(self) -> None:
         if self.depth < 1 or (self.num_layers is not None and self.num_layers < 1):
             raise ValueError(f"cut needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}")
+        if self.depth > LONGEST_DRAFT:
+            raise ValueError(f"cut depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
         if self.start not in ("first", "random"):
             raise ValueError(f"cut start must be first or random, not {self.start!r}")
         self.objective.check("cut")

@@ -35,6 +35,7 @@ def custom_generate(
     fallback: bool = True,
     compile: bool | str = "auto",
     dtype: torch.dtype | str = "auto",
+    allow_adapter: bool = False,
 ) -> Callable[..., Tensor | GenerateOutput]:
     """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
@@ -42,6 +43,7 @@ def custom_generate(
         generator: source of randomness; None for torch's global one.
         streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
         dtype: required dtype of the loaded model; "auto" accepts any.
+        allow_adapter: merge the adapter of a head that brings one into the model itself, once.
 
     Returns:
         A function that caches the loaded head of a model while both live. It returns the sequences, or with
@@ -62,6 +64,7 @@ def custom_generate(
             compile=compile,
             drafter=drafter,
             fallback=fallback,
+            allow_adapter=allow_adapter,
         )
         method = engine.decoding_method(RandomSampler(generator), streamer, always_output=False)
         return method(model, *args, **inputs)
@@ -77,13 +80,15 @@ def generate_from(
     tokenizer: PreTrainedTokenizerBase | None = None,
     compile: bool | str = "auto",
     dtype: torch.dtype | str = "auto",
+    allow_adapter: bool = False,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
     """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: a checkpoint's generate.py calls this.
 
-    Takes the user's arguments as they were given to `model.generate`, and `compile` and `dtype` of `custom_generate`.
+    Takes the user's arguments as they were given to `model.generate`, and `compile`, `dtype` and `allow_adapter` of
+    `custom_generate`.
     """
-    engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype)
+    engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype, allow_adapter=allow_adapter)
     inputs = settings.pop("inputs", None)
     prompts = Prompts(
         settings.pop("input_ids", None) if inputs is None else inputs, settings.pop("attention_mask", None)

@@ -143,6 +143,7 @@ class SpeculativeLM:
         compile: bool | str = "auto",
         drafter: str | Drafter | None = None,
         fallback: bool = True,
+        allow_adapter: bool = False,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
         """Load a target and a drafter for it.
@@ -165,12 +166,15 @@ class SpeculativeLM:
                 `AdaptiveDrafter`. False to draft in every round: with the given tree, the fastest of several, or the
                 first that "auto" would choose from. For a seed, top-k trees give the same text either way; so do
                 sampled ones, of which sampling takes the first given one each round.
+            allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings one, into the target,
+                which then writes other text than the original; a loaded model is changed in place. Without it such a
+                head is refused.
             model_kwargs: see `Target.from_pretrained`.
 
         Raises:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
-        loaded_here = isinstance(target, str | Path)
+        auto_dtype = isinstance(target, str | Path) and dtype == "auto"
         check_model_options(model_kwargs)
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device, revision, model_kwargs)
@@ -188,7 +192,7 @@ class SpeculativeLM:
                 target.compile()
         loaded_head, metadata = None, None
         if head is not None:
-            loaded_head, metadata = load_fitting_head(head, target, head_revision, loaded_here, dtype == "auto")
+            loaded_head, metadata = load_fitting_head(head, target, head_revision, allow_adapter, auto_dtype)
             loaded_head = loaded_head.to(target.device).eval()
             target.check_layers(loaded_head.feature_layers)
             if compile and cpu_kernels.serve(target.device):

@@ -75,6 +75,11 @@ class CurrentLMHead(nn.Module):
         return logits
 
 
+MERGED_ADAPTER = "_headstart_merged_adapter"
+"""Attribute of a model into which an adapter was merged, which must not be merged twice: the adapter's folder, and the
+provenance of the model without it."""
+
+
 class Target:
     """A causal LM that is neither trained nor changed; `from_pretrained` loads it frozen, in eval mode."""
 
@@ -98,8 +103,9 @@ class Target:
         """Commit of the Hub's repository; None for files that are not the Hub's, or unknown."""
         self.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.adapter: str | None = None
-        """Folder of the peft adapter that was merged into the weights."""
+        merged = vars(model).get(MERGED_ADAPTER)
+        self.adapter: str | None = None if merged is None else merged[0]
+        """Folder of the peft adapter that was merged into the weights, by this target or an earlier one."""
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
         self.flex = model.config._attn_implementation == "flex_attention"
@@ -234,16 +240,24 @@ class Target:
         require_extra("peft", "a head with an adapter for its target")
         from peft import PeftModel  # here: its import takes a second
 
-        self.provenance  # noqa: B018 - cached before the model changes: a head is compared with the base model
+        provenance = self.provenance  # before the model changes: a head is compared with the base model
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
+        self.modules = target_modules(self.model)
         self.adapter = str(Path(folder).resolve())
+        setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
         if self.compiled:
+            self._compiled_version = None  # peft changes weights in a way that their version does not show
             self.compile()
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """Identity of the model, for the checkpoint of a head that is trained against it."""
+        """Identity of the model without a merged adapter, for the checkpoint of a head that is trained against it."""
+        merged = vars(self.model).get(MERGED_ADAPTER)
+        return self.current_provenance() if merged is None else merged[1]
+
+    def current_provenance(self) -> dict[str, Any]:
+        """Identity of the model with its weights as they are now, an adapter merged in or not."""
         packing = getattr(self.model.config, "quantization_config", None)
         method = getattr(packing, "quant_method", None) or (packing or {}).get("quant_method") if packing else None
         return {

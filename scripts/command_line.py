@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -19,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from headstart.train.config import TYPE_CHECKING, CommandOptions, Dtype, template_variables
-from headstart.train.console import Stopped, show_on_console
+from headstart.train.console import Stopped, printable, show_on_console
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,8 @@ class DecodingOptions(TargetOptions):
     compile: bool | typing.Literal["auto"] = "auto"
     """Compile rounds and plain steps: on a CPU into kernels of our own, which auto does too; on an accelerator into
     graphs, which take minutes to build."""
+    allow_adapter: bool = False
+    """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then writes other text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +72,7 @@ class DecodingOptions(TargetOptions):
         from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
         from headstart.train.loading import load_speculative_lm
 
-        names = ("compile", "drafter", "fallback", "lossy", "tree", "verifier")
+        names = ("allow_adapter", "compile", "drafter", "fallback", "lossy", "tree", "verifier")
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
@@ -187,10 +190,12 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     The exit status is 2 after a user's mistake, 1 after a failing disk, and 0 after a request to stop.
     """
     show_on_console()
+    shown = warnings.formatwarning
+    warnings.formatwarning = lambda *given: printable(shown(*given))
     try:
         main(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except Stopped as stopped:
         print(stopped)

@@ -40,13 +40,16 @@ def main(arguments: list[str]) -> None:
 
 def build_datastore(config: DatastoreConfig) -> Datastore:
     """Encode, sort and write the corpus, whole or not at all."""
-    from headstart.heads.checkpoints.files import new_folder
+    from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.inference.drafters.ngram_index import Datastore
+    from headstart.inference.drafters.ngram_index import MANIFEST_FILE, ORDER_FILE, TOKENS_FILE, Datastore
     from headstart.inference.models.loading import tokenizer_provenance
     from headstart.train.data.chat_template import check_tokenizer, render
     from headstart.train.data.conversations import FILES, read_conversations, without_compression
 
+    files = (MANIFEST_FILE, TOKENS_FILE, ORDER_FILE)
+    contents = Contents("a datastore", files, lambda folder: (folder / MANIFEST_FILE).is_file())
+    refuse_foreign(config.output, contents)
     tokenizer = load_tokenizer(config.target)
 
     def tokens_of(text: str) -> list[int]:
@@ -63,7 +66,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
                 check_tokenizer(tokenizer, source)
             texts.append(row.get("input_ids") or tokens_of(render(tokenizer, row["messages"], tools=row.get("tools"))))
     store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
-    with new_folder(Path(config.output)) as partial:
+    with new_folder(config.output, contents) as partial:
         store.save(partial)
     log.info(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")
     return store

@@ -78,6 +78,8 @@ class SelfMadeConfig(CommandOptions):
     """Longest time that a server may take for an answer, in seconds."""
     head: str | None = None
     """A draft head's checkpoint folder or Hub id, which makes the model in this process generate faster."""
+    allow_adapter: bool = False
+    """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then writes other text."""
     conversations: int = 1000
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = 16
@@ -119,13 +121,13 @@ class SelfMadeConfig(CommandOptions):
         super().__post_init__()
         if self.server is not None and (self.prompts is None or self.head is not None):
             raise ValueError(
-                f"server {self.server!r} answers given prompts in its own way: it needs prompts and takes no head, "
+                "a server answers given prompts in its own way: it needs prompts and takes no head, "
                 f"not {self.prompts!r} and {self.head!r}"
             )
         if self.tokenizer is not None and self.server is None:
             raise ValueError(f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave it out")
         if self.server is not None and self.metrics_port is not None:
-            raise ValueError(f"metrics_port is for the model in this process; the server {self.server!r} has metrics")
+            raise ValueError("metrics_port is for the model in this process; the server has its own metrics")
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")

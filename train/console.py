@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,9 +26,23 @@ log = logging.getLogger("headstart.train")
 and sees only warnings if it configures none."""
 # The first process of a launch reports; warnings come from all processes.
 log.addFilter(lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0")
+CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # ANSI: colours, moves of the cursor
+    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"  # OSC and others with a text: titles, links, the clipboard
+    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"  # the same in one byte
+    r"|\x1b[ -/]+[0-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
+    re.DOTALL,
+)
+"""Characters that do something to a terminal, but for tabs and line feeds."""
 LINE_SECONDS = 10.0
 """Seconds between two lines about work in progress, where the output is no terminal."""
 Item = TypeVar("Item")
+
+
+def printable(text: str) -> str:
+    """A text of a server, a model or a file without what would control the terminal."""
+    return CONTROLS.sub("", text.replace("\r\n", "\n"))
 
 
 class ConsoleHandler(logging.Handler):
@@ -36,7 +51,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             before = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-            console.print(before + self.format(record), markup=False, emoji=False)
+            console.print(before + printable(self.format(record)), markup=False, emoji=False)
         except Exception:  # a failure to print does not end the work
             self.handleError(record)
 

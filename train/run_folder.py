@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
-from ..heads.checkpoints.files import finish_replacing, json_ready
+from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
 from ..inference.models.loading import default_device
 from ..inference.tuning import machine
 from .config import TrainConfig
@@ -138,9 +139,13 @@ class Progress:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints of a run's folder that were written completely, oldest first."""
-    found = (folder / "checkpoints").glob("step-*[0-9]")
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    """List the checkpoints of a run's folder that were written completely, oldest first.
+
+    Other trainers name theirs the same: only a folder with a run's progress is one, and may be removed.
+    """
+    found = [path for path in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    ours = [path for path in found if (path / "progress.json").is_file()]
+    return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
@@ -169,6 +174,18 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
 
 
+def _refuse_foreign_config(path: Path) -> None:
+    """Refuse to replace a config.yaml that is not a run's."""
+    if not path.exists():
+        return
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
+    if not isinstance(found, dict) or not {"target", "head", "loop", "optim"} <= found.keys():
+        raise ValueError(f"{path} is not the config of a run, which would replace it: choose another output folder")
+
+
 class RunFolder:
     """One run's files. Only the main process writes, except in `save`."""
 
@@ -178,7 +195,14 @@ class RunFolder:
         self.best, self.last, self.checkpoints = folder / "best", folder / "last", folder / "checkpoints"
 
     def claim(self, config: TrainConfig) -> None:
-        """Save the options, or check that they are those of the run that is already there."""
+        """Save the options, or check that they are those of the run that is already there.
+
+        Raises:
+            ValueError: other options, or files that the run would replace and that are not a run's.
+        """
+        for folder in (self.best, self.last):
+            refuse_foreign(folder, HEAD)
+        _refuse_foreign_config(self.folder / "config.yaml")
         options = json_ready(dataclasses.asdict(config))
         if before := earlier_options(self.folder):
             advice = "resume it with its own options, or choose another output folder"
@@ -227,8 +251,10 @@ class RunFolder:
     def save(self, progress: Progress, keep: int) -> Path:
         """Write a checkpoint completely or not at all, remove all but the newest `keep`, and return its folder."""
         final = self.checkpoints / f"step-{progress.step:08d}"
-        if broadcast_object_list([final.exists()])[0]:
+        if broadcast_object_list([final in whole_checkpoints(self.folder)])[0]:
             return final
+        if broadcast_object_list([final.exists()])[0]:
+            raise ValueError(f"{final} is there and was not written by this run: choose another output folder")
         partial = final.with_name(final.name + ".partial")
         if self.accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)

@@ -16,8 +16,9 @@ from ..dspark import DSparkHead
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
-from .files import CONFIG_FILE, WEIGHTS_FILE, new_folder
+from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, new_folder, read_json
 from .formats import DFLASH, DSPARK, EAGLE3, FORMATS, LLAMA, places
+from .public import public
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "speculators": {
@@ -30,7 +31,9 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "safeailab": {Eagle3Head: "eagle3", EagleHead: "eagle"},
 }
 """By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
-SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
+PICKLES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}
+"""Weight files of the projects whose code reads no safetensors."""
+SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias")
 """Options of EAGLE-3 that its authors' code does not have."""
 
 
@@ -56,6 +59,8 @@ def export_head(
         raise ValueError(f"{project} has no {type(head).__name__}; it has {names}")
     if -1 in head.feature_layers and isinstance(head, Eagle3Head):
         raise ValueError(f"{project} has no feature layer -1, the state after the final norm")
+    if project == "speculators" and getattr(head.config, "attention_bias", False):
+        raise ValueError("speculators has no biases of queries, keys and values without one of attention's output")
     if project == "speculators":
         config = _speculators_config(head, architectures)
     else:
@@ -72,12 +77,27 @@ def export_head(
         tensors["embed_tokens.weight"] = embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
     unknown = config.keys() - form.keys.keys()
     assert not unknown, unknown
-    with new_folder(folder) as partial:
+    config = public(config)
+    with new_folder(folder, earlier_export(project, config)) as partial:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if project == "speculators":
             save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         else:  # the files of their own code
-            torch.save(tensors, partial / ("pytorch_model.bin" if project == "safeailab" else "medusa_lm_head.pt"))
+            torch.save(tensors, partial / PICKLES[project])
+
+
+def earlier_export(project: str, config: dict[str, Any]) -> Contents:
+    """An earlier export for the same project, by the keys of its config.json: a folder of it may be replaced."""
+
+    def written_here(folder: Path) -> bool:
+        try:
+            earlier = read_json(folder / CONFIG_FILE)
+        except ValueError:
+            return False
+        # A model's own config.json, beside weights of the same names, has other keys.
+        return earlier.keys() == config.keys()
+
+    return Contents(f"a head for {project}", (CONFIG_FILE, WEIGHTS_FILE, *PICKLES.values()), written_here)
 
 
 def _safeailab_config(head: DraftHead) -> dict[str, Any]:

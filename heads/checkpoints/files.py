@@ -1,6 +1,7 @@
 """Files of checkpoints: untrusted when read, written whole or not at all.
 
-Pickles are read by `torch.load(weights_only=True)`, which runs no code. Files must lie in the folder itself.
+Pickles are read by `torch.load(weights_only=True)`, which runs no code. Files must lie in the folder itself. A folder
+is replaced only if all that it holds was written by what replaces it.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ import json
 import math
 import pickle
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+OF_BROKEN_PICKLES = (AssertionError, AttributeError, LookupError, OverflowError, TypeError, ValueError, struct.error)
+"""What torch's reader of pickles raises for a file with a changed byte, besides errors of its own."""
 CONFIG_LIMIT = 2**22
 """Most bytes of a JSON file."""
 WEIGHT_FILES = (
@@ -51,36 +57,79 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint to the CPU, from the first of `names` that exists."""
+    parts, index = weight_files(folder, names)
+    if index is None:
+        return _read_file(folder, parts[0])
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        found |= _read_file(folder, part)
+    _check_index(folder, index, found.keys())
+    return found
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint in safetensors, from the files' headers: no tensor is read."""
+    parts, index = weight_files(folder, (WEIGHTS_FILE,))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        path = _inside(folder, part)
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+    if index is not None:
+        _check_index(folder, index, shapes.keys())
+    return shapes
+
+
+def weight_files(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> tuple[list[str], str | None]:
+    """Names of the files that hold a checkpoint's weights, and of their index if they are sharded."""
     for name in names:
-        index = folder / f"{name}.index.json"
         if (folder / name).exists():
-            return _read_file(folder, name)
-        if index.exists():
-            parts = read_json(index).get("weight_map")
-            if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-                raise ValueError(f"{index} has no weight_map of tensors to files")
-            found: dict[str, Tensor] = {}
-            for part in sorted(set(parts.values())):
-                found |= _read_file(folder, part)
-            if found.keys() != parts.keys():
-                wrong = sorted(found.keys() ^ parts.keys())[0]
-                raise ValueError(f"{index} and its files differ by tensor {wrong!r}")
-            return found
+            return [name], None
+        index = f"{name}.index.json"
+        if (folder / index).exists():
+            return sorted(set(_weight_map(folder / index).values())), index
     raise ValueError(f"no head in {str(folder)!r}: it has no {' or '.join(names)}")
 
 
-def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
-    path = folder / name
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
+def _weight_map(index: Path) -> dict[str, str]:
+    parts = read_json(index).get("weight_map")
+    if not isinstance(parts, dict) or not parts or not all(isinstance(part, str) for part in parts.values()):
+        raise ValueError(f"{index} has no weight_map of tensors to files")
+    return parts
+
+
+def _check_index(folder: Path, index: str, found: Any) -> None:
+    """Refuse files that hold other tensors than their index says."""
+    wrong = sorted(found ^ _weight_map(folder / index).keys())
+    if wrong:
+        raise ValueError(f"{folder / index} and its files differ by tensor {wrong[0]!r}")
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path in a folder is, or goes through, a link to a place outside of it."""
     home = folder.resolve()
     # Files in the Hub's cache are links into a folder beside the snapshots.
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(path.resolve().is_relative_to(place) for place in allowed):
+    return not any(path.resolve().is_relative_to(place) for place in allowed)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    if leads_out(folder, path):
         raise ValueError(f"{path} leads out of its folder, to {path.resolve()}: it is not opened")
+    return path
+
+
+def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
+    path = _inside(folder, name)
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, EOFError, RuntimeError) as error:
+    except (SafetensorError, EOFError, RuntimeError, *OF_BROKEN_PICKLES) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
@@ -92,16 +141,100 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     return found
 
 
+@dataclass(frozen=True)
+class Contents:
+    """Files that a folder may hold if it is to be replaced."""
+
+    what: str
+    """Its name in messages."""
+    files: tuple[str, ...]
+    """Patterns of all its files, by their paths from the folder."""
+    written_here: Callable[[Path], bool]
+    """Whether a folder of such files was written by us: a model has a config.json and a model.safetensors too."""
+
+    def foreign(self, folder: Path, whole: bool = True) -> list[str]:
+        """Files of a folder that are something else; of one that was not written by us, all of them.
+
+        `whole` is False for a folder that a killed process left half-written.
+        """
+        found = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
+        if whole and found and not self.written_here(folder):
+            return found
+        return [name for name in found if not any(fnmatchcase(name, pattern) for pattern in self.files)]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files below a folder; links count as files, wherever they lead, and so do empty folders."""
+    for path in folder.iterdir():
+        if not path.is_dir() or path.is_symlink():
+            yield path
+            continue
+        below = list(_files(path))
+        yield from below or [path]
+
+
+def section_of(folder: Path) -> dict[str, Any] | None:
+    """The `headstart` section of a folder's config.json; None without one."""
+    try:
+        section = read_json(folder / CONFIG_FILE).get("headstart")
+    except (ValueError, OSError):
+        return None
+    return section if isinstance(section, dict) else None
+
+
+HEAD = Contents(
+    "a head",
+    (
+        *(CONFIG_FILE, "config.json.partial", "README.md", "README.md.partial", ".DS_Store"),
+        *(WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json", "model-?????-of-?????.safetensors"),
+        *("custom_generate", "custom_generate/generate.py", "custom_generate/__pycache__/*"),
+        *("adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
+        *(".gitattributes", ".cache/huggingface/*"),  # of the Hub, beside a downloaded head
+    ),
+    lambda folder: section_of(folder) is not None,
+)
+"""A head's checkpoint."""
+
+
+def refuse_foreign(final: str | Path, contents: Contents) -> None:
+    """Refuse a folder for `contents` that holds anything else, or one beside it of which saving makes use.
+
+    Raises:
+        ValueError: naming the first of its files, or a file of that name.
+    """
+    final = Path(final).resolve()
+    if final.exists() and not final.is_dir():
+        raise ValueError(f"{final} is a file: choose another folder for {contents.what}")
+    _refuse(final, contents)
+    _refuse(final.with_name(f"{final.name}.replaced"), contents)
+    _refuse(final.with_name(f"{final.name}.partial"), contents, whole=False)
+
+
+def _refuse(folder: Path, contents: Contents, whole: bool = True) -> None:
+    foreign = contents.foreign(folder, whole) if folder.is_dir() else []
+    if foreign:
+        more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
+        raise ValueError(
+            f"{folder} holds files that are not those of {contents.what} written by headstart: "
+            f"{', '.join(foreign[:4])}{more}; choose another folder, or move them away"
+        )
+
+
 @contextmanager
-def new_folder(final: str | Path) -> Iterator[Path]:
-    """A folder that appears whole or not at all: written beside its final path under another name, then renamed."""
-    final = Path(final)
+def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
+    """A folder that appears whole or not at all: written beside its final path under another name, then renamed.
+
+    What was there before must be earlier `contents`, see `refuse_foreign`.
+    """
+    final = Path(final).resolve()
+    refuse_foreign(final, contents)
     partial, replaced = (final.with_name(f"{final.name}.{suffix}") for suffix in ("partial", "replaced"))
     finish_replacing(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
+        _refuse(final, contents)  # once more: somebody may have put a file there meanwhile
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)

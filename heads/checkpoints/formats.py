@@ -1,13 +1,15 @@
 """How each project writes a draft head: tables of every key of its config.json and every tensor.
 
-`import_formats.py` and `export_formats.py` refuse a key or tensor that is not in these tables. In names {l} counts
+`export_formats.py` writes only what is in these tables, and `import_formats.py` refuses a tensor that is not, and a key
+that may change what a layer computes. In names {l} counts
 decoder layers or blocks, {i} fused features and {h} heads; {next} is l + 1, {blocks} the number of blocks.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +30,59 @@ class Key:
     """Value that the format's readers take where the key is absent."""
     only: tuple[Any, ...] = ()
     """Values that a head here can have; all if empty."""
+    kind: str = ""
+    """Kind of its values, see `KINDS`; with "", of the default where that is true, false or a number."""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "size": ("a whole number of at least 1", lambda value: _whole(value) and value >= 1),
+    "id": ("a whole number of at least 0", lambda value: _whole(value) and value >= 0),
+    "positive": (
+        "a number above 0",
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf,
+    ),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "numbers": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
+    "texts": (
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    ),
+}
+"""What a key's value must be, and the test of it; null is always allowed where the key may be left out."""
+MAY_COMPUTE = re.compile(
+    r"softcap|multiplier|scal(e|ing)|rotary|rope|alibi|causal|window|sink|norm|bias|residual|parallel|logit|clip|clamp"
+    r"|(^|_)act(_|$)|act_fn|activation|temperature|query_pre|interleave|nope|eps(ilon)?$"
+)
+"""Names of keys by which a layer may compute something else without having other tensors."""
+OF_TENSORS = re.compile(
+    r"expert|router|routed|moe|topk|top_k|lora|vision|visual|image|video|audio|token|quantization|dropout|initializer|loss"
+)
+"""Names of keys that speak of tensors, by which they are judged, of text or of training."""
+
+
+EVIDENCE = {r"bias": r"\.bias$", r"qk_?(layer)?norm": r"\.q_norm\.", r"sink": r"sink"}
+"""Names of flags, and of the tensors that a file has where they are set."""
+
+
+def may_compute(name: str, value: Any, tensors: Collection[str]) -> bool:
+    """Whether an unknown key may change what a draft layer computes.
+
+    By its name, unless its value says that it is off. Whatever adds weights shows in the tensors of a file, of which
+    each must have its place.
+    """
+    off = not value if isinstance(value, bool) else value in (None, 0, 1, "", "none", [], {})
+    if off or MAY_COMPUTE.search(name) is None or OF_TENSORS.search(name) is not None:
+        return False
+    for flag, tensor in EVIDENCE.items():
+        if value is True and re.search(flag, name):
+            return not any(re.search(tensor, each) for each in tensors)
+    return True
 
 
 class Row(NamedTuple):
@@ -61,41 +116,54 @@ TRANSFORMERS = {
 }
 LLAMA = {
     **TRANSFORMERS,
-    "rope_theta": Key("base of the rotary positions, and not the target's where it is absent", 10000.0),
-    "rope_scaling": Key("scaling of the rotary positions", None),
-    "rope_parameters": Key("both, as transformers 5 writes them", None),
-    "hidden_size": Key("width of the head"),
-    "intermediate_size": Key("width of the MLP"),
-    "num_attention_heads": Key("query heads"),
-    "num_key_value_heads": Key("key and value heads; as many as query heads where absent", None),
-    "head_dim": Key("width of an attention head; hidden_size / query heads where absent", None),
-    "hidden_act": Key("activation of the MLP", "silu"),
-    "rms_norm_eps": Key("of all norms", 1e-6),
-    "num_hidden_layers": Key("decoder layers", 1),
-    "vocab_size": Key("size of the target's vocabulary"),
+    "rope_theta": Key(
+        "base of the rotary positions, and not the target's where it is absent", 10000.0, kind="positive"
+    ),
+    "rope_scaling": Key("scaling of the rotary positions", None, kind="object"),
+    "rope_parameters": Key("both, as transformers 5 writes them", None, kind="object"),
+    "partial_rotary_factor": Key("share of a head's width that has rotary positions", 1.0, only=(1.0, None)),
+    "hidden_size": Key("width of the head", kind="size"),
+    "intermediate_size": Key("width of the MLP", kind="size"),
+    "num_attention_heads": Key("query heads", kind="size"),
+    "num_key_value_heads": Key("key and value heads; as many as query heads where absent", None, kind="size"),
+    "head_dim": Key("width of an attention head; hidden_size / query heads where absent", None, kind="size"),
+    "hidden_act": Key("activation of the MLP", "silu", kind="text"),
+    "rms_norm_eps": Key("of all norms", 1e-6, kind="positive"),
+    "num_hidden_layers": Key(
+        "decoder layers, or the target's blocks in a config made from the target's", 1, kind="size"
+    ),
+    "vocab_size": Key("size of the target's vocabulary", kind="size"),
     "max_position_embeddings": Key("longest text that a server allows", 2048),
-    "tie_word_embeddings": Key("whether the LM head is the embedding", False, only=(False,)),
-    "attention_bias": Key("bias in attention", False, only=(False,)),
+    "tie_word_embeddings": Key("whether the LM head is the embedding, unless it has weights of its own", False),
+    "attention_bias": Key("bias in attention", False),
+    "qkv_bias": Key("bias of queries, keys and values, SafeAILab's key", False),
     "attention_dropout": Key("training only", 0.0),
     "mlp_bias": Key("bias in the MLP", False, only=(False,)),
+    "logit_scale": Key("factor of the logits", 1.0, only=(1.0, None)),
     "pretraining_tp": Key("of transformers, has no effect", 1),
-    "sliding_window": Key("tokens that a query of a sliding layer sees", None),
+    "sliding_window": Key("tokens that a query of a sliding layer sees", None, kind="size"),
     "use_sliding_window": Key("whether there are such layers", False),
     "max_window_layers": Key("of sliding_window", None),
-    "layer_types": Key("attention of each layer: full_attention, in block drafts sliding_attention too", None),
+    "layer_types": Key(
+        "attention of each layer: full_attention, in block drafts sliding_attention too", None, kind="texts"
+    ),
 }
 EAGLE3 = {
-    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
-    "target_hidden_size": Key("width of the target; hidden_size where absent", None),
+    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None, kind="size"),
+    "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
     "norm_before_residual": Key("the residual stream begins after hidden_norm", False),
     "norm_before_fc": Key("one norm on all features together", False),
     "fc_norm": Key("a norm on each feature", False),
     "norm_output": Key("the normalised output is fed back", False),
-    "eagle_aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", None),
-    "num_aux_hidden_states": Key("how many features are fused", None),
+    "eagle_aux_hidden_state_layer_ids": Key(
+        "feature layers, each by the block whose input it is", None, kind="numbers"
+    ),
+    "num_aux_hidden_states": Key("how many features are fused", None, kind="size"),
 }
 EAGLE_CONFIG = {
-    "eagle_aux_hidden_state_layer_ids": Key("feature layers, each by the block whose output it is", None),
+    "eagle_aux_hidden_state_layer_ids": Key(
+        "feature layers, each by the block whose output it is", None, kind="numbers"
+    ),
     "use_aux_hidden_state": Key("whether features of several layers are fused", True, only=(True,)),
     "norm_before_fc": Key("as at the top level", False),
     "use_input_layernorm_in_first_layer": Key("ModelOpt: the first layer's input norm", True, only=(True,)),
@@ -107,32 +175,34 @@ EAGLE_CONFIG = {
 }
 """Keys of `eagle_config`."""
 DFLASH = {
-    "block_size": Key("slots of a block, the root's included"),
-    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
+    "block_size": Key("slots of a block, the root's included", kind="size"),
+    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None, kind="size"),
     "sample_from_anchor": Key("whether the root's slot drafts", False),
 }
 DSPARK = {
-    "markov_rank": Key("width of the dependence on the token before; 0 would be DFlash"),
-    "markov_head_type": Key("its kind: vanilla, gated or rnn", "vanilla"),
+    "markov_rank": Key("width of the dependence on the token before; 0 would be DFlash", kind="id"),
+    "markov_head_type": Key("its kind: vanilla, gated or rnn", "vanilla", kind="text"),
     "enable_confidence_head": Key("whether the head estimates its acceptance rate", False),
     "confidence_head_with_markov": Key("whether that estimate sees the token before", False),
 }
 DFLASH_NATIVE = {
-    "num_target_layers": Key("blocks of the target", None),
-    "aux_hidden_state_layer_ids": Key("feature layers once more, each by the block whose input it is", None),
-    "eagle_aux_hidden_state_layer_ids": Key("the same", None),
+    "num_target_layers": Key("blocks of the target", None, kind="size"),
+    "aux_hidden_state_layer_ids": Key(
+        "feature layers once more, each by the block whose input it is", None, kind="numbers"
+    ),
+    "eagle_aux_hidden_state_layer_ids": Key("the same", None, kind="numbers"),
     "is_causal": Key("whether slots see only those before them; absent: where layers slide", None, only=(None, False)),
 }
 """Keys of the form that servers read."""
 DFLASH_CONFIG = {
-    "mask_token_id": Key("token of the slots behind the root"),
-    "target_layer_ids": Key("feature layers, each by the block whose output it is"),
-    "sample_from_anchor": Key("as at the top level", None),
-    "block_size": Key("as at the top level", None),
+    "mask_token_id": Key("token of the slots behind the root", kind="id"),
+    "target_layer_ids": Key("feature layers, each by the block whose output it is", kind="numbers"),
+    "sample_from_anchor": Key("as at the top level", None, kind="flag"),
+    "block_size": Key("as at the top level", None, kind="size"),
     "causal": Key("as is_causal at the top level", None, only=(None, False)),
     "use_swa": Key("whether all layers see a window of the context, if layer_types names none", False),
-    "swa_window_size": Key("the window; sliding_window where absent", None),
-    "attention_sink_bias": Key("a bias of attention", False, only=(False, None)),
+    "swa_window_size": Key("the window; sliding_window where absent", None, kind="size"),
+    "attention_sink_bias": Key("learned sinks of attention, the tensors self_attn.sinks", False, only=(False, None)),
     "projector_type": Key("another way to join features", None, only=(None,)),
 }
 """Keys of `dflash_config`."""
@@ -161,7 +231,11 @@ def _layer(theirs: str, ours: str) -> dict[str, Row]:
         "input_layernorm": "norm before attention; in the first layer, of the embedding",
         "post_attention_layernorm": "norm before the MLP",
     }
-    return {f"{theirs}.{name}.weight": Row(f"{ours}.{name}.weight", meaning) for name, meaning in meanings.items()}
+    rows = {f"{theirs}.{name}.weight": Row(f"{ours}.{name}.weight", meaning) for name, meaning in meanings.items()}
+    for kind, meaning in {"q": "queries", "k": "keys", "v": "values"}.items():
+        name = f"self_attn.{kind}_proj.bias"
+        rows[f"{theirs}.{name}"] = Row(f"{ours}.{name}", f"bias of the {meaning}")
+    return rows
 
 
 def _eagle3(first: str) -> dict[str, Row]:
@@ -208,7 +282,7 @@ FORMATS: dict[str, Format] = {
         {
             **LLAMA,
             **EAGLE3,
-            "eagle_config": Key("more options", {}),
+            "eagle_config": Key("more options", {}, kind="object"),
             "bias": Key("bias of fc", False, only=(False,)),
         },
         _eagle3("midlayer"),
@@ -227,11 +301,13 @@ FORMATS: dict[str, Format] = {
         ("medusa",),
         {
             **TRANSFORMERS,
-            "hidden_size": Key("width of the head"),
-            "vocab_size": Key("size of the target's vocabulary"),
-            "truncated_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None),
-            "num_heads": Key("heads", 5),
-            "num_hidden_layers": Key("blocks of each head", 1),
+            "hidden_size": Key("width of the head", kind="size"),
+            "vocab_size": Key("size of the target's vocabulary", kind="size"),
+            "truncated_vocab_size": Key(
+                "size of the draft vocabulary; null or absent for the target's", None, kind="size"
+            ),
+            "num_heads": Key("heads", 5, kind="size"),
+            "num_hidden_layers": Key("blocks of each head, or of the target in its own config", 1, kind="size"),
             "medusa_fc_bias": Key("whether the blocks have a bias", False),
             "original_lm_head": Key("whether one LM head serves all heads", False),
             "max_paths": Key("of a tree, not read any more", 64),
@@ -251,7 +327,9 @@ FORMATS: dict[str, Format] = {
         {
             **TRANSFORMERS,
             "medusa_num_heads": Key("heads; published files have more than they say, so tensors are counted", None),
-            "medusa_num_layers": Key("blocks of each head", 1),
+            "medusa_num_layers": Key("blocks of each head; tensors are counted", 1),
+            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
+            "vocab_size": Key("size of the target's vocabulary, in a whole model's config", None, kind="size"),
             "base_model_name_or_path": Key("the target", None),
             "version": Key("2 for heads without an LM head of their own", None),
         },
@@ -267,7 +345,9 @@ FORMATS: dict[str, Format] = {
             **SPECULATORS,
             **EAGLE3,
             "speculators_model_type": Key("eagle3"),
-            "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
+            "transformer_layer_config": Key(
+                "the decoder layers: what differs from the defaults of their class", kind="object"
+            ),
             "embed_requires_grad": Key("training only", False),
             "draft_attn_kernel": Key("training only", "auto"),
         },
@@ -278,7 +358,7 @@ FORMATS: dict[str, Format] = {
         {
             **SPECULATORS,
             "speculators_model_type": Key("eagle"),
-            "transformer_layer_config": Key("the decoder layer"),
+            "transformer_layer_config": Key("the decoder layer", kind="object"),
             "transformer_layer_architecture": Key("its class", "LlamaDecoderLayer", only=("LlamaDecoderLayer",)),
             "layernorms": Key("three norms more (HASS)", False, only=(False,)),
             "fusion_bias": Key("whether fc has a bias", False),
@@ -296,9 +376,9 @@ FORMATS: dict[str, Format] = {
             **LLAMA,
             **DFLASH,
             **DFLASH_NATIVE,
-            "mask_token_id": Key("as in dflash_config", None),
-            "target_layer_ids": Key("as in dflash_config", None),
-            "dflash_config": Key("more options"),
+            "mask_token_id": Key("as in dflash_config", None, kind="id"),
+            "target_layer_ids": Key("as in dflash_config", None, kind="numbers"),
+            "dflash_config": Key("more options", kind="object"),
         },
         _DFLASH,
         ignored=("embed_tokens.",),
@@ -309,10 +389,12 @@ FORMATS: dict[str, Format] = {
             **SPECULATORS,
             **DFLASH,
             "speculators_model_type": Key("dflash"),
-            "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
-            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is"),
-            "mask_token_id": Key("token of the slots behind the root"),
-            "target_hidden_size": Key("width of the target; hidden_size where absent", None),
+            "transformer_layer_config": Key(
+                "the decoder layers: what differs from the defaults of their class", kind="object"
+            ),
+            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", kind="numbers"),
+            "mask_token_id": Key("token of the slots behind the root", kind="id"),
+            "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
             "sliding_window_non_causal": Key("whether slots of sliding layers see those behind them", False),
         },
         _DFLASH,
@@ -326,10 +408,12 @@ FORMATS: dict[str, Format] = {
             **DSPARK,
             "sample_from_anchor": Key("whether the root's slot drafts", True),
             "speculators_model_type": Key("dspark"),
-            "transformer_layer_config": Key("the decoder layers: what differs from the defaults of their class"),
-            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is"),
-            "mask_token_id": Key("token of the slots behind the root"),
-            "target_hidden_size": Key("width of the target; hidden_size where absent", None),
+            "transformer_layer_config": Key(
+                "the decoder layers: what differs from the defaults of their class", kind="object"
+            ),
+            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", kind="numbers"),
+            "mask_token_id": Key("token of the slots behind the root", kind="id"),
+            "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
             "sliding_window_non_causal": Key("whether slots of sliding layers see those behind them", False),
         },
         _DSPARK,
@@ -355,8 +439,10 @@ FORMATS: dict[str, Format] = {
         {
             **TRANSFORMERS,
             "hydra_num_heads": Key("heads; tensors are counted", None),
-            "hydra_num_layers": Key("blocks of each head", 1),
+            "hydra_num_layers": Key("blocks of each head", 1, kind="size"),
             "hydra_head_arch": Key("mlp or prefix-mlp", "mlp", only=("mlp", "prefix-mlp")),
+            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
+            "vocab_size": Key("size of the target's vocabulary, in a whole model's config", None, kind="size"),
             "base_model_name_or_path": Key("the target", None),
             "grounded_heads": Key("whether heads see the path", False, only=(True,)),
             "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),

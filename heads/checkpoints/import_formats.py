@@ -1,15 +1,17 @@
 """Imports heads of other projects: recognises the format from the files and reads them by the tables of `formats.py`.
 
-Nothing is assumed. A key or tensor that no table has, a value that no head here can have, layer numbers that contradict
-each other, ids where offsets belong: each is an error that names it.
+The tensors decide: each must have its place in a head. A key that a table has is read, or refused with a value that no
+head here can have. Any other key was inherited from the target, or is of training: it is kept aside with a remark,
+unless its name says that it changes what a layer computes. A key that contradicts the tensors is an error that names
+both; so are layer numbers that contradict each other, and ids where offsets belong.
 """
 
 from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +21,29 @@ from transformers import LlamaConfig, Qwen3Config
 
 from ..base import DraftHead, TargetInfo
 from ..by_name import build_head
-from .formats import DFLASH_CONFIG, EAGLE_CONFIG, FORMATS, LLAMA, NEEDED, Format, Key, places
+from .formats import DFLASH_CONFIG, EAGLE_CONFIG, FORMATS, KINDS, LLAMA, NEEDED, Key, may_compute, places
+from .save_load import build_unloaded
 
+LAYERLESS = ("medusa", "fasterdecoding", "hydra")
+"""Formats of heads that have no decoder layer, or one with the target's own dimensions."""
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("draft_vocab_size", "truncated_vocab_size", "block_size", "markov_rank"),
+)
+"""Keys by which tensors have their shapes."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that a head's weights may have."""
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """Parts of a target, besides its dimensions, for what a head's files leave out."""
+
+    embedding_VD: Tensor | None = None
+    lm_head_VD: Tensor | None = None
+    """Rows of the LM head that give the target's own logits."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Its config.json: a head's keys with the same values were inherited."""
 
 
 @dataclass
@@ -34,37 +55,70 @@ class Source:
     keys: Keys
     tensors: dict[str, Tensor]
     target: TargetInfo
+    parts: TargetParts
     remarks: list[str]
     """Messages for the head's user."""
+    unread: dict[str, Any]
+    """Keys that say nothing of the draft layer, kept aside."""
+
+    def read(self, table: dict[str, Key], config: dict[str, Any], where: str) -> Keys:
+        """Check an object inside of the config by a table of its own."""
+        return Keys(table, config, where, self.tensors, self.parts.config, self.unread)
 
 
 class Keys(ChainMap[str, Any]):
     """A config.json whose keys are checked by a table, over the table's defaults."""
 
-    def __init__(self, table: dict[str, Key], config: dict[str, Any], where: str) -> None:
+    def __init__(
+        self,
+        table: dict[str, Key],
+        config: dict[str, Any],
+        where: str,
+        tensors: Collection[str] = (),
+        inherited: Mapping[str, Any] | None = None,
+        unread: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(config, {name: key.default for name, key in table.items()})
         self.config, self.where = config, where
-        check_known(table, config, where)
+        aside = unknown_keys(table, config, where, tensors, inherited or {})
+        if unread is not None:
+            unread.update(aside)
         for name, key in table.items():
             if self[name] is NEEDED or (self[name] is None and key.default is NEEDED):
                 raise ValueError(f"{where}: config key {name!r} ({key.meaning}) is missing or null")
             if key.only and self[name] not in key.only:
                 allowed = " or ".join(map(repr, key.only))
                 raise ValueError(f"{where}: {name} is {self[name]!r} ({key.meaning}); a head here has {allowed}")
+            kind = key.kind or ("flag" if isinstance(key.default, bool) else "")
+            if kind and self[name] is not None and not KINDS[kind][1](self[name]):
+                raise ValueError(f"{where}: {name} is {self[name]!r} ({key.meaning}); it must be {KINDS[kind][0]}")
 
     def check_target(self, target: TargetInfo, *names: str) -> None:
         """Refuse a value that must be the target's and is not."""
         for name in names:
             own = getattr(target, name)
-            if self[name] != own:
+            if self[name] not in (None, own):
                 raise ValueError(f"{self.where}: {name} is {self[name]!r}, and {own!r} in the target {target.name!r}")
 
 
-def check_known(table: dict[str, Key], config: dict[str, Any], where: str) -> None:
-    """Refuse a key that a table does not have."""
-    unknown = sorted(config.keys() - table.keys())
-    if unknown:
-        raise ValueError(f"{where}: unknown config key {unknown[0]!r}; known are {', '.join(sorted(table))}")
+def unknown_keys(
+    table: dict[str, Key],
+    config: dict[str, Any],
+    where: str,
+    tensors: Collection[str],
+    inherited: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The keys that a table does not have, with a ValueError for one that may change what the draft layer computes."""
+    unknown = {name: config[name] for name in sorted(config.keys() - table.keys())}
+    for name, value in unknown.items():
+        if name in inherited and inherited[name] == value:
+            continue
+        if may_compute(name, value, tensors):
+            raise ValueError(
+                f"{where}: unknown config key {name!r} is {value!r}. By its name it changes what a layer computes, and "
+                f"neither the tensors nor the target's own config explain it; known are {', '.join(sorted(table))}"
+            )
+    return unknown
 
 
 def recognise(config: dict[str, Any], names: set[str]) -> str:
@@ -89,7 +143,7 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
         "medusa": lambda name: name.startswith("blocks.0.layers."),
         "dspark": lambda name: name.startswith("markov_head."),
         "dflash": lambda name: name == "hidden_norm.weight",
-        "eagle3": lambda name: name.endswith(".hidden_norm.weight"),
+        "eagle3": lambda name: name.endswith(".hidden_norm.weight") or name.startswith("midlayer."),
         "eagle": lambda name: name == "fc.weight",
     }
     for form, belongs in tests.items():
@@ -100,9 +154,9 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
 
 
 def import_head(
-    config: dict[str, Any], tensors: dict[str, Tensor], target: TargetInfo, embedding_VD: Tensor | None = None
+    config: dict[str, Any], tensors: dict[str, Tensor], target: TargetInfo, parts: TargetParts | None = None
 ) -> tuple[DraftHead, Source]:
-    """A head from another project's config.json and weights, without copies of the target's `embedding_VD`.
+    """A head from another project's config.json and weights, without copies of the target's embedding and LM head.
 
     Returned with its source, which names the format and holds the remarks for the user.
 
@@ -110,22 +164,35 @@ def import_head(
         ValueError: anything in it that is unknown, missing, contradictory or impossible here; named.
     """
     form = recognise(config, set(tensors))
-    remarks = []
+    parts = parts or TargetParts()
+    remarks: list[str] = []
     if form == "fasterdecoding":
         tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
         if any(name.startswith("model.") for name in tensors):
             remarks.append("the file holds a whole model that was trained with its heads: they draft for that model")
             tensors = {name: tensor for name, tensor in tensors.items() if name[0].isdigit()}
-    source = Source(form, Keys(FORMATS[form].keys, config, form), dict(tensors), target, remarks)
+    unread: dict[str, Any] = {}
+    # Where a head has no decoder layer, keys of one describe the target: a whole model's config.json lies beside it.
+    described = {} if form not in LAYERLESS else {name: config[name] for name in LLAMA.keys() & config.keys()}
+    keys = Keys(FORMATS[form].keys, config, form, tensors, {**parts.config, **described}, unread)
+    source = Source(form, keys, dict(tensors), target, parts, remarks, unread)
     options = READERS[form](source)
-    embedding = _take_embedding(source, embedding_VD, options)
+    if unread:
+        remarks.append(f"config keys that say nothing of the draft layer are kept aside: {', '.join(sorted(unread))}")
+    _take_lm_head(source, options)
+    embedding = _take_embedding(source, options)
     _sort_draft_vocab(source, options)
     tensors = source.tensors | embedding
     if form == "eagle3" and "midlayer.hidden_norm.weight" not in tensors:  # ModelOpt's newer name of the first layer
         tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     name = "hydra++" if options.get("prefix_layer") else FORMATS[form].heads[0]
-    head = build_head(name, {key: value for key, value in options.items() if value is not None}, target)
-    _load(head, FORMATS[form], tensors)
+    options = {key: value for key, value in options.items() if value is not None}
+    # Without weights first: only after its shapes were compared with the file's is memory taken for a head.
+    state = _matched(build_unloaded(name, options, target, len(tensors)), source, tensors)
+    head = build_head(name, options, target)
+    for parameter_name, parameter in head.named_parameters():
+        parameter.data = parameter.data.to(state[parameter_name].dtype)
+    head.load_state_dict(state)
     return head, source
 
 
@@ -135,8 +202,9 @@ def import_head(
 def _eagle3_options(source: Source) -> dict[str, Any]:
     keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
     native = source.form == "eagle3"
-    nested = Keys(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
-    options = _llama_options(keys if native else _layer_keys(keys), target, remarks)
+    nested = source.read(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
+    options = _llama_options(keys if native else _layer_keys(source), source)
+    options["attention_bias"] = _attention_bias(source)
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
         size = len(tensors["lm_head.weight"])
@@ -149,8 +217,13 @@ def _eagle3_options(source: Source) -> dict[str, Any]:
     width, count = keys["target_hidden_size"], len(options["feature_layers"])
     if width not in (None, target.hidden_size):
         raise ValueError(f"target_hidden_size is {width}, and {target.hidden_size} in the target {target.name!r}")
+    if keys["num_aux_hidden_states"] not in (None, count):
+        raise ValueError(
+            f"num_aux_hidden_states is {keys['num_aux_hidden_states']}, and feature layers "
+            f"{options['feature_layers']} are {count}"
+        )
     weight = tensors.get("fc.weight")
-    if weight is not None and weight.shape[1] != count * target.hidden_size:
+    if weight is not None and weight.ndim == 2 and weight.shape[1] != count * target.hidden_size:
         raise ValueError(
             f"fc.weight reads {weight.shape[1]} values, and {count} feature layers of the target {target.name!r} are "
             f"{count} x {target.hidden_size}"
@@ -163,8 +236,14 @@ def _eagle3_options(source: Source) -> dict[str, Any]:
 def _eagle_options(source: Source) -> dict[str, Any]:
     keys, tensors, remarks = source.keys, source.tensors, source.remarks
     native = source.form == "eagle"
-    options = _llama_options(keys if native else _layer_keys(keys), source.target, remarks)
-    options.pop("hidden_size")
+    options = _llama_options(keys if native else _layer_keys(source), source)
+    options["attention_bias"] = _attention_bias(source)
+    width = options.pop("hidden_size")
+    if width is not None:
+        raise ValueError(
+            f"{keys.where}: hidden_size is {width}, and an EAGLE-1 head is as wide as its target "
+            f"{source.target.name!r}, {source.target.hidden_size}"
+        )
     name, key = ("fc.bias", "bias") if native else ("fusion_fc.bias", "fusion_bias")
     bias = tensors.get(name)
     if bias is not None and not bias.any():
@@ -181,10 +260,12 @@ def _eagle_options(source: Source) -> dict[str, Any]:
 def _dflash_options(source: Source) -> dict[str, Any]:
     keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
     native = not source.form.startswith("speculators")
-    options = _llama_options(keys if native else _layer_keys(keys), target, remarks, windows=True)
+    options = _llama_options(keys if native else _layer_keys(source), source, windows=True)
     if options.pop("hidden_size") is not None or keys.get("target_hidden_size") not in (None, target.hidden_size):
         raise ValueError(f"{keys.where}: a DFlash head is as wide as its target, which is {target.hidden_size} wide")
-    nested = Keys(DFLASH_CONFIG, keys["dflash_config"], "dflash_config") if source.form == "dflash" else keys
+    nested = keys
+    if source.form == "dflash":
+        nested = source.read(DFLASH_CONFIG, keys["dflash_config"], "dflash_config")
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
         size = len(tensors["lm_head.weight"])
@@ -258,12 +339,15 @@ def _dspark_options(source: Source) -> dict[str, Any]:
 
 
 def _medusa_options(source: Source) -> dict[str, Any]:
-    keys, target = source.keys, source.target
+    keys, target, tensors = source.keys, source.target, source.tensors
     keys.check_target(target, "hidden_size", "vocab_size")
     size = keys["truncated_vocab_size"]
+    heads = _count(tensors, r"blocks\.(\d+)\.layers\.0\.weight")
+    if "num_heads" in keys.config and keys["num_heads"] != heads:
+        raise ValueError(f"num_heads is {keys['num_heads']}, and the file holds {heads} of blocks.N.layers.0.weight")
     return {
-        "num_heads": keys["num_heads"],
-        "num_layers": keys["num_hidden_layers"],
+        "num_heads": heads,
+        "num_layers": _layers_in_file(source, keys, r"blocks\.0\.layers\.(\d+)\."),
         "bias": keys["medusa_fc_bias"],
         "lm_head": "shared" if keys["original_lm_head"] else "own",
         "draft_vocab_size": None if size == target.vocab_size else size,
@@ -272,10 +356,13 @@ def _medusa_options(source: Source) -> dict[str, Any]:
 
 def _fasterdecoding_options(source: Source) -> dict[str, Any]:
     keys, tensors, remarks = source.keys, source.tensors, source.remarks
+    keys.check_target(source.target, "hidden_size", "vocab_size")
     heads = _count(tensors, r"(\d+)\.0\.linear\.weight")
     blocks = _count(tensors, r"0\.(\d+)\.linear\.weight")
     if keys["medusa_num_heads"] not in (None, heads):
         remarks.append(f"config.json says {keys['medusa_num_heads']} heads, the file holds {heads}: all are taken")
+    if "medusa_num_layers" in keys.config and keys["medusa_num_layers"] not in (None, blocks):
+        remarks.append(f"config.json says {keys['medusa_num_layers']} blocks a head, the file holds {blocks}: taken")
     if blocks > 1:
         _report_repeated(tensors, [f"0.{i}.linear.weight" for i in range(blocks)], remarks)
     return {
@@ -288,7 +375,11 @@ def _fasterdecoding_options(source: Source) -> dict[str, Any]:
 
 def _hydra_options(source: Source) -> dict[str, Any]:
     tensors, blocks = source.tensors, source.keys["hydra_num_layers"]
+    source.keys.check_target(source.target, "hidden_size", "vocab_size")
     prefix = source.keys["hydra_head_arch"] == "prefix-mlp"
+    held = _count(tensors, r"hydra_mlp\.0\.(\d+)\.linear\.weight")
+    if blocks != held:
+        raise ValueError(f"hydra_num_layers is {blocks}, and the file holds {held} of hydra_mlp.0.N.linear.weight")
     if blocks > 2:
         later = [f"hydra_mlp.0.{2 * i + 3 if prefix else i + 1}.linear.weight" for i in range(blocks - 1)]
         _report_repeated(tensors, later, source.remarks)
@@ -318,7 +409,8 @@ READERS: dict[str, Callable[[Source], dict[str, Any]]] = {
 
 
 def _count(tensors: dict[str, Tensor], pattern: str) -> int:
-    return len({int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name))})
+    """Number of different values of a pattern's first group, which is empty for a layer without a number."""
+    return len({int(match[1] or 0) for name in tensors if (match := re.fullmatch(pattern, name))})
 
 
 def _report_repeated(tensors: dict[str, Tensor], names: list[str], remarks: list[str]) -> None:
@@ -328,28 +420,75 @@ def _report_repeated(tensors: dict[str, Tensor], names: list[str], remarks: list
         remarks.append(f"the {len(names)} blocks of a head are one, repeated, as its authors' code makes them: kept")
 
 
-def _layer_keys(keys: Keys) -> Keys:
+def _layers_in_file(source: Source, keys: Keys, pattern: str) -> int:
+    """Number of layers, which the tensors decide; a config made from the target's has the number of its blocks."""
+    held, stated = _count(source.tensors, rf"{pattern}.*"), keys["num_hidden_layers"]
+    if "num_hidden_layers" not in keys.config or stated == held or not held:
+        return held or stated
+    if stated != source.target.num_layers:
+        raise ValueError(
+            f"{keys.where}: num_hidden_layers is {stated}, and the file holds tensors of {held} layers, "
+            f"{', '.join(_named_layers(source.tensors, pattern))}"
+        )
+    source.remarks.append(f"num_hidden_layers is {stated}, as of the target; the file holds {held}: those are read")
+    return held
+
+
+def _named_layers(tensors: dict[str, Tensor], pattern: str) -> list[str]:
+    found = {match[0].rstrip(".") for name in tensors if (match := re.match(pattern, name))}
+    return sorted(found)[:4]
+
+
+def _attention_bias(source: Source) -> bool:
+    """Whether queries, keys and values have biases: the tensors decide, and no key may contradict them."""
+    held = sorted(name for name in source.tensors if re.search(r"self_attn\.[qkv]_proj\.bias$", name))
+    keys = source.keys
+    given = keys.config if source.form in ("eagle", "eagle3") else keys["transformer_layer_config"]
+    flags = {name: given[name] for name in ("qkv_bias", "attention_bias") if given.get(name) is not None}
+    if any(flags.values()) and not held:
+        name = next(name for name, value in flags.items() if value)
+        raise ValueError(f"{keys.where}: {name} is True, and the file has no tensor self_attn.q_proj.bias")
+    if flags and not any(flags.values()) and held:
+        raise ValueError(f"{keys.where}: {next(iter(flags))} is False, and the file has the tensor {held[0]!r}")
+    if held:
+        source.remarks.append("queries, keys and values have biases: no server reads such a head")
+    return bool(held)
+
+
+def _layer_keys(source: Source) -> Keys:
     """The decoder layer of a speculators config, in which absent keys have the defaults of the layer's class."""
-    given = dict(keys["transformer_layer_config"])
+    given = dict(source.keys["transformer_layer_config"])
+    where = "transformer_layer_config"
     classes = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     kind = given.get("model_type")
     if kind not in classes:
         raise ValueError(
-            f"{keys.where}: transformer_layer_config has model_type {kind!r}, by which its defaults are chosen; it "
-            f"must be {' or '.join(classes)}"
+            f"{source.keys.where}: {where} has model_type {kind!r}, by which its defaults are chosen; it must be "
+            f"{' or '.join(classes)}"
         )
-    check_known(LLAMA, given, "transformer_layer_config")  # before the class adds keys of its own
+    # Before the class adds keys of its own.
+    aside = unknown_keys(LLAMA, given, where, source.tensors, source.parts.config)
+    source.unread.update(aside)
+    known = {name: value for name, value in given.items() if name not in aside}
     try:
-        full = classes[kind](**given).to_dict()
-    except StrictDataclassError as error:
-        raise ValueError(f"{keys.where}: transformer_layer_config: {error}") from error
-    return Keys(LLAMA, {name: full[name] for name in LLAMA.keys() & full.keys()}, "transformer_layer_config")
+        full = classes[kind](**known).to_dict()
+    except (StrictDataclassError, TypeError, KeyError) as error:
+        raise ValueError(f"{source.keys.where}: {where}: {error}") from error
+    return source.read(LLAMA, {name: full[name] for name in LLAMA.keys() & full.keys()}, where)
 
 
-def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str], windows: bool = False) -> dict[str, Any]:
+LAYERS = {
+    "eagle3": r"(?:midlayer|layers\.(\d+))\.",
+    "speculators-eagle": r"transformer()\.",
+}
+"""How the names of a decoder layer's tensors begin, where not with layers.N."""
+
+
+def _llama_options(keys: Keys, source: Source, windows: bool = False) -> dict[str, Any]:
     """Options of Llama-like layers; null where they equal the target's. `windows`: layers may have a sliding one."""
+    target, remarks = source.target, source.remarks
     heads, width = keys["num_attention_heads"], keys["hidden_size"]
-    keys.check_target(target, "vocab_size", "hidden_act")
+    keys.check_target(target, "vocab_size")
     kinds = keys["layer_types"] or []
     if not windows and (keys["use_sliding_window"] or set(kinds) - {"full_attention"}):
         raise ValueError(
@@ -358,23 +497,41 @@ def _llama_options(keys: Keys, target: TargetInfo, remarks: list[str], windows: 
         )
     sizes = {
         "hidden_size": width,
-        "intermediate_size": keys["intermediate_size"],
+        "intermediate_size": _mlp_width(keys, source),
+        "hidden_act": keys["hidden_act"],
         "num_attention_heads": heads,
         "num_key_value_heads": keys["num_key_value_heads"] or heads,
         "head_dim": keys["head_dim"] or width // heads,
     }
     options = {name: None if value == getattr(target, name) else value for name, value in sizes.items()}
-    options["num_layers"] = keys["num_hidden_layers"]
+    options["num_layers"] = _layers_in_file(source, keys, LAYERS.get(source.form, r"layers\.(\d+)\."))
     eps = keys["rms_norm_eps"]
     options["rms_norm_eps"] = None if abs(eps / target.rms_norm_eps - 1) < 1e-3 else eps
     rope = {"rope_theta": keys["rope_theta"], **(keys["rope_scaling"] or {}), **(keys["rope_parameters"] or {})}
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    if rope["rope_type"] == "mrope":
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        remarks.append("rotary positions in several dimensions (mrope) are plain ones for text: read so")
+    parts = [name for name, value in rope.items() if isinstance(value, dict)]
+    if parts:
+        raise ValueError(f"{keys.where}: rotary positions differ by layer, {', '.join(parts)}: no head here has that")
     own = {"rope_type": "default", **target.rope_parameters}
     options["rope_parameters"] = None if rope == own else rope
     if rope["rope_theta"] != own["rope_theta"]:
         given = "" if "rope_theta" in keys.config or keys["rope_parameters"] else " (none is written: the default)"
         remarks.append(f"rotary base {rope['rope_theta']}{given}, and {own['rope_theta']} in the target: kept")
     return options
+
+
+def _mlp_width(keys: Keys, source: Source) -> int:
+    """Width of the MLP, which the tensors decide where the config has the target's."""
+    stated: int = keys["intermediate_size"]
+    held = {len(tensor) for name, tensor in source.tensors.items() if name.endswith("mlp.up_proj.weight")}
+    if len(held) != 1 or held == {stated} or stated != source.target.intermediate_size:
+        return stated
+    (width,) = held
+    source.remarks.append(f"intermediate_size is {stated}, as of the target; the file's MLP has {width}: that is read")
+    return width
 
 
 def _feature_layers(
@@ -400,6 +557,12 @@ def _feature_layers(
     layers = outputs if outputs is not None else [layer - 1 for layer in inputs or ()]
     if min(layers, default=0) < 0:
         raise ValueError(f"feature layers {inputs or outputs} begin before the first block: no head here reads that")
+    if max(layers, default=0) == target.num_layers - 1:
+        raise ValueError(
+            f"feature layer {target.num_layers - 1} is the state after the last block of {target.name!r} and before "
+            f"the final norm, which no head here reads: choose from 0 to {target.num_layers - 2}, or -1 for the state "
+            "after that norm"
+        )
     if layers != sorted(layers):
         remarks.append(f"feature layers {layers} are sorted: their features are joined by depth")
     return sorted(layers)
@@ -408,8 +571,40 @@ def _feature_layers(
 # Tensors of a head.
 
 
-def _take_embedding(source: Source, target_VD: Tensor | None, options: dict[str, Any]) -> dict[str, Tensor]:
+def _take_lm_head(source: Source, options: dict[str, Any]) -> None:
+    """Give an EAGLE-3 head without an LM head in its file the one it means; drop a copy of the target's elsewhere."""
+    name, tensors, remarks = "lm_head.weight", source.tensors, source.remarks
+    layer = source.keys if source.form == "eagle3" else source.keys.get("transformer_layer_config", source.keys)
+    tied = bool(source.keys.get("tie_word_embeddings") or layer.get("tie_word_embeddings"))
+    if source.form in ("eagle3", "speculators"):
+        whole = options["draft_vocab_size"] in (None, source.target.vocab_size)
+        if name in tensors and tied:
+            remarks.append("tie_word_embeddings is true, and the file holds an LM head of its own: that is read")
+        elif name not in tensors and whole:
+            meant = tensors.get("embed_tokens.weight", source.parts.embedding_VD) if tied else source.parts.lm_head_VD
+            if meant is not None:
+                tensors[name] = meant.to(tensors["fc.weight"].dtype) if "fc.weight" in tensors else meant
+                whose = "its embedding, as tie_word_embeddings says" if tied else "the target's"
+                remarks.append(f"the file holds no LM head: {whose} is taken")
+        return
+    shared = "lm_head.weight" in FORMATS[source.form].tensors or source.form == "eagle"
+    own_VD, target_VD = tensors.get(name), source.parts.lm_head_VD
+    if not shared or own_VD is None or options.get("draft_vocab_size") not in (None, source.target.vocab_size):
+        return
+    if target_VD is None or own_VD.shape != target_VD.shape:
+        return  # an unknown tensor, which is refused below
+    if not torch.equal(own_VD, target_VD.to(own_VD.dtype)):
+        raise ValueError(
+            f"its tensor {name!r} is not the LM head of the target {source.target.name!r}, by which such a head "
+            "drafts: it was made for another model"
+        )
+    del tensors[name]
+    remarks.append("its LM head is the target's and left out")
+
+
+def _take_embedding(source: Source, options: dict[str, Any]) -> dict[str, Tensor]:
     """Take the embedding out of the file's tensors; it is returned if the head needs one of its own."""
+    target_VD = source.parts.embedding_VD
     own_VD = source.tensors.pop("embed_tokens.weight", None)
     if own_VD is None:
         return {}
@@ -457,9 +652,10 @@ def _sort_draft_vocab(source: Source, options: dict[str, Any]) -> None:
         tensors["d2t"] = ids_V[order] - torch.arange(len(order))
 
 
-def _load(head: DraftHead, form: Format, tensors: dict[str, Tensor]) -> None:
-    """Load a head's weights, each of which must be in the table and in the file."""
-    state, problems, rest = {}, [], dict(tensors)
+def _matched(head: DraftHead, source: Source, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head's weights, each of which must be in the table and in the file with the head's own shape."""
+    form = FORMATS[source.form]
+    state, problems, rest, sizes = {}, [], dict(tensors), False
     for place in places(form, head):
         tensor = rest.pop(place.theirs, None)
         if tensor is None:
@@ -467,6 +663,7 @@ def _load(head: DraftHead, form: Format, tensors: dict[str, Tensor]) -> None:
         elif tensor.shape != place.tensor.shape:
             shape, own = tuple(tensor.shape), tuple(place.tensor.shape)
             problems.append(f"tensor {place.theirs!r} of shape {shape} instead of {own}")
+            sizes = True
         elif place.tensor.is_floating_point() and tensor.dtype not in FLOATS:
             problems.append(f"tensor {place.theirs!r} of {tensor.dtype} instead of {', '.join(map(str, FLOATS))}")
         elif place.tensor.is_floating_point() and not tensor.isfinite().all():
@@ -474,8 +671,10 @@ def _load(head: DraftHead, form: Format, tensors: dict[str, Tensor]) -> None:
         else:
             state[place.ours] = tensor
     problems += [f"unknown tensor {name!r}" for name in rest if not name.startswith(form.ignored or ("\0",))]
+    if sizes:
+        layer = source.keys.get("transformer_layer_config", source.keys)
+        stated = [f"{name} {layer[name]}" for name in SIZES if layer.get(name) is not None]
+        problems.append(f"config.json says {', '.join(stated)}")
     if problems:
         raise ValueError("; ".join(problems))
-    for name, parameter in head.named_parameters():
-        parameter.data = parameter.data.to(state[name].dtype)
-    head.load_state_dict(state)
+    return state

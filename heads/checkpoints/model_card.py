@@ -43,14 +43,14 @@ the output is the model's own: lossless.{adapted} Typical acceptance (`verifier=
 ```python
 from headstart.inference import SpeculativeLM
 
-lm = SpeculativeLM.from_pretrained({quoted}, head="{repo}")
+lm = SpeculativeLM.from_pretrained({quoted}, head="{repo}"{allow})
 out = lm.generate(input_ids, max_new_tokens=256)
 ```
 
 or with plain transformers, headstart being installed:
 
 ```python
-model.generate(input_ids, max_new_tokens=256, custom_generate="{repo}", trust_remote_code=True)
+model.generate(input_ids, max_new_tokens=256, custom_generate="{repo}", trust_remote_code=True{allow})
 ```
 
 vLLM: {vllm}
@@ -65,7 +65,7 @@ llama.cpp: {llama_cpp}
 
 Acceptance length: tokens emitted per round, the bonus token counted. Acceptance rate at depth d: how often the
 accepted path reaches depth d, given that it reached d - 1. Measured again by
-`headstart bench --target {trained} --head {repo} --prompts FILE.jsonl` on
+`headstart bench --target {trained} --head {repo}{option} --prompts FILE.jsonl` on
 prompts of yours, which also says how much faster it is.
 
 ## Head
@@ -84,7 +84,7 @@ prompts of yours, which also says how much faster it is.
 _ADAPTED = """
 
 It was trained together with a LoRA adapter of the model, which lies in `adapter/`. Decoding is lossless with respect to
-the adapted model, not to the original: the adapter is merged when the model is loaded by name."""
+the adapted model, not to the original: `allow_adapter=True` merges it into the model, which then writes other text."""
 
 _COMMANDS = {
     "vllm": """
@@ -143,6 +143,8 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         measured=_measured_table(section["measured"]),
         options="\n".join(f"- {name}: {value}" for name, value in section["options"].items()),
         adapted=_ADAPTED if section["adapted"] else "",
+        allow=", allow_adapter=True" if section["adapted"] else "",
+        option=" --allow_adapter true" if section["adapted"] else "",
         recipe=_recipe(section["training"]),
         provenance="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
         **{server.replace(".", "_"): _serving(server, section, listing.repo, target) for server in _COMMANDS},

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import tempfile
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,29 @@ from torch import Tensor, nn
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import build_head, head_name
 from ..layers.draft_vocab import draft_ids
-from .files import CONFIG_FILE, WEIGHTS_FILE, json_ready, new_folder, read_json, read_weights
+from .files import (
+    CONFIG_FILE,
+    HEAD,
+    WEIGHTS_FILE,
+    json_ready,
+    leads_out,
+    new_folder,
+    read_json,
+    read_weights,
+    weight_files,
+    weight_shapes,
+)
 from .hub import local_folder, push_folder
 from .model_card import Listing, model_card
+from .public import public
 from .quantized import int8_tensor, plain_tensors, unread_by
 
 SHARD = "5GB"
 """Largest weight file; a larger head is split over several."""
 CARD_FILE = "README.md"
 ADAPTER_FOLDER = "adapter"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Files of a peft adapter."""
 SECTION_KEYS = {key.name: key.name for key in dataclasses.fields(CheckpointMetadata)} | {"provenance": "origin"}
 """Field of `CheckpointMetadata` to its key in the `headstart` section."""
 GENERATE_FILE = "custom_generate/generate.py"
@@ -74,6 +91,7 @@ def load_head(
     saved_target = TargetInfo(**section["target"])
     if target is not None:
         saved_target.check(target)
+    _check_weights(section, saved_target, folder)
     head = build_head(section["head"], section["options"], saved_target)
     _check_server_keys(head, config, folder)
     saved = read_weights(folder, (WEIGHTS_FILE,))
@@ -114,12 +132,12 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
     state = {key: value.detach().cpu().contiguous() for key, value in plain_tensors(head.state_dict()).items()}
     dtype = dtype_name(next(head.parameters()).dtype)
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
-    with new_folder(folder) as partial:
+    with new_folder(folder, HEAD) as partial:
         try:
             save_torch_state_dict(state, partial, max_shard_size=SHARD)
         except SafetensorError as error:  # a full disk, for one
             raise OSError(f"{partial / WEIGHTS_FILE} cannot be written: {error}") from error
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        _write_json(partial / CONFIG_FILE, config)
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
         (partial / GENERATE_FILE).parent.mkdir()
         (partial / GENERATE_FILE).write_text(GENERATE, encoding="utf-8")
@@ -174,21 +192,65 @@ def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
     ]
 
 
-def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> None:
-    """Copy a checkpoint to the folder that is uploaded, with a card for its repository.
+def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> list[str]:
+    """Make the folder that is uploaded: a head's own files, with a card for its repository, and nothing else.
 
-    `shared` holds the target's tensors that servers expect in the head's file, by name.
+    The card and config.json name what they come from without this machine's paths. `shared` holds the target's tensors
+    that servers expect in the head's file, by name.
+
+    Returns:
+        One phrase for each file of the source that is left out.
     """
-    shutil.copytree(source, folder)
-    section = _read_config(folder)["headstart"]
+    config = _read_config(source)
+    section = config["headstart"]
+    parts, index = weight_files(source, (WEIGHTS_FILE,))
+    wanted = [*parts, index] if index else parts
+    if section["adapted"]:
+        wanted += [f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES]
+    for name in wanted:
+        if leads_out(source, source / name):
+            raise ValueError(f"{source / name} leads out of its folder, to {(source / name).resolve()}: it is not read")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
+    if listing.base_model is not None:
+        section["target"]["name"] = listing.base_model
+        if "target" in section["origin"]:
+            section["origin"]["target"] = listing.base_model
+    config = public(config)
+    section = config["headstart"]
+    _write_json(folder / CONFIG_FILE, config)
+    if section["adapted"]:
+        adapter = folder / ADAPTER_FOLDER / ADAPTER_FILES[0]
+        described = public(read_json(adapter))
+        described["base_model_name_or_path"] = section["target"]["name"]
+        _write_json(adapter, described)
     (folder / CARD_FILE).write_text(model_card(section, listing), encoding="utf-8")
+    (folder / GENERATE_FILE).parent.mkdir()
+    (folder / GENERATE_FILE).write_text(GENERATE, encoding="utf-8")
     if shared:
         saved = read_weights(folder, (WEIGHTS_FILE,))
         dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
-        for path in folder.glob("model*"):
-            path.unlink()
+        for old in [*parts, index] if index else parts:
+            (folder / old).unlink()
         saved |= {name: tensor.to("cpu", dtype).contiguous() for name, tensor in shared.items()}
         save_torch_state_dict(saved, folder, max_shard_size=SHARD)
+    return _left_out(source, {*wanted, CONFIG_FILE, CARD_FILE, GENERATE_FILE})
+
+
+def _left_out(source: Path, uploaded: set[str]) -> list[str]:
+    """Files of a folder that are not among those that are uploaded, each with the reason."""
+    rest = []
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_symlink() and leads_out(source, path):
+            rest.append(f"{name}: a link that leads out of the folder")
+        elif path.is_file() and name not in uploaded:
+            rest.append(f"{name}: not a file of a head")
+    return rest
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def push_head(head: DraftHead, repo: str, *options: Any) -> str:
@@ -203,16 +265,71 @@ def push_head(head: DraftHead, repo: str, *options: Any) -> str:
 def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
     """Load tensors whose names and shapes must be the head's own; the error names all that are not."""
     expected = head.state_dict()
+    _refuse_other_shapes(
+        {name: tuple(tensor.shape) for name, tensor in expected.items()},
+        {name: tuple(tensor.shape) for name, tensor in saved.items()},
+    )
+    head.load_state_dict(saved)
+
+
+def _refuse_other_shapes(expected: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]
     problems += [
-        f"tensor {name!r} of shape {tuple(saved[name].shape)} instead of {tuple(expected[name].shape)}"
+        f"tensor {name!r} of shape {saved[name]} instead of {expected[name]}"
         for name in expected
-        if name in saved and saved[name].shape != expected[name].shape
+        if name in saved and saved[name] != expected[name]
     ]
     if problems:
         raise ValueError("; ".join(problems))
-    head.load_state_dict(saved)
+
+
+def build_unloaded(name: str, options: dict[str, Any], target: TargetInfo, tensors: int) -> DraftHead:
+    """A head without weights, whose shapes are compared with those of a file before memory is taken for them.
+
+    Args:
+        name: key in `HEADS`.
+        options: of a config.json that anybody may have written.
+        target: from the same config.json, or the target itself.
+        tensors: number of tensors in the file; a head has at least one for each of its layers and heads.
+
+    Raises:
+        ValueError: options that no head can have.
+    """
+    for option in ("num_layers", "num_heads"):
+        number = options.get(option)
+        if isinstance(number, int) and number > tensors:
+            raise ValueError(f"{option} is {number}, and the file holds {tensors} tensors: fewer than one for each")
+    try:
+        with torch.device("meta"):
+            return build_head(name, options, target)
+    except ValueError:
+        raise
+    except (RuntimeError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an unknown type.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"options of the {name} head cannot be used ({reason}): {options}") from error
+
+
+def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) -> None:
+    """Refuse a file whose tensors do not have the shapes that config.json says, by the file's header."""
+    shapes = weight_shapes(folder)
+    try:
+        head = build_unloaded(section["head"], section["options"], target, len(shapes))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
+    saved: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        weight, _, kind = name.rpartition(".")
+        if kind == "qdata":  # int8 values of a weight
+            saved[weight] = shape
+        elif kind != "scale" and name not in head.served_names:
+            saved[name] = shape
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    try:
+        _refuse_other_shapes(expected, saved)
+    except ValueError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -230,7 +347,48 @@ def _read_config(folder: Path) -> dict[str, Any]:
     names, given = {key.name for key in dataclasses.fields(TargetInfo)}, section["target"]
     if not isinstance(given, dict) or set(given) != names:
         raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
+    problem = _section_problem(section)
+    if problem:
+        raise ValueError(f"{path}: {problem} in the section 'headstart'")
     return config
+
+
+LARGEST = {"num_layers": 2**12}
+"""Largest dimensions of a target, 2^31 for those that are not here: larger ones are mistakes, or made to harm."""
+
+
+def _section_problem(section: dict[str, Any]) -> str | None:
+    """The first value of a section that is of the wrong type or out of range; anybody may have written it."""
+    objects = ("options", "training", "measured", "origin")
+    for name in objects:
+        if not isinstance(section[name], dict):
+            return f"{name} is {section[name]!r}, not an object"
+    if not isinstance(section["head"], str):
+        return f"head is {section['head']!r}, not a name"
+    if not isinstance(section["adapted"], bool):
+        return f"adapted is {section['adapted']!r}, not true or false"
+    fastest = section["measured"].get("fastest", {})
+    if not isinstance(fastest, dict):
+        return f"measured.fastest is {fastest!r}, not an object"
+    for tree in (section["tree"], *fastest.values()):
+        if tree is not None and not isinstance(tree, (str, list)):
+            return f"the tree {tree!r} is neither a spec nor a list of paths"
+    for name, hint in typing.get_type_hints(TargetInfo).items():
+        value = section["target"][name]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if hint is int:
+            largest = LARGEST.get(name, 2**31)
+            if not number or not isinstance(value, int) or not 1 <= value <= largest:
+                return f"the target's {name} is {value!r}, not a whole number from 1 to {largest}"
+        elif hint is float:
+            if not number or not 0 <= value < math.inf:
+                return f"the target's {name} is {value!r}, not a number of at least 0"
+        elif hint is str:
+            if not isinstance(value, str):
+                return f"the target's {name} is {value!r}, not a text"
+        elif not isinstance(value, dict):
+            return f"the target's {name} is {value!r}, not an object"
+    return None
 
 
 def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) -> None:

@@ -26,6 +26,10 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+FLAGS = ("qk_norm", "attention_bias")
+"""Fields of `LayerShape` that are no dimensions of the target."""
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """Dimensions of a decoder layer, by the names of a Llama config."""
@@ -39,21 +43,27 @@ class LayerShape:
     rms_norm_eps: float
     qk_norm: bool
     """RMSNorm on each head's queries and keys, as in Qwen3."""
+    attention_bias: bool = False
+    """Bias of queries, keys and values, as in Qwen2."""
 
     @classmethod
     def of(cls, target: TargetInfo, own: Any = None) -> LayerShape:
-        """The target's dimensions, except those that `own`, a head's config, sets; `qk_norm` only from there."""
+        """The target's dimensions, except those that `own`, a head's config, sets; flags only from there."""
         chosen: dict[str, Any] = {}
-        for name in [key.name for key in fields(cls) if key.name != "qk_norm"]:
+        for name in [key.name for key in fields(cls) if key.name not in FLAGS]:
             value = getattr(own, name, None)
             chosen[name] = getattr(target, name) if value is None else value
         for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"):
             if chosen[name] < 1:
                 raise ValueError(f"{name} must be at least 1, not {chosen[name]}")
         heads, groups = chosen["num_attention_heads"], chosen["num_key_value_heads"]
-        if heads % groups:
+        if heads < 1 or heads % groups:
             raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
-        return cls(**chosen, qk_norm=getattr(own, "qk_norm", False))
+        if chosen["hidden_act"] not in ACT2FN:
+            raise ValueError(f"unknown hidden_act {chosen['hidden_act']!r}; choose from {', '.join(sorted(ACT2FN))}")
+        for name in FLAGS:
+            chosen[name] = getattr(own, name, False)
+        return cls(**chosen)
 
 
 class KVView(Protocol):
@@ -108,9 +118,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(input_size, queries, bias=False)
-        self.k_proj = nn.Linear(input_size, keys, bias=False)
-        self.v_proj = nn.Linear(input_size, keys, bias=False)
+        self.q_proj = nn.Linear(input_size, queries, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=shape.attention_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
@@ -164,11 +174,13 @@ def llama_config(
 ) -> dict[str, Any]:
     """Keys of config.json by which servers read a head of Llama blocks; rotary parameters in both spellings."""
     rope = own_rope or target.rope_parameters
+    biases = {"attention_bias": True} if shape.attention_bias else {}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     return {
         "model_type": "llama",
-        **{name: value for name, value in vars(shape).items() if name != "qk_norm"},
+        **{name: value for name, value in vars(shape).items() if name not in FLAGS},
         "num_hidden_layers": num_layers,
+        **biases,
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
         "max_position_embeddings": target.max_positions,

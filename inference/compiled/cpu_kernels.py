@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..tuning.machine import cache_folder, cpuinfo, processor
+from ..tuning.machine import cache_folder, cpuinfo, processor, writable_by_others
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32
@@ -102,23 +102,44 @@ def _built(command: list[str]) -> ctypes.CDLL:
     made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"cpu_kernels-{key}.so"
-    for temporary in (False, True):  # for this process alone, if the user's cache folder cannot be written
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="headstart-")) if temporary else cache_folder()
-            path = folder / name
-            with suppress(OSError):  # missing, or not whole
-                return ctypes.CDLL(str(path))
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                made = Path(scratch) / name
-                subprocess.run(
-                    [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True, timeout=300
-                )
-                made.replace(path)  # at once: another process may be doing the same
-            return ctypes.CDLL(str(path))
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-            failure = error
-    raise failure
+    try:
+        folder = cache_folder()
+        why = writable_by_others(folder / name)
+        if why is not None:
+            raise OSError(f"no library is loaded from {folder}, where another user may put one: {why}")
+        if _is_whole(folder / name):
+            with suppress(OSError):  # of another system
+                return ctypes.CDLL(str(folder / name))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _compiled(command, folder, name)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        # RuntimeError: the user has no home. The compiler fails, too, where the disk is full.
+        loaded = _compiled(command, Path(tempfile.mkdtemp(prefix="headstart-")), name)
+        warnings.warn(f"the CPU kernels were compiled for this process alone, in seconds: {error}", stacklevel=3)
+        return loaded
+
+
+def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
+    """Compile the kernels into a folder, whole or not at all, with their checksum beside them."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made, checksum = Path(scratch) / name, Path(scratch) / f"{name}.sha256"
+        subprocess.run(
+            [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True, timeout=300
+        )
+        checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="utf-8")
+        # At once, the checksum last: another process may be doing the same.
+        made.replace(folder / name)
+        checksum.replace(folder / checksum.name)
+    return ctypes.CDLL(str(folder / name))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is on disk as it was compiled: one that was cut, by a full disk say, may crash the process."""
+    try:
+        expected = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8")
+        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def in_use() -> bool:

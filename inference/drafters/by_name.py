@@ -15,7 +15,7 @@ from ..target import Target
 from ..tuning.costs import RoundCosts, measured_costs
 from ..tuning.machine import machine_key
 from ..tuning.tree_search import batch_budget
-from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, tree_policy
+from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, stored_tree, tree_policy
 from .adaptive import AdaptiveDrafter, candidate_trees
 from .base import Drafter, HostDrafter, NoDraft, ValidatedDrafter
 from .draft_model import AssistantModel
@@ -94,42 +94,65 @@ def tree_drafter(
 
 
 def load_fitting_head(
-    head: str | Path | DraftHead, target: Target, revision: str | None, loaded_here: bool, auto_dtype: bool = False
+    head: str | Path | DraftHead,
+    target: Target,
+    revision: str | None,
+    allow_adapter: bool = False,
+    auto_dtype: bool = False,
 ) -> tuple[DraftHead, CheckpointMetadata]:
-    """A head that fits the target, and its checkpoint's metadata.
+    """A head that fits the target, and its checkpoint's metadata; a head object is checked as its folder would be.
 
-    `loaded_here` says that the target was given by name, and may get the head's adapter; `auto_dtype`, that its dtype
-    was chosen for the user, so that another than the head's is no warning.
+    `auto_dtype` says that the target's dtype was chosen for the user, so that another than the head's is no warning.
+
+    Raises:
+        ValueError: a head for another target, or one for the target with an adapter, unless `allow_adapter` says that
+            it may be merged.
     """
     if isinstance(head, DraftHead):
         head.target.check(target.info)
         dtypes = {parameter.dtype for parameter in head.parameters()} - {target.dtype}
         if dtypes:
             raise ValueError(f"the head's parameters are {dtypes.pop()}, the target's {target.dtype}; convert the head")
-        return head, CheckpointMetadata()
-    loaded, metadata = load_head(head, target.info, target.dtype, revision)
-    unchecked = ("dtype",) if loaded_here and auto_dtype else ()
-    provenance = {name: value for name, value in target.provenance.items() if name not in unchecked}
+        loaded, metadata = head, head.metadata or CheckpointMetadata()
+        folder, name = head.folder, type(head).__name__
+    else:
+        folder, name = local_folder(head, revision), repr(str(head))
+        loaded, metadata = load_head(folder, target.info, target.dtype)
+    unchecked = ("dtype",) if auto_dtype else ()
+    provenance = {key: value for key, value in target.provenance.items() if key not in unchecked}
     for difference in differences(metadata.provenance, provenance):
-        warnings.warn(f"the head {str(head)!r} may accept less here: {difference}", stacklevel=3)
+        warnings.warn(f"the head {name} may accept less here: {difference}", stacklevel=3)
     if metadata.adapted:
-        adapter = local_folder(head, revision) / ADAPTER_FOLDER
-        if target.adapter != str(adapter.resolve()):
-            if not loaded_here:  # a model of the user's is never changed
-                raise ValueError(
-                    f"the head drafts for the target with the adapter {str(adapter)!r}; call target.merge_adapter with "
-                    "it, or give the target by name"
-                )
-            target.merge_adapter(adapter)
+        _merge_adapter(target, folder, name, allow_adapter)
     return loaded, metadata
+
+
+def _merge_adapter(target: Target, folder: Path | None, name: str, allowed: bool) -> None:
+    """Merge the adapter that lies in a head's folder into the target, unless that was done or is not allowed."""
+    adapter = None if folder is None else folder / ADAPTER_FOLDER
+    if adapter is not None and target.adapter == str(adapter.resolve()):
+        return
+    which = f"the adapter {str(adapter)!r}" if adapter else "an adapter, whose folder the head does not know"
+    if target.adapter is not None:
+        raise ValueError(
+            f"the head {name} drafts for {target.name!r} with {which}; into this target {target.adapter!r} is merged "
+            "already: load it anew"
+        )
+    if adapter is None or not allowed:
+        merged = ", --allow-adapter for a command" if adapter is not None else ""
+        raise ValueError(
+            f"the head {name} drafts for {target.name!r} with {which}: merged into the model, it changes what the "
+            f"model itself writes. allow_adapter=True{merged} merges it; or call target.merge_adapter with its folder"
+        )
+    target.merge_adapter(adapter)
 
 
 def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts) -> list[TreePolicy]:
     """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
     fastest = metadata.measured.get("fastest", {}).get(machine)
     if fastest is not None:
-        return [tree_policy(fastest)]
-    return candidate_trees(head, None if metadata.tree is None else tree_policy(metadata.tree), costs)
+        return [stored_tree(fastest)]
+    return candidate_trees(head, None if metadata.tree is None else stored_tree(metadata.tree), costs)
 
 
 def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target, adaptive: bool) -> Drafter:

@@ -95,7 +95,12 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
         f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
         f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {code}; {drafts}"
     )
-    return measured_once(target.device, name, lambda: asdict(_measured(target, head)), RoundCosts.read)
+
+    def measure() -> dict[str, Any]:
+        with target.lock:  # another thread may be generating with the same kernels
+            return asdict(_measured(target, head))
+
+    return measured_once(target.device, name, measure, RoundCosts.read)
 
 
 @torch.inference_mode()

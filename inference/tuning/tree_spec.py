@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from typing import Literal
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
 """How the children of a node are made, which decides the acceptance rules that are exact: the draft's top-k tokens; one
 sampled child; several, sampled independently; several, sampled without replacement."""
+
+
+LARGEST_TREE = 2**12
+"""Most nodes, and most children of a node, of a tree: one forward of the target holds them all."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,16 @@ class TreeShape:
         Raises:
             ValueError: a repeated path, a negative rank, or a path whose parent is missing; named.
         """
+        _check_size(len(paths))
+        if not all(isinstance(path, Sequence) and not isinstance(path, str) for path in paths):
+            raise ValueError("a tree is a list of paths such as [[0], [1], [0, 0]]")
         nodes = [tuple(path) for path in paths]
         known = {(), *nodes}
         for path in nodes:
             if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
                 raise ValueError(f"tree path {list(path)} must hold at least one rank, each an integer from 0")
+            if max(path) >= LARGEST_TREE:
+                raise ValueError(f"tree path {list(path)} has a rank above {LARGEST_TREE - 1}")
             if path[:-1] not in known:
                 raise ValueError(f"tree path {list(path)} has no parent {list(path[:-1])} in the tree")
         if len(known) != len(nodes) + 1:
@@ -78,6 +88,7 @@ class TreeShape:
     @classmethod
     def chain(cls, length: int) -> TreeShape:
         """The best token at each depth: what most servers run."""
+        _check_size(length)
         return cls.from_paths([[0] * depth for depth in range(1, length + 1)])
 
     @cached_property
@@ -104,6 +115,12 @@ class TreeShape:
 ROOT = TreeShape(())
 
 
+def _check_size(nodes: int) -> None:
+    """Refuse a tree that no forward holds, before memory is taken for it."""
+    if nodes > LARGEST_TREE:
+        raise ValueError(f"a tree of {nodes} nodes is too large; it has at most {LARGEST_TREE}")
+
+
 @dataclass(frozen=True)
 class DynamicShape:
     """Limits of a dynamic tree, which takes the draft's most probable paths, others in each step."""
@@ -123,7 +140,14 @@ class DynamicShape:
                 "a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
                 f"{self.size}, {self.depth} and {self.width}"
             )
-        vars(self).update(expanded=1 + (self.depth - 1) * self.width)
+        _check_size(self.size)
+        expanded = 1 + (self.depth - 1) * self.width
+        if max(expanded, self.width) > LARGEST_TREE:
+            raise ValueError(
+                f"a dynamic tree of depth {self.depth} and width {self.width} expands {expanded} nodes, each with "
+                f"{self.width} children; both are at most {LARGEST_TREE}"
+            )
+        vars(self).update(expanded=expanded)
 
 
 @dataclass(frozen=True)
@@ -179,6 +203,7 @@ class EarlyExitShape:
                 "a chain with early exit needs a length of at least 1 and a threshold from 0 to 1, not "
                 f"{self.depth} and {self.threshold}"
             )
+        _check_size(self.depth)
         if self.weights is not None and len(self.weights) != EXIT_FEATURES:
             raise ValueError(f"an early-exit classifier has {EXIT_FEATURES} weights, not {len(self.weights)}")
         vars(self).update(size=self.depth + 1, expanded=self.depth)
@@ -209,7 +234,7 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
     if not isinstance(tree, str):
         return TreeShape.from_paths(tree)
     kind, *numbers = tree.split(":")
-    if kind in ("drawn", "independent"):
+    if kind in ("drawn", "independent") and numbers[:1] not in (["drawn"], ["independent"]):
         shape = tree_policy(tree.removeprefix(f"{kind}:"))
         if isinstance(shape, TreeShape) and shape.paths:
             return SampledShape(shape, kind == "independent")
@@ -222,6 +247,7 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         return ROOT
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
         children = [range(int(number)) for number in numbers[0].split("x")]
+        _check_size(sum(itertools.accumulate(map(len, children), operator.mul)))
         depths = range(1, len(children) + 1)
         return TreeShape.from_paths([path for depth in depths for path in itertools.product(*children[:depth])])
     if all(number.isdigit() for number in numbers):
@@ -239,6 +265,29 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, a JSON "
         "file of paths, or drawn: or independent: and one of these that is not dynamic, or stop:0.4: and a chain"
     )
+
+
+STORED = re.compile(
+    r"(drawn:|independent:)?(\[[\[\]0-9, ]*\]|root|(chain|branch|dynamic)(:[0-9x]+)*)"
+    r"|stop:[0-9.,@-]+:(drawn:)?chain:[0-9]+"
+)
+"""A tree spec that names no file."""
+
+
+def stored_tree(tree: TreeSpec) -> TreePolicy:
+    """The policy that a head's checkpoint stores, which a stranger may have written.
+
+    Raises:
+        ValueError: as `tree_policy`, and for the name of a file, which is not read.
+    """
+    try:
+        if isinstance(tree, str) and not STORED.fullmatch(tree):
+            raise ValueError(f"{tree[:80]!r} is not a tree")
+        return tree_policy(tree)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"the tree in the head's config.json cannot be used: {error}; give one: tree='chain:3'"
+        ) from error
 
 
 def spec_of(policy: TreePolicy) -> str | list[list[int]]:

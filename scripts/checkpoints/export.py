@@ -17,6 +17,19 @@ from headstart.train.console import log
 if TYPE_CHECKING:
     from headstart.heads import CheckpointMetadata, DraftHead
 
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "chat_template*",
+        "*.model",
+    ),
+)
+"""Patterns of what transformers writes for a model and its tokenizer."""
 NEW_TOKENS = 48
 """Tokens of each answer on which an int8 head is compared."""
 
@@ -72,7 +85,7 @@ def export_foreign(config: ExportConfig) -> None:
 
 def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter."""
-    from headstart.heads.checkpoints.files import new_folder
+    from headstart.heads.checkpoints.files import HEAD, Contents, new_folder, refuse_foreign
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
     from headstart.inference import Target, load_tokenizer
@@ -80,6 +93,12 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
 
     if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
+    model_files = tuple(f"target/{pattern}" for pattern in MODEL_FILES)
+    head_files = tuple(f"head/{pattern}" for pattern in HEAD.files)
+    both = Contents(
+        "a merged model and its head", model_files + head_files, lambda out: HEAD.written_here(out / "head")
+    )
+    refuse_foreign(config.output, both)
     target, tokenizer = target_of(head, config.target), load_tokenizer(config.target or head.target.name)
     target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
     model, final = target.model, Path(config.output)
@@ -87,10 +106,10 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
         model.hf_quantizer = None  # the weights of a GGUF file are no longer packed, and must not say so
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-    with new_folder(final) as partial:
+    with new_folder(final, both) as partial:
         model.save_pretrained(partial / "target")
         tokenizer.save_pretrained(partial / "target")
-        provenance = metadata.provenance | Target(model, str(final / "target")).provenance
+        provenance = metadata.provenance | Target(model, str(final / "target")).current_provenance()
         head.target = dataclasses.replace(head.target, name=str(final / "target"))
         save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, provenance=provenance))
     log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
@@ -98,6 +117,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
 
 def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a head with int8 weights, and report the change in acceptance length."""
+    from headstart.heads.checkpoints.files import HEAD, refuse_foreign
     from headstart.heads.checkpoints.quantized import torchao
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.inference import TreeShape, load_tokenizer
@@ -108,6 +128,7 @@ def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportCon
 
     if metadata.adapted:
         raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
+    refuse_foreign(config.output, HEAD)
     dtype = next(head.parameters()).dtype
     target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
     head = head.to(target.device).eval()
@@ -133,12 +154,14 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from headstart.heads import TruncatedHead
-    from headstart.heads.checkpoints.files import new_folder
+    from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
     from headstart.scripts.checkpoints.load_target import embedding_of, target_of
 
     if not isinstance(head, TruncatedHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
+    files = Contents("a model", MODEL_FILES, lambda _: False)  # an earlier one looks like any other model
+    refuse_foreign(config.output, files)
     dtype = next(head.parameters()).dtype
     target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
     keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
@@ -150,7 +173,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     weights = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
     model.load_state_dict(weights | {"model.embed_tokens.weight": embedding_VD, "lm_head.weight": lm_head_VD})
     model.generation_config = target.model.generation_config
-    with new_folder(Path(config.output)) as partial:
+    with new_folder(config.output, files) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     size = sum(weight.numel() for weight in model.parameters())

@@ -1,12 +1,15 @@
 """Convert a head of another project to ours: `headstart import FOLDER_OR_ID --target MODEL --output FOLDER`.
 
 FasterDecoding/Medusa, SafeAILab/EAGLE (1, 2 and 3), Hydra, SpecForge, speculators, ModelOpt, and what vLLM reads,
-recognised by their files. Anything unknown, missing or contradictory is an error that names it.
+recognised by their files. The tensors decide: each must have its place, and a key of config.json that contradicts them,
+or that changes what a layer computes in a way that no head here has, is an error that names it. Other keys, which
+configs inherit from their target, are kept aside and named.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from headstart.scripts.command_line import options
 from headstart.train.config import CommandOptions
@@ -39,20 +42,24 @@ def main(arguments: list[str]) -> None:
 def import_foreign(config: ImportConfig) -> None:
     """Read another project's head and save it as ours."""
     from headstart.heads import CheckpointMetadata
-    from headstart.heads.checkpoints.files import read_json, read_weights
+    from headstart.heads.checkpoints.files import HEAD, read_json, read_weights, refuse_foreign
     from headstart.heads.checkpoints.hub import local_folder
-    from headstart.heads.checkpoints.import_formats import import_head
+    from headstart.heads.checkpoints.import_formats import TargetParts, import_head
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.scripts.checkpoints.load_target import embedding_of, original_target
 
+    refuse_foreign(config.output, HEAD)
     folder = local_folder(config.head, config.revision, config.token)
     found = read_json(folder / "config.json")
     if "headstart" in found:
         raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
     tensors = read_weights(folder)
     target = original_target(config.target)
-    head, read = import_head(found, tensors, target.info, embedding_of(target))
-    source = {"from": config.head, "revision": config.revision, "format": read.form, "remarks": read.remarks}
+    lm_head_VD = target.modules.lm_head_rows(None).cpu()
+    parts = TargetParts(embedding_of(target), lm_head_VD, target.config.to_dict())
+    head, read = import_head(found, tensors, target.info, parts)
+    source: dict[str, Any] = {"from": config.head, "revision": config.revision, "format": read.form}
+    source |= {"remarks": read.remarks, "unread": read.unread}
     save_head(head, config.output, CheckpointMetadata(training={"imported": source}))
     for remark in read.remarks:
         log.info(f"- {remark}")

@@ -1,12 +1,14 @@
 """Publish a head: `headstart push RUN --repo USER/NAME`.
 
 The folder that training wrote is what vLLM and SGLang load; its model card is written for the repository. A head that
-shares the target's LM head gets a copy of it in the file, for servers.
+shares the target's LM head gets a copy of it in the file, for servers. Only a head's own files are uploaded, and local
+paths in card and config become names.
 """
 
 from __future__ import annotations
 
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +70,11 @@ def push_head(config: PushConfig) -> None:
         shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / "head"
-        publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
+        left_out = publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
         for path in sorted(path for path in ready.rglob("*") if path.is_file()):
             log.info(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
+        if left_out:
+            warnings.warn(f"not uploaded: {'; '.join(left_out)}", stacklevel=2)
         for server, reason in unread_by(head).items():
             log.info(f"{server} does not read this head: {reason}")
         if config.dry_run:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 from headstart.scripts.checkpoints.verify import PROMPTS, misreadings
 from headstart.scripts.command_line import options
 from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import console, log
+from headstart.train.console import console, log, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -238,5 +238,14 @@ def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[
         lines = [re.sub(r"^\(.*?\.py:\d+\] +", "", line).strip() for line in done.stderr.splitlines()]
         told = [line for line in lines if re.match(r"[\w.]+Error(:|$)|Value error", line)]
         raise ValueError(f"vLLM failed: {'; '.join(dict.fromkeys(told)) or f'exit status {done.returncode}'}")
-    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        lists = [run["tokens"] for run in found["runs"] if "error" not in run]
+        whole = len(found["runs"]) == len(request["runs"]) and isinstance(found["version"], str)
+        whole = whole and all(len(tokens) == len(request["prompts"]) for tokens in lists)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the answer of vLLM's process cannot be read: {type(error).__name__}: {error}") from error
+    if not whole:
+        raise ValueError("the answer of vLLM's process is not whole: runs or prompts are missing")
+    found["version"] = printable(found["version"])
     return found

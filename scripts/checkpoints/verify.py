@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from headstart.scripts.command_line import TargetOptions, options
 from headstart.train.config import TYPE_CHECKING
@@ -71,6 +71,7 @@ def verify_head(config: VerifyConfig) -> None:
     broken = [name for name, tensor in head.state_dict().items() if not tensor.isfinite().all()]
     if broken:
         raise ValueError(f"{config.head}: tensor {broken[0]!r} has values that are infinite or not numbers")
+    saved = saved_measurements(config.head, metadata.measured)
     head.target.check(target.info)
     target.check_layers(head.feature_layers)
     for difference in differences(metadata.provenance, target.provenance):
@@ -87,7 +88,7 @@ def verify_head(config: VerifyConfig) -> None:
     accuracy = accuracy_of(head)
     depths = len(accuracy)
     chain = evaluate.greedy_answers(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens).stats
-    before = [ranks[0] for ranks in metadata.measured.get("accuracy", [])]
+    before = [ranks[0] for ranks in saved.get("accuracy", [])]
     table = Table("draft", "accuracy", "accepted", "accuracy when trained")
     for depth, (own, accepted) in enumerate(zip(accuracy, chain.acceptance_rate_by_depth, strict=False)):
         trained = f"{before[depth]:.2f}" if depth < len(before) else "-"
@@ -95,9 +96,14 @@ def verify_head(config: VerifyConfig) -> None:
     console.print(table)
     length = f"{chain.acceptance_length:.2f}"
     log.info(f"acceptance length on a chain of {depths}: {length}; accuracy: given the true tokens")
-    if "probe" in metadata.measured:
+    if "probe" in saved:
         found = evaluate.fingerprint(target, head)
-        others, noise = evaluate.fingerprint_difference(found, metadata.measured["probe"])
+        if len(found["tokens"]) != len(saved["probe"]["tokens"]):
+            raise ValueError(
+                f"{config.head}: measured.probe in its config.json holds {len(saved['probe']['tokens'])} drafts, and "
+                f"the head makes {len(found['tokens'])}"
+            )
+        others, noise = evaluate.fingerprint_difference(found, saved["probe"])
         ties, noise_limit = evaluate.FINGERPRINT_TIES, evaluate.FINGERPRINT_NOISE
         compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
         log.info(f"{compared}; the same head on another machine: at most {ties:.0%} and {noise_limit}")
@@ -115,6 +121,27 @@ def verify_head(config: VerifyConfig) -> None:
             f"{least:.0%} of the cases or more; {reason}"
         )
     log.info(f"healthy: {accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be")
+
+
+def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """A head's accuracy and its drafts along a fixed text, by its config.json, which anybody may have written.
+
+    Raises:
+        ValueError: other values than training writes there; named.
+    """
+
+    def numbers(values: Any) -> TypeGuard[list[float]]:
+        return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+
+    accuracy, probe = measured.get("accuracy", []), measured.get("probe")
+    if not isinstance(accuracy, list) or not all(numbers(ranks) and ranks for ranks in accuracy):
+        raise ValueError(f"{head}: measured.accuracy in its config.json is not a list of lists of numbers")
+    if probe is None:
+        return {"accuracy": accuracy}
+    tokens, scores = (probe.get(name) if isinstance(probe, dict) else None for name in ("tokens", "scores"))
+    if not numbers(tokens) or not numbers(scores) or len(tokens) != len(scores):
+        raise ValueError(f"{head}: measured.probe in its config.json is not two lists of numbers, tokens and scores")
+    return {"accuracy": accuracy, "probe": probe}
 
 
 def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:

@@ -520,7 +520,7 @@ def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target)
         ({"decay": 0.0}, r"eagle3 decay must be above 0, not 0\.0"),
         (
             {"layers": 1},
-            "unknown eagle3 head option 'layers'; choose from d_pace_smoothing, decay, depth, depth_weights, ",
+            "unknown eagle3 head option 'layers'; choose from attention_bias, d_pace_smoothing, decay, depth, ",
         ),
     ],
     ids=str,

@@ -15,10 +15,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures
+from headstart.heads import DraftHead, MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
-from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference import SpeculativeLM, Stats, Target, custom_generate, load_tokenizer
 from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
+from headstart.scripts.generate import GenerateConfig
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
@@ -251,7 +252,12 @@ def test_the_checkpoint_holds_the_head_and_the_adapter_as_peft_reads_it(trained,
 
 def test_the_logged_acceptance_is_what_decoding_gives(trained, taught, held_out):
     lm = SpeculativeLM.from_pretrained(
-        taught, head=trained.folder / "last", dtype=torch.float32, tree="chain:2", fallback=False
+        taught,
+        head=trained.folder / "last",
+        dtype=torch.float32,
+        tree="chain:2",
+        fallback=False,
+        allow_adapter=True,
     )
     alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
     row = json.loads((trained.folder / "log.jsonl").read_text().splitlines()[-1])["eval"]["chain"]
@@ -262,7 +268,7 @@ def test_the_logged_acceptance_is_what_decoding_gives(trained, taught, held_out)
 
 
 def test_decoding_is_greedy_identical_to_the_adapted_model(strong, taught, held_out):
-    lm = SpeculativeLM.from_pretrained(str(taught), head=strong, dtype=torch.float64)
+    lm = SpeculativeLM.from_pretrained(str(taught), head=strong, dtype=torch.float64, allow_adapter=True)
     adapted, base = merged_model(taught, strong, torch.float64), base_model(taught, torch.float64)
     differing = 0
     for example in held_out:
@@ -277,7 +283,7 @@ def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(stron
     prompt = prompt_of(held_out[0])[None]
     target = Target.from_pretrained(taught, torch.float64)
     before = {name: weight.clone() for name, weight in target.model.named_parameters()}
-    with pytest.raises(ValueError, match=r"adapter.*call target\.merge_adapter with it, or give the target by name"):
+    with pytest.raises(ValueError, match=r"adapter.*allow_adapter=True.*or call target\.merge_adapter"):
         SpeculativeLM.from_pretrained(target, head=strong)
     assert all(torch.equal(before[name], weight) for name, weight in target.model.named_parameters())
     target.merge_adapter(strong / "adapter")
@@ -297,7 +303,7 @@ def test_merged_the_model_and_its_head_travel_without_the_adapter(strong, taught
         lm = SpeculativeLM.from_pretrained(
             str(tmp_path / "out" / "target"), head=str(tmp_path / "out" / "head"), tree="chain:2", fallback=False
         )
-    before = SpeculativeLM.from_pretrained(str(taught), head=strong, tree="chain:2", fallback=False)
+    before = SpeculativeLM.from_pretrained(str(taught), head=strong, tree="chain:2", fallback=False, allow_adapter=True)
     ours, theirs = (each.generate(prompt, max_new_tokens=24, do_sample=False) for each in (lm, before))
     assert torch.equal(ours.sequences, theirs.sequences) and ours.stats.rows == theirs.stats.rows
     assert lm.target.adapter is None and not (tmp_path / "out" / "head" / "adapter").exists()
@@ -323,14 +329,59 @@ def test_the_right_target_is_not_called_another_one(strong, taught, merged):
         if merged == "before":
             target = Target.from_pretrained(taught, torch.float32)
             target.merge_adapter(strong / "adapter")
-        SpeculativeLM.from_pretrained(target, head=strong)
+        SpeculativeLM.from_pretrained(target, head=strong, allow_adapter=merged != "before")
 
 
 def test_another_heads_adapter_will_not_do(strong, trained, taught):
     target = Target.from_pretrained(taught, torch.float32)
     target.merge_adapter(trained.folder / "last" / "adapter")
-    with pytest.raises(ValueError, match="merge_adapter"):
-        SpeculativeLM.from_pretrained(target, head=strong)
+    with pytest.raises(ValueError, match=r"into this target .* is merged already: load it anew"):
+        SpeculativeLM.from_pretrained(target, head=strong, allow_adapter=True)
+
+
+@pytest.mark.parametrize("given", ["folder", "head object", "command"])
+def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(strong, taught, given):
+    """Its text would be another one: a head that a stranger published must not do that unasked."""
+    head = DraftHead.from_pretrained(strong).to(torch.float32) if given == "head object" else strong
+    options = {"target": str(taught), "head": head, "dtype": "float32"}
+    if given == "command":
+        options["head"] = str(strong)
+
+    def load(**more):
+        if given != "command":
+            return SpeculativeLM.from_pretrained(**options, **more)
+        return GenerateConfig(**options, **more, prompt="x").load()[0]
+
+    with pytest.raises(ValueError, match=r"changes what the model itself writes.*allow_adapter=True, --allow-adapter"):
+        load()
+    lm = load(allow_adapter=True)
+    assert lm.target.adapter == str((strong / "adapter").resolve())
+
+
+def test_a_head_object_that_does_not_know_its_folder_needs_a_merged_target(strong, taught):
+    head = DraftHead.from_pretrained(strong).to(torch.float32)
+    head.folder = None
+    with pytest.raises(ValueError, match=r"an adapter, whose folder the head does not know"):
+        SpeculativeLM.from_pretrained(str(taught), head=head, dtype=torch.float32, allow_adapter=True)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(strong, taught, held_out, compile):
+    """A second decoding method on the same model finds it merged."""
+    prompt = prompt_of(held_out[0])[None]
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    expected = merged_model(taught, strong, torch.float32).generate(prompt, **settings)
+    model = base_model(taught, torch.float32)
+    with pytest.raises(ValueError, match="allow_adapter=True"):
+        model.generate(prompt, custom_generate=custom_generate(strong), **settings)
+    for head in (strong, DraftHead.from_pretrained(strong).to(torch.float32)):
+        method = custom_generate(head, allow_adapter=True, compile=compile, fallback=False)
+        assert model.generate(prompt, custom_generate=method, **settings).tolist() == expected.tolist()
+    assert model.generate(prompt, **settings).tolist() == expected.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # the target of the head, not another one
+        again = SpeculativeLM.from_pretrained(model, head=strong, compile=compile)
+    assert again.generate(prompt, **settings).sequences.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("step", [4, JOINT_FROM, 10])  # before the joint stage, at its start, in it

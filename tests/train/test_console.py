@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 import time
+import warnings
 
 import pytest
 from rich.console import Console
 
+from headstart.scripts.command_line import run
 from headstart.train import console
-from headstart.train.console import ProgressBar, Stopped, StopRequest, counted, show_on_console
+from headstart.train.console import ProgressBar, Stopped, StopRequest, counted, log, printable, show_on_console
 
 
 def test_a_line_now_and_then_with_count_rate_and_remaining_time(capsys, monkeypatch):
@@ -100,3 +102,44 @@ def test_work_is_cut_in_its_middle():
 
 def test_libraries_do_not_take_a_stop_for_a_failure():
     assert not issubclass(Stopped, Exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a \x1b[31;1mred\x1b[0m word", "a red word"),
+        ("\x1b]0;owned\x07title", "title"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]52;c;Y2xpcA==\x07clipboard", "clipboard"),
+        ("\x1b]0;never ended", "0;never ended"),
+        ("\x9b2Jcleared \x9d0;x\x9cone byte", "cleared one byte"),
+        ("\x1bPq#0\x1b\\picture \x1b(B\x1b7", "picture "),
+        ("hidden\rshown", "hiddenshown"),
+        ("line\r\nline\tcolumn\n", "line\nline\tcolumn\n"),
+        ("\u202eright to left\u2066\u200f", "right to left"),
+        ("bell\x07 back\x08 null\x00 escape\x1b", "bell back null escape"),
+        ("naïve 中文 😀 e\u0301 [bold]", "naïve 中文 😀 e\u0301 [bold]"),
+    ],
+)
+def test_what_would_control_a_terminal_is_not_printed(text, shown):
+    assert printable(text) == shown
+
+
+def test_messages_control_no_terminal(capsys):
+    show_on_console()
+    log.info("before \x1b[2J\x1b]0;owned\x07after")
+    assert "before after" in capsys.readouterr().out
+
+
+def test_errors_and_warnings_of_a_command_control_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restored in the end
+    said = []
+
+    def command(arguments):
+        said.append(warnings.formatwarning("warned \x1b[2Jhere", UserWarning, "file.py", 1))
+        raise ValueError("failed \x1b]0;owned\x07\x1b[31mhere")
+
+    with pytest.raises(SystemExit):
+        run(command, [])
+    assert "error: failed here" in capsys.readouterr().err
+    assert "UserWarning: warned here" in said[0]

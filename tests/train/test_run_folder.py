@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
-from headstart.train.run_folder import RunFolder
+from headstart.train.run_folder import Progress, RunFolder, whole_checkpoints
 
 
 def config(target, folder):
@@ -22,6 +22,7 @@ def test_options_that_never_trained_do_not_claim_the_folder(tmp_path):
     run.claim(config("right", run.folder))
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["target"] == "right"
     (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a run with target = 'right', not 'typo'"):
         run.claim(config("typo", run.folder))
 
@@ -48,3 +49,31 @@ def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
     folder.rename(tmp_path / "best.replaced")
     finish_replacing(folder)
     assert (folder / "file").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("best/notes.txt", "mine"), ("last/model.safetensors", "mine"), ("config.yaml", "a: 1\n"), ("config.yaml", "{")],
+)
+def test_a_folder_that_holds_something_else_is_refused_before_training(name, text, tmp_path):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    (run.folder / name).parent.mkdir(parents=True)
+    (run.folder / name).write_text(text)
+    with pytest.raises(ValueError, match=name.rpartition("/")[2]):
+        run.claim(config("right", run.folder))
+    assert (run.folder / name).read_text() == text
+
+
+def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(tmp_path):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    for name in ("step-5", "step-00000002", "step-x9"):
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "weights.pt").write_text("theirs")
+    for step in (1, 3, 4):
+        run.save(Progress(step=step), keep=1)
+    assert [path.name for path in whole_checkpoints(run.folder)] == ["step-00000004"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted(
+        ["step-5", "step-00000002", "step-x9", "step-00000004"]
+    )
+    with pytest.raises(ValueError, match="was not written by this run"):
+        run.save(Progress(step=2), keep=1)

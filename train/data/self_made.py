@@ -214,7 +214,9 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     if config.metrics_port is not None:  # before the model is loaded: the port may be taken
         monitor = Monitor(model=config.target, head=config.head or "")
         log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
-    lm, _ = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
+    lm, _ = load_speculative_lm(
+        config.target, config.head, output.config.target_dtype, shared, allow_adapter=config.allow_adapter
+    )
     if monitor is not None:
         lm.callbacks.append(monitor.add)
     dtype: Any = dtype_name(lm.target.dtype)

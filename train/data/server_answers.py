@@ -12,6 +12,7 @@ cannot render as it was written is refused.
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import os
@@ -21,11 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from openai import APIError, AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerBase
 
+from ...heads.checkpoints.public import public_url
 from ...inference import load_tokenizer, tokenizer_provenance
 from ..config import SelfMadeConfig, template_variables
 from ..console import ProgressBar, Stopped, StopRequest, log
@@ -47,7 +49,7 @@ from .conversations import RESUME_ADVICE, check_conversation
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
 FREE_TO_CHANGE = (
-    *("output", "conversations", "batch_size", "server", "tokenizer", "request_seconds"),
+    *("output", "conversations", "batch_size", "server", "tokenizer", "request_seconds", "allow_adapter"),
     *("bad_rows", "bad_rows_limit"),
 )
 """Options that may differ when the command resumes."""
@@ -102,7 +104,7 @@ class _Server:
     @property
     def name(self) -> str:
         """Its address, without user and password."""
-        return _public_url(self.url)
+        return public_url(self.url)
 
 
 def ask_servers(config: SelfMadeConfig) -> Path:
@@ -363,14 +365,16 @@ class _Work:
             if "return_token_ids" in extra and "return_token_ids" in error.message:
                 server.returns_tokens = False  # it refuses options that it does not know
                 return await self._ask(server, conversation)
-            log.info(f"prompt {number} is left out, the server refuses it: {_shown(error.message)}")
+            told = _without_keys(error.message, server.url)
+            log.info(f"prompt {number} is left out, the server refuses it: {_shown(told)}")
             return None
         except APIError as error:
+            told = _without_keys(str(error), server.url)
             raise _ServerFailed(
-                f"{server.name} failed at prompt {number}, after {RETRIES} more tries: {_shown(error)}; what was "
+                f"{server.name} failed at prompt {number}, after {RETRIES} more tries: {_shown(told)}; what was "
                 f"answered is in {config.output}, and the same command resumes from there"
-            ) from error
-        return response.text
+            ) from None  # the error itself holds the request's headers
+        return _without_keys(response.text, server.url)
 
     def _with_tokens(self, server: _Server, conversation: Conversation, reply: Reply) -> Answer:
         """An answer whose token ids are known."""
@@ -549,13 +553,27 @@ def _squeezed(text: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Quote what a server sent: one line, without control characters and the API key."""
-    text = str(value)[:SHOWN]
-    key = os.environ.get(KEY)
-    return repr(text.replace(key, "***") if key else text)
+    """Quote what a server sent: one line, without control characters."""
+    return repr(str(value)[:SHOWN])
 
 
-def _public_url(url: str) -> str:
-    """An address without user and password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+def _without_keys(text: str, server: str) -> str:
+    """A text of a server without the key and the password of its address, which it may repeat."""
+    secrets = [os.environ.get(KEY), *_secrets_of(server)]
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def _secrets_of(address: str) -> list[str | None]:
+    """Secrets of an address, as they are written and as they are meant: a password, keys in its query."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return []
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    secrets = [parts.password or parts.username, password or user]
+    secrets += [value for _, value in parse_qsl(parts.query) if len(value) > 3]
+    if user:  # as the client sends it
+        secrets.append(base64.b64encode(f"{user}:{password}".encode()).decode())
+    return secrets

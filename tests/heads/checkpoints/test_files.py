@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights
+from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights, weight_shapes
 
 
 class Runs:
@@ -26,6 +27,39 @@ def test_a_pickle_with_code_in_it_is_not_opened(tmp_path: Path, capsys: pytest.C
     with pytest.raises(ValueError, match=r"holds more than tensors|cannot be read"):
         read_weights(tmp_path)
     assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_a_changed_byte_is_refused_or_read_and_no_other_error(zipped: bool, tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"fc.weight": torch.ones(3), "b": torch.zeros(2)}, path, _use_new_zipfile_serialization=zipped)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 7):
+        for changed in (whole[at] ^ 1, whole[at] ^ 0x20):
+            path.write_bytes(whole[:at] + bytes([changed]) + whole[at + 1 :])
+            try:
+                read_weights(tmp_path)
+            except (ValueError, OSError):
+                refused += 1
+    assert refused
+
+
+def test_the_shapes_of_a_file_are_read_from_its_header_alone(tmp_path: Path) -> None:
+    parts = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    for name, part in parts.items():
+        save_file({name: torch.ones(2, 3)}, tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    assert weight_shapes(tmp_path) == {"a": (2, 3), "b": (2, 3)}
+    (tmp_path / "model-2.safetensors").unlink()
+    (tmp_path / "model-2.safetensors").symlink_to(tmp_path / ".." / "elsewhere.safetensors")
+    with pytest.raises(ValueError, match=r"is missing|leads out of its folder"):
+        weight_shapes(tmp_path)
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    text = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(text[:20])
+    with pytest.raises(ValueError, match="cannot be read, or was truncated"):
+        weight_shapes(tmp_path)
 
 
 def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:

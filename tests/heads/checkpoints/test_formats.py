@@ -16,7 +16,7 @@ from headstart.heads import DraftHead, build_head
 from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.formats import EAGLE_CONFIG, FORMATS, places
-from headstart.heads.checkpoints.import_formats import import_head, recognise
+from headstart.heads.checkpoints.import_formats import TargetParts, import_head, recognise
 
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "eagle3": [
@@ -25,6 +25,7 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("eagle3", {"hidden_size": 8, "head_dim": 2, "feature_layers": [0, 5], "norm_before_residual": True}),
         ("eagle3", {"own_embedding": True, "norm_before_fc": True, "intermediate_size": 20, "rms_norm_eps": 1e-3}),
         ("eagle3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        ("eagle3", {"attention_bias": True, "hidden_act": "gelu", "draft_vocab_size": 7}),
     ],
     "dflash": [
         ("dflash", {}),
@@ -51,7 +52,11 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dspark", {"draft_vocab_size": 7, "markov": "rnn", "feature_layers": [2]}),
         ("dspark", {"sample_from_anchor": False, "markov_rank": 2}),
     ],
-    "eagle": [("eagle", {}), ("eagle", {"num_layers": 2, "fc_bias": True, "num_key_value_heads": 1})],
+    "eagle": [
+        ("eagle", {}),
+        ("eagle", {"num_layers": 2, "fc_bias": True, "num_key_value_heads": 1}),
+        ("eagle", {"attention_bias": True, "fc_bias": True}),
+    ],
     "medusa": [
         ("medusa", {}),
         ("medusa", {"num_heads": 2, "num_layers": 3, "bias": False, "draft_vocab_size": 9}),
@@ -89,6 +94,12 @@ def drawn(kind: str, options: dict[str, Any]) -> DraftHead:
 
 def embedding() -> Tensor:
     return torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+
+
+def parts(moved: int = 0, **config: Any) -> TargetParts:
+    """The target's embedding, LM head and config."""
+    lm_head_VD = torch.randn(40, 16, generator=torch.Generator().manual_seed(2))
+    return TargetParts(embedding() + moved, lm_head_VD, config)
 
 
 def written(form: str, head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -135,7 +146,7 @@ def test_a_round_trip_gives_the_same_head(form: str, kind: str, options: dict[st
     assert recognise(config, set(tensors)) == form
     assert config.keys() <= FORMATS[form].keys.keys()
     assert config.get("eagle_config", {}).keys() <= EAGLE_CONFIG.keys()
-    same_head(import_head(config, tensors, INFO, embedding())[0], head)
+    same_head(import_head(config, tensors, INFO, parts())[0], head)
 
 
 @pytest.mark.parametrize(("form", "kind", "options"), EACH)
@@ -148,17 +159,23 @@ def test_a_missing_or_unknown_tensor_or_key_is_refused(
         rest = {name: tensor for name, tensor in tensors.items() if name != place.theirs}
         # Without an embedding the target's is meant, t2d follows from d2t, and one head without a bias is another head.
         other = len(rest) == 1 and form == "fasterdecoding"
-        if place.theirs not in ("embed_tokens.weight", "t2d") and not other:
-            with pytest.raises(ValueError, match=r"missing|unknown|is true and|no head that is known"):
-                import_head(config, rest, INFO, embedding())
+        # An LM head over the whole vocabulary may be the target's.
+        shared = place.theirs == "lm_head.weight" and options.get("draft_vocab_size") is None
+        if place.theirs not in ("embed_tokens.weight", "t2d") and not other and not (shared and kind == "eagle3"):
+            with pytest.raises(ValueError, match=r"missing|unknown|is true and|no head that is known|the file holds"):
+                import_head(config, rest, INFO, parts())
     with pytest.raises(ValueError, match=r"unknown tensor 'another.weight'"):
-        import_head(config, {**tensors, "another.weight": torch.zeros(2)}, INFO, embedding())
-    with pytest.raises(ValueError, match="unknown config key 'something'"):
-        import_head({**config, "something": 1}, tensors, INFO, embedding())
+        import_head(config, {**tensors, "another.weight": torch.zeros(2)}, INFO, parts())
+    found, source = import_head({**config, "something": 5}, dict(tensors), INFO, parts())
+    same_head(found, head)
+    assert source.unread == {"something": 5}
+    assert any(remark.endswith("kept aside: something") for remark in source.remarks)
+    with pytest.raises(ValueError, match=r"unknown config key 'residual_multiplier' is 0\.5"):
+        import_head({**config, "residual_multiplier": 0.5}, tensors, INFO, parts())
     for name, key in FORMATS[form].keys.items():
         if key.default is ... and name != "speculators_model_type":
             with pytest.raises(ValueError, match=f"config key '{name}' .* is missing"):
-                import_head({k: v for k, v in config.items() if k != name}, tensors, INFO, embedding())
+                import_head({k: v for k, v in config.items() if k != name}, tensors, INFO, parts())
 
 
 def eagle3_files(**options: Any) -> tuple[DraftHead, dict[str, Any], dict[str, Tensor]]:
@@ -195,7 +212,6 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], st
     ),
     "another target": (lambda config, _: config.update(vocab_size=41), "vocab_size is 41, and 40 in the target"),
     "biases that are not read": (lambda config, _: config.update(attention_bias=True), "attention_bias is True"),
-    "tied embeddings": (lambda config, _: config.update(tie_word_embeddings=True), "tie_word_embeddings is True"),
 }
 
 
@@ -204,7 +220,202 @@ def test_a_planted_mistake_is_refused(mistake: Callable[..., Any], told: str) ->
     _, config, tensors = eagle3_files()
     mistake(config, tensors)
     with pytest.raises(ValueError, match=told):
-        import_head(config, tensors, INFO, embedding())
+        import_head(config, tensors, INFO, parts())
+
+
+INHERITED: dict[str, dict[str, Any]] = {
+    "a target whose embedding is tied": {"tie_word_embeddings": True, "model_type": "phi3"},
+    "the target's blocks": {"num_hidden_layers": INFO.num_layers},
+    "a target with experts": {
+        **{"num_local_experts": 16, "experts_per_token": 4, "num_experts": 128, "num_experts_per_tok": 8},
+        **{"norm_topk_prob": True, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.1, "mlp_only_layers": []},
+        **{"output_router_logits": True, "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "n_group": 8},
+    },
+    "a target with latent attention": {
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "v_head_dim": 128,
+        "n_shared_experts": 1,
+    },
+    "a target that sees": {"target_model_type": "qwen2_5_vl", "vision_config": {"depth": 3}, "image_token_id": 5},
+    "positions in three dimensions": {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+    "training": {"embd_pdrop": 0.1, "modal_type": "LLM", "output_attentions": True, "training_seq_len": 4096},
+    "flags that are off": {
+        "use_qk_norm": False,
+        "attn_logit_softcapping": None,
+        "residual_multiplier": 1.0,
+        "x_bias": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("keys", INHERITED.values(), ids=INHERITED)
+def test_a_key_that_says_nothing_of_the_draft_layer_is_a_remark(keys: dict[str, Any]) -> None:
+    head, config, tensors = eagle3_files()
+    for name in keys.keys() & {"rope_scaling"}:
+        del config["rope_parameters"], config[name]
+    found, source = import_head(config | keys, tensors, INFO, parts())
+    same_head(found, head)
+    assert source.unread == {name: value for name, value in keys.items() if name not in FORMATS["eagle3"].keys}
+    said = " ".join(source.remarks)
+    assert all(name in said for name in source.unread)
+
+
+def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too() -> None:
+    """The draft layer's readers are Llama layers, which do not read it; written for the head itself it is refused."""
+    head, config, tensors = eagle3_files()
+    config["attention_multiplier"] = 0.5
+    found, source = import_head(config, dict(tensors), INFO, parts(attention_multiplier=0.5))
+    same_head(found, head)
+    assert source.unread == {"attention_multiplier": 0.5}
+    for other in ({}, {"attention_multiplier": 0.25}):
+        with pytest.raises(ValueError, match=r"unknown config key 'attention_multiplier' is 0\.5"):
+            import_head(config, dict(tensors), INFO, parts(**other))
+
+
+COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
+    "soft caps": ({"attn_logit_softcapping": 50.0}, "unknown config key 'attn_logit_softcapping' is 50.0"),
+    "half of a head rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "a factor of the logits": ({"logit_scale": 0.06}, "logit_scale is 0.06"),
+    "layers without positions": ({"no_rope_layers": [1, 0]}, "unknown config key 'no_rope_layers'"),
+    "norms without tensors": ({"use_qk_norm": True}, "unknown config key 'use_qk_norm' is True"),
+    "sinks without tensors": ({"attention_sink": True}, "unknown config key 'attention_sink' is True"),
+    "biases without tensors": (
+        {"qkv_bias": True},
+        "qkv_bias is True, and the file has no tensor self_attn.q_proj.bias",
+    ),
+    "a bias of the MLP": ({"mlp_bias": True}, "mlp_bias is True"),
+    "layers that are not there": (
+        {"num_hidden_layers": 2},
+        "num_hidden_layers is 2, and the file holds tensors of 1 layers, midlayer",
+    ),
+    "features that are not there": (
+        {"num_aux_hidden_states": 4},
+        r"num_aux_hidden_states is 4, and .*\[1, 5, 8\] are 3",
+    ),
+    "a state before the final norm": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 6, 12], "eagle_config": {}},
+        "feature layer 11 is the state after the last block .* before the final norm",
+    ),
+    "a width of the MLP": (
+        {"intermediate_size": 7},
+        r"'midlayer.mlp.gate_proj.weight' of shape .* config.json says .*intermediate_size 7",
+    ),
+    "rotary positions by layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        "rotary positions differ by layer, full_attention",
+    ),
+    "an unknown rotary scaling": ({"rope_scaling": {"type": "spiral"}, "rope_parameters": None}, "cannot be used"),
+    "a size in words": ({"hidden_size": "16"}, "hidden_size is '16' .*it must be a whole number of at least 1"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0 .*it must be a whole number"),
+    "a true size": ({"head_dim": True}, "head_dim is True .*it must be a whole number"),
+    "a negative eps": ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0 .*it must be a number above 0"),
+    "a base in words": ({"rope_theta": "x"}, "rope_theta is 'x' .*it must be a number above 0"),
+    "layers in words": (
+        {"eagle_aux_hidden_state_layer_ids": ["2", "6", "9"]},
+        "eagle_aux_hidden_state_layer_ids is .* must be a list of whole numbers",
+    ),
+    "a list of options": ({"eagle_config": []}, "eagle_config is .* must be an object"),
+    "an unknown activation": ({"hidden_act": "os.system"}, "unknown hidden_act 'os.system'"),
+    "a huge size": ({"intermediate_size": 10**12}, "config.json says|cannot be used"),
+    "huge heads": ({"head_dim": 10**9}, "config.json says|cannot be used"),
+}
+
+
+@pytest.mark.parametrize(("keys", "told"), COMPUTED.values(), ids=COMPUTED)
+def test_a_key_that_changes_the_computation_or_contradicts_the_tensors_is_refused(
+    keys: dict[str, Any], told: str
+) -> None:
+    _, config, tensors = eagle3_files()
+    with pytest.raises(ValueError, match=told):
+        import_head(config | keys, tensors, INFO, parts())
+
+
+def test_a_width_that_was_inherited_gives_way_to_the_tensors() -> None:
+    head, config, tensors = eagle3_files(intermediate_size=20)
+    found, source = import_head(config | {"intermediate_size": INFO.intermediate_size}, tensors, INFO, parts())
+    same_head(found, head)
+    assert any("the file's MLP has 20: that is read" in remark for remark in source.remarks)
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("flags", [{"qkv_bias": True}, {"attention_bias": True}, {}])
+def test_biases_are_read_whichever_key_says_so_and_used(form: str, flags: dict[str, Any], tiny_target: Any) -> None:
+    target = tiny_target(vocab_size=40, layers=12)
+    head = build_head(form, {"attention_bias": True}, target.info).double()
+    torch.manual_seed(2)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    config = {name: value for name, value in head.server_config().items() if name not in ("qkv_bias", "attention_bias")}
+    tensors = {name: value.float() for name, value in head.state_dict().items()}
+    found = import_head(config | flags, dict(tensors), target.info)[0].double()
+    head.load_state_dict(found.state_dict())
+    text = torch.randint(40, (1, 9))
+    before = logits(head, target, text)
+    assert torch.equal(logits(found, target, text), before)
+    for name, parameter in found.named_parameters():
+        if name.endswith("q_proj.bias"):
+            parameter.data.zero_()
+    assert not torch.allclose(logits(found, target, text), before)
+    with pytest.raises(ValueError, match=r"attention_bias is False, and the file has the tensor '.*k_proj\.bias'"):
+        import_head(config | {"attention_bias": False}, tensors, target.info)
+
+
+def test_an_lm_head_that_is_not_in_the_file_is_the_targets_if_it_can_be() -> None:
+    _, config, tensors = eagle3_files(draft_vocab_size=None)
+    del tensors["lm_head.weight"]
+    found, source = import_head(config, dict(tensors), INFO, parts())
+    assert torch.equal(found.get_parameter("lm_head.weight"), parts().lm_head_VD)
+    assert any("holds no LM head: the target's is taken" in remark for remark in source.remarks)
+    tied, source = import_head(config | {"tie_word_embeddings": True}, dict(tensors), INFO, parts())
+    assert torch.equal(tied.get_parameter("lm_head.weight"), embedding())
+    own = {**tensors, "embed_tokens.weight": embedding() + 1}
+    tied, _ = import_head(config | {"tie_word_embeddings": True}, own, INFO, parts())
+    assert torch.equal(tied.get_parameter("lm_head.weight"), embedding() + 1)
+    with pytest.raises(ValueError, match=r"missing tensor 'lm_head\.weight'"):
+        import_head(config, tensors, INFO)
+
+
+@pytest.mark.parametrize("form", ["eagle", "dflash"])
+def test_a_copy_of_the_targets_lm_head_is_left_out_and_another_refused(form: str) -> None:
+    head = drawn(form, {})
+    config, tensors = written(form, head)
+    tensors["lm_head.weight"] = parts().lm_head_VD
+    found, source = import_head(config, dict(tensors), INFO, parts())
+    same_head(found, head)
+    assert "its LM head is the target's and left out" in source.remarks
+    with pytest.raises(ValueError, match="is not the LM head of the target 'some/target'"):
+        import_head(config, {**tensors, "lm_head.weight": parts().lm_head_VD + 1}, INFO, parts())
+
+
+@pytest.mark.parametrize("form", ["medusa", "fasterdecoding"])
+def test_a_whole_models_config_beside_medusa_heads_is_read_as_that(form: str) -> None:
+    head = drawn("medusa", {"num_heads": 3})
+    config, tensors = exported_medusa(head) if form == "fasterdecoding" else written("medusa", head)
+    model = LlamaConfig(
+        hidden_size=16, num_attention_heads=4, vocab_size=40, num_hidden_layers=INFO.num_layers
+    ).to_dict()
+    found, source = import_head(model | config | {"num_hidden_layers": INFO.num_layers}, dict(tensors), INFO, parts())
+    same_head(found, head)
+    assert "intermediate_size" in source.unread
+    with pytest.raises(ValueError, match="hidden_size is 17, and 16 in the target"):
+        import_head(model | config | {"hidden_size": 17}, dict(tensors), INFO, parts())
+    if form == "medusa":
+        with pytest.raises(ValueError, match="num_hidden_layers is 5, and the file holds tensors of 1 layers"):
+            import_head(config | {"num_hidden_layers": 5}, dict(tensors), INFO, parts())
+        with pytest.raises(ValueError, match=r"num_heads is 5, and the file holds 3 of blocks\.N\.layers"):
+            import_head(config | {"num_heads": 5}, dict(tensors), INFO, parts())
+
+
+def test_sinks_of_a_block_draft_are_refused_by_name() -> None:
+    head = drawn("dflash", {})
+    config, tensors = written("dflash", head)
+    tensors["layers.0.self_attn.sinks"] = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"unknown tensor 'layers\.0\.self_attn\.sinks'"):
+        import_head(config, dict(tensors), INFO, parts())
+    config["dflash_config"]["attention_sink_bias"] = True
+    with pytest.raises(ValueError, match=r"attention_sink_bias is True \(learned sinks of attention, the tensors"):
+        import_head(config, dict(tensors), INFO, parts())
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -274,7 +485,7 @@ BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
     "another width": (lambda config, _: layer_of(config).update(hidden_size=8), "is as wide as its target, which is"),
     "a layer less than there is": (
         lambda config, _: layer_of(config).update(num_hidden_layers=1),
-        r"numbers from 0 to 0|`num_hidden_layers` \(1\) must be equal",
+        r"num_hidden_layers is 1, and the file holds tensors of 2 layers|`num_hidden_layers` \(1\) must be equal",
     ),
     "a window without a width": (lambda config, _: layer_of(config).update(sliding_window=None), "says how wide"),
     "attention of another kind": (
@@ -437,13 +648,13 @@ def test_modelopts_newer_names_and_unordered_layers_are_read() -> None:
 def test_an_embedding_that_is_the_targets_is_left_out_and_another_kept() -> None:
     head, config, tensors = eagle3_files()
     tensors["embed_tokens.weight"] = embedding()
-    same_head(import_head(config, dict(tensors), INFO, embedding())[0], head)
-    kept = import_head(config, dict(tensors), INFO, embedding() + 1)[0]
+    same_head(import_head(config, dict(tensors), INFO, parts())[0], head)
+    kept = import_head(config, dict(tensors), INFO, parts(1))[0]
     assert torch.equal(kept.state_dict()["embed_tokens.weight"], embedding())
     eagle = drawn("eagle", {})
     config, tensors = written("eagle", eagle)
     with pytest.raises(ValueError, match="its embedding is not that of the target 'some/target'"):
-        import_head(config, {**tensors, "embed_tokens.weight": embedding() + 1}, INFO, embedding())
+        import_head(config, {**tensors, "embed_tokens.weight": embedding() + 1}, INFO, parts())
 
 
 def test_medusa_heads_are_counted_and_repeated_blocks_told() -> None:
@@ -488,7 +699,7 @@ def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tm
     layer, default = config["transformer_layer_config"], LlamaConfig()
     for name in ("hidden_act", "rms_norm_eps"):
         assert layer.pop(name) == getattr(default, name) == getattr(INFO, name)
-    same_head(import_head(config, tensors, INFO, embedding())[0], head)
+    same_head(import_head(config, tensors, INFO, parts())[0], head)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +728,7 @@ def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(kind: str
     export_head(head, "safeailab", tmp_path / "out", embedding())
     tensors = read_weights(tmp_path / "out")
     assert torch.equal(tensors["embed_tokens.weight"], embedding())
-    same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, embedding())[0], head)
+    same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, parts())[0], head)
     with pytest.raises(ValueError, match="safeailab keeps the target's embedding in the file: it is needed"):
         export_head(head, "safeailab", tmp_path / "other")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,78 @@ def test_the_published_folder_has_what_servers_look_for_and_loads_as_before(tmp_
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["base_model"] == "org/base" and front["base_model_relation"] == "adapter" and front["license"] == "mit"
     assert 'head="me/head"' in card and "vllm serve org/base" in card and "it has no Medusa" in card
+
+
+def published(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str], list[str]]:
+    """Text of each file that would be uploaded, weights left out, and what is left out."""
+    left_out = publishable(folder, ready, Listing("me/head", **listing), {})
+    files = [path for path in ready.rglob("*") if path.is_file()]
+    return {path.relative_to(ready).as_posix(): path.read_text(errors="replace") for path in files}, left_out
+
+
+def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
+    """Not a key that lies beside them, and nothing that a link leads to."""
+    _, folder = made("medusa", tmp_path / "head")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("CANARY")
+    (folder / ".env").write_text("KEY=CANARY")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "todo.txt").write_text("CANARY")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_model.safetensors").write_text("CANARY")  # of a head without an adapter
+    (folder / "link").symlink_to(tmp_path / "secret" / "key")
+    (folder / "linked").symlink_to(tmp_path / "secret")
+    (folder / "model-backup.safetensors").write_text("CANARY")
+    (folder / "custom_generate" / "generate.py").write_text("import os  # CANARY")
+    files, left_out = published(folder, tmp_path / "ready")
+    assert sorted(files) == ["README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
+    assert not any("CANARY" in text for text in files.values())
+    named = {phrase.partition(":")[0] for phrase in left_out}
+    assert named == {
+        ".env",
+        "notes/todo.txt",
+        "adapter/adapter_model.safetensors",
+        "link",
+        "linked",
+        "model-backup.safetensors",
+    }
+    assert sum("leads out of the folder" in phrase for phrase in left_out) == 2
+    load_head(tmp_path / "ready")
+
+
+def test_weights_that_lie_elsewhere_are_not_published(tmp_path: Path) -> None:
+    _, folder = made("medusa", tmp_path / "head")
+    (folder / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        published(folder, tmp_path / "ready")
+
+
+@pytest.mark.parametrize("base_model", [None, "org/base"])
+def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
+    base_model: str | None, tmp_path: Path
+) -> None:
+    home = tmp_path / "home" / "me"
+    info = replace(INFO, name=str(home / "models" / "target"))
+    config = {
+        "output": str(home / "runs" / "one"),
+        "data": {"sources": [str(home / "d.jsonl"), "./more.jsonl"]},
+        "server": "http://me:CANARY@host:8000/v1?key=CANARY",
+    }
+    metadata = CheckpointMetadata(
+        training={"config": config, "imported": {"from": str(home / "theirs"), "unread": {"_name_or_path": str(home)}}},
+        provenance={"target": str(home / "models" / "target"), "dtype": "float32"},
+    )
+    save_head(build_head("medusa", {}, info), tmp_path / "head", metadata)
+    files, _ = published(tmp_path / "head", tmp_path / "ready", base_model=base_model)
+    for name in ("README.md", "config.json"):
+        assert str(tmp_path) not in files[name] and "/home" not in files[name] and "CANARY" not in files[name], name
+    section = json.loads(files["config.json"])["headstart"]
+    expected = base_model or "target"
+    assert section["target"]["name"] == section["origin"]["target"] == expected
+    assert section["training"]["config"]["data"]["sources"] == ["d.jsonl", "more.jsonl"]
+    assert f"vllm serve {expected}" in files["README.md"]
+    assert str(home) in (tmp_path / "head" / "config.json").read_text()  # the head itself stays as it is
 
 
 def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:

@@ -105,13 +105,78 @@ def test_loading_converts_parameters_and_never_the_token_map(dtype: torch.dtype,
     assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
 
 
-def test_saving_replaces_the_whole_folder(tmp_path: Path) -> None:
+def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
     folder = save(build("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
-    (folder / "stale.bin").write_bytes(b"old")
+    stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "adapter/adapter_config.json")
+    for name in (*stale, "custom_generate/__pycache__/generate.cpython-311.pyc", "config.json.partial"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"old")
     second = build("shared", seed=1)
     save(second, folder)
     assert_same(load_head(folder)[0], second)
-    assert not (folder / "stale.bin").exists() and [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "config.json",
+        "custom_generate",
+        "model.safetensors",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+FOREIGN = {
+    "somebody's notes": {"notes.txt": "mine"},
+    "a folder of data": {"data/rows.jsonl": "{}"},
+    "a model's files": {"config.json": '{"model_type": "llama"}', "model.safetensors": "weights"},
+    "weights alone": {"model.safetensors": "weights"},
+    "a broken config": {"config.json": '{"headstart": ', "README.md": "text"},
+    "a hidden file": {".env": "KEY=1"},
+}
+
+
+@pytest.mark.parametrize("place", ["head", "head.partial", "head.replaced"])
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_folder_of_something_else_is_not_replaced(foreign: str, place: str, tmp_path: Path) -> None:
+    if place == "head.partial" and foreign in ("a model's files", "weights alone", "a broken config"):
+        pytest.skip("a killed save may have left these")
+    for name, text in FOREIGN[foreign].items():
+        (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / name).write_text(text)
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match="not those of a head written by headstart") as caught:
+        save(build(), tmp_path / "head")
+    assert sorted(FOREIGN[foreign])[0] in str(caught.value) and snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "adapter/vectors.bin", "custom_generate/mine.py", "empty"])
+def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(name: str, tmp_path: Path) -> None:
+    folder = save(build(), tmp_path / "head")
+    (folder / name).parent.mkdir(exist_ok=True)
+    if name == "empty":
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_text("mine")
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        build(seed=1).save_pretrained(folder)
+    assert snapshot(tmp_path) == before and (folder / name).exists()
+
+
+def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("text")
+    (tmp_path / "head").symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        save(build(), tmp_path / "head")
+    (tmp_path / "precious" / "thesis.tex").unlink()
+    save(build(), tmp_path / "head")
+    assert (tmp_path / "head").is_symlink() and (tmp_path / "precious" / "config.json").is_file()
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ValueError, match="is a file: choose another folder"):
+        save(build(), tmp_path / "file")
 
 
 # What servers read.
@@ -397,10 +462,6 @@ def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("limit", [0, 700, 4000])
 @pytest.mark.parametrize("there_before", [True, False])
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(limit: int, there_before: bool, tmp_path: Path) -> None:
@@ -446,11 +507,69 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
     left = tmp_path / "head.partial"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
-    (left / "stale.bin").write_bytes(b"of another save")
+    (left / "model-00001-of-00002.safetensors").write_bytes(b"of another save")
     assert_same(load_head(folder)[0], first)
     with pytest.raises(ValueError, match="no head in"):
         load_head(left)
     save(second, folder)
     assert_same(load_head(folder)[0], second)
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
-    assert not (folder / "stale.bin").exists()
+    assert not (folder / "model-00001-of-00002.safetensors").exists()
+
+
+# What strangers may have written.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda section: section["options"].update(num_layers=10**9), "num_layers is 1000000000, and the file holds"),
+        (lambda section: section["options"].update(num_heads=10**7), "num_heads is 10000000, and the file holds"),
+        (lambda section: section["target"].update(hidden_size=2**30), "of shape .16, 16. instead of .1073741824, "),
+        (
+            lambda section: section["target"].update(hidden_size=2**31 - 1, vocab_size=2**31),
+            "cannot be used|instead of",
+        ),
+        (lambda section: section["target"].update(num_layers=10**9), "the target's num_layers is 1000000000, not"),
+        (lambda section: section["target"].update(hidden_size=16.0), "the target's hidden_size is 16.0, not"),
+        (lambda section: section["target"].update(vocab_size=True), "the target's vocab_size is True, not"),
+        (lambda section: section["target"].update(rms_norm_eps="x"), "the target's rms_norm_eps is 'x', not"),
+        (lambda section: section["target"].update(name=None), "the target's name is None, not"),
+        (lambda section: section.update(measured=None), "measured is None, not an object"),
+        (lambda section: section.update(measured={"fastest": {"x": 5}}), "the tree 5 is neither"),
+        (lambda section: section.update(tree={"a": 1}), "the tree {'a': 1} is neither"),
+        (lambda section: section.update(adapted="yes"), "adapted is 'yes', not true or false"),
+        (lambda section: section.update(head=["medusa"]), "head is .*, not a name"),
+    ],
+)
+def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
+    change: Callable[[Any], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(build(), tmp_path / "head")
+    change_config(folder, lambda config: change(config["headstart"]))
+    monkeypatch.setattr(checkpoint, "read_weights", lambda *_: pytest.fail("read the weights"))
+    with pytest.raises(ValueError, match=message):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_head_is_compared_with_its_file_without_its_memory(kind: str, tmp_path: Path) -> None:
+    """On the meta device, which has no values: no head's constructor may need any."""
+    target = replace(INFO, num_layers=8)
+    head = build_head(kind, {}, target)
+    unloaded = checkpoint.build_unloaded(kind, {}, target, 1000)
+    assert {parameter.device.type for parameter in unloaded.parameters()} == {"meta"}
+    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in unloaded.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    "ids", [[2**63 - 1, -(2**63), -1, 5], [-1, 1, 2, 3], [1, 2, 3, 50], [3, 3, 4, 5], [5, 4, 3, 2]], ids=str
+)
+def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(ids: list[int], tmp_path: Path) -> None:
+    """Differences of extreme ids wrap around, and look like an ascending order."""
+    folder = save(build("truncated"), tmp_path / "head")
+    tokens = [0, *ids, 40, 41, 42, 43, 44, 45]
+    change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
+    with pytest.raises(ValueError, match="token_map does not lead to different, sorted target ids below 50"):
+        load_head(folder)

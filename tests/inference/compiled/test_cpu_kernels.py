@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -436,23 +438,79 @@ def test_the_library_lies_in_a_folder_of_the_users_own(fresh):
     assert cpu_kernels.library() is not None
     folder = fresh / "cache"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert [path.suffix for path in folder.iterdir()] == [".so"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".sha256", ".so"]
 
 
-def test_a_library_that_is_cut_in_half_is_made_anew(fresh):
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[: -len(whole) // 10] + bytes(len(whole) // 10),
+        lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+        lambda whole: b"",
+    ],
+    ids=["cut in half", "zeros at its end", "a flipped bit", "empty"],
+)
+def test_a_library_that_is_not_whole_is_made_anew(fresh, spoil):
+    """Most of these crash a process that loads them."""
     assert cpu_kernels.library() is not None
-    (path,) = (fresh / "cache").iterdir()
+    (path,) = (fresh / "cache").glob("*.so")
     whole = path.read_bytes()
     path.unlink()  # a library that is loaded must not be written to
-    path.write_bytes(whole[: len(whole) // 2])
+    path.write_bytes(spoil(whole))
     cpu_kernels.library.cache_clear()
     assert cpu_kernels.library() is not None
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("checksum", [None, "0", b"\xff\xfe"])
+def test_a_library_without_its_checksum_is_made_anew(fresh, checksum, monkeypatch):
+    assert cpu_kernels.library() is not None
+    (path,) = (fresh / "cache").glob("*.sha256")
+    path.unlink()
+    if checksum is not None:
+        path.write_bytes(checksum if isinstance(checksum, bytes) else checksum.encode())
+    made = []
+    compiled = cpu_kernels._compiled
+    monkeypatch.setattr(cpu_kernels, "_compiled", lambda *given: made.append(given) or compiled(*given))
+    for expected in (1, 1):  # the next process finds it
+        cpu_kernels.library.cache_clear()
+        assert cpu_kernels.library() is not None
+        assert len(made) == expected
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(fresh, monkeypatch):
     (fresh / "file").write_text("")
     monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "file" / "cache"))
+    with pytest.warns(UserWarning, match="compiled for this process alone"):
+        assert cpu_kernels.library() is not None
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root gives a file to another user")
+@pytest.mark.parametrize("place", ["library", "folder", "folder above", "link"])
+def test_a_library_that_another_user_may_have_put_there_is_not_loaded(fresh, monkeypatch, place):
     assert cpu_kernels.library() is not None
+    cache = fresh / "cache"
+    (library,) = cache.glob("*.so")
+    if place == "library":
+        os.chown(library, 65534, 65534)
+    elif place == "folder":
+        cache.chmod(0o777)
+    elif place == "folder above":
+        os.chown(fresh, 65534, 65534)
+    else:
+        (fresh / "linked").symlink_to(cache)
+        os.lchown(fresh / "linked", 65534, 65534)
+        monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "linked"))
+    before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    cpu_kernels.library.cache_clear()
+    with pytest.warns(
+        UserWarning, match=r"another user may put one: .*(belongs to another user|other users can write)"
+    ):
+        loaded = cpu_kernels.library()
+    os.chown(fresh, 0, 0)
+    assert loaded is not None and not Path(loaded._name).is_relative_to(fresh)
+    assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == before  # nor written
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", "cat /nowhere"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration, TemperatureLogitsWarper
 
-from headstart.heads import build_head
+from headstart.heads import CheckpointMetadata, DraftHead, build_head
+from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import SPECS, make_drafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
@@ -20,6 +22,7 @@ from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
 from headstart.inference.drafters.ngram_model import NgramModel
 from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, merged
 from headstart.inference.models.loading import load_tokenizer, tokenizer_provenance
+from headstart.inference.tuning.machine import machine_key
 from headstart.inference.verify import choose_rule
 
 VOCAB = 20
@@ -357,3 +360,49 @@ def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
     SpeculativeLM.from_pretrained(target_folder, drafter=f"ngram:2:{folder}", fallback=False)
     with pytest.raises(ValueError, match="no datastore in"):
         SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", fallback=False)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        "chain:1000000000",
+        "branch:1000x1000x1000",
+        "dynamic:1000000000:5:5",
+        "dynamic:60:1000000000:10",
+        "dynamic:60:7:1000000000",
+        "stop:0.4:chain:1000000000",
+        "drawn:" * 2000 + "chain:3",
+        "tree.json",
+        "drawn:tree.json",
+        [[0]] * 5000,
+        [[10**9]],
+        [[0] * 3000],
+        [5],
+        [{}],
+        ["a"],
+    ],
+    ids=lambda tree: str(tree)[:30],
+)
+def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(target, tree, tmp_path, monkeypatch):
+    """A stranger wrote it; nothing is read or allocated for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tree.json").write_text("[[0]]")
+    head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
+    save_head(head, tmp_path / "head", CheckpointMetadata(tree=tree))
+    began = time.monotonic()
+    for given in (str(tmp_path / "head"), DraftHead.from_pretrained(tmp_path / "head")):
+        with pytest.raises(ValueError, match=r"the tree in the head's config\.json cannot be used"):
+            SpeculativeLM.from_pretrained(target, head=given, compile=False, fallback=False)
+    assert time.monotonic() - began < 10
+    SpeculativeLM.from_pretrained(target, head=str(tmp_path / "head"), tree="chain:2", compile=False, fallback=False)
+
+
+@pytest.mark.parametrize("given", ["folder", "head object"])
+def test_a_head_object_has_the_tree_and_the_warnings_of_its_folder(target, given, tmp_path):
+    head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
+    measured = {"fastest": {machine_key(target.device, False): "chain:2"}}
+    save_head(head, tmp_path / "head", CheckpointMetadata(measured=measured, provenance={"weights": "others"}))
+    source = str(tmp_path / "head") if given == "folder" else DraftHead.from_pretrained(tmp_path / "head")
+    with pytest.warns(UserWarning, match="may accept less here: weights 'others'"):
+        lm = SpeculativeLM.from_pretrained(target, head=source, compile=False, fallback=False)
+    assert lm.drafter.max_nodes == 3 and lm.provenance == {"weights": "others"}

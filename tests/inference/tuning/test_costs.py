@@ -84,6 +84,16 @@ def test_other_dimensions_are_measured_for_themselves(tiny_target, monkeypatch, 
     assert len(measured) == 2
 
 
+def test_nothing_is_measured_while_another_thread_generates(tiny_target, monkeypatch, measured):
+    """Both would run the same kernels, whose buffers are shared."""
+    target = tiny_target()
+    held = []
+    table = RoundCosts(TABLE.forward, 0.0)
+    monkeypatch.setattr(costs, "_measured", lambda *_: held.append(target.lock._is_owned()) or table)
+    measured_costs(target)
+    assert held == [True]
+
+
 def eager(target):
     target.model.config._attn_implementation = "eager"
     return target

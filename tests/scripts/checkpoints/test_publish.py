@@ -166,3 +166,49 @@ def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught
     assert Target.from_pretrained(tmp_path / "rounded", device="cpu").dtype == torch.float32
     assert original_target(str(tmp_path / "rounded")).dtype == torch.bfloat16
     assert original_target(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16
+
+
+def test_a_push_names_what_it_leaves_out(made, monkeypatch, capsys):
+    _, folder = made("medusa")
+    (folder / ".env").write_text("KEY=CANARY")
+    monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
+    with pytest.warns(UserWarning, match=r"not uploaded: \.env: not a file of a head"):
+        push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True))
+    assert ".env" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["import", "speculators", "int8", "model"])
+def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(command, taught, made, tmp_path):
+    _, folder = made("cut" if command == "model" else "eagle3")
+    output = tmp_path / "documents"
+    (output / "thesis").mkdir(parents=True)
+    (output / "thesis" / "chapter.tex").write_text("text")
+    (output / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    if command == "import":
+        work, config = import_foreign, ImportConfig(head="nowhere", target="nowhere", output=str(output))
+    else:
+        work, config = export_foreign, ExportConfig(str(folder), command, str(output), str(taught))
+    with pytest.raises(ValueError, match=r"documents holds files that are not those of .*config\.json"):
+        work(config)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("project", ["speculators", "fasterdecoding", "safeailab"])
+def test_an_export_replaces_an_earlier_one_and_no_model(project, made, tmp_path):
+    """A model's own config.json and model.safetensors have the same names."""
+    _, folder = made("medusa" if project == "fasterdecoding" else "eagle")
+    config = ExportConfig(head=str(folder), to=project, output=str(tmp_path / "out"))
+    export_foreign(config)
+    export_foreign(config)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(written | {"use_cache": True}))
+    with pytest.raises(ValueError, match="not those of a head for"):
+        export_foreign(config)
+
+
+def test_an_export_names_no_local_path(taught, made, tmp_path):
+    _, folder = made("eagle")
+    export_foreign(ExportConfig(head=str(folder), to="speculators", output=str(tmp_path / "out")))
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert str(taught) not in text and taught.name in text

@@ -129,3 +129,26 @@ def test_what_cannot_be_compared_is_refused(target_folder, tmp_path, kind, optio
     given = {"head": str(tmp_path / "head"), "target": str(target_folder), "draft_length": 2, "python": sys.executable}
     with pytest.raises(ValueError, match=message):
         serve_check.serve_check(ServeCheckConfig(**given | changed))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "[1, 2]",
+        "5",
+        '{"runs": 5}',
+        '{"runs": [], "version": "1"}',
+        '{"runs": [{}], "version": "1"}',
+        '{"runs": [{"tokens": [], "drafts": 1, "accepted": []}], "version": "1"}',
+        '{"runs": [{"error": "x"}], "version": 5}',
+        '{"runs": [{"tokens": 5}], "version": "1"}',
+    ],
+)
+def test_an_answer_that_is_none_is_one_line(answer, tmp_path):
+    (tmp_path / "answer").write_text(answer)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncp {tmp_path / "answer"} "$3"\n')
+    python.chmod(0o700)
+    with pytest.raises(ValueError, match=r"the answer of vLLM's process (cannot be read|is not whole)"):
+        serve_check.in_vllm(python, tmp_path, {"runs": [{}], "prompts": [[1]]})

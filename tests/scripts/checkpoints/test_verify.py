@@ -12,7 +12,7 @@ import torch
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
-from headstart.scripts.checkpoints.verify import VerifyConfig, verify_head, with_options
+from headstart.scripts.checkpoints.verify import VerifyConfig, saved_measurements, verify_head, with_options
 from headstart.train.evaluate import FINGERPRINT_NOISE, FINGERPRINT_TIES, fingerprint, fingerprint_difference
 from headstart.train.loop import train
 
@@ -139,3 +139,24 @@ def test_the_shipped_head_is_told_from_every_misreading_of_it():
         )
         print(f"{what}: {others:.2f}, {noise:.3f}")
         assert others > FINGERPRINT_TIES or noise > 1.5 * FINGERPRINT_NOISE, what
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        ({"accuracy": 5}, "measured.accuracy"),
+        ({"accuracy": [[]]}, "measured.accuracy"),
+        ({"accuracy": [["x"]]}, "measured.accuracy"),
+        ({"probe": 5}, "measured.probe"),
+        ({"probe": {"tokens": [1]}}, "measured.probe"),
+        ({"probe": {"tokens": [1], "scores": [0.5, 0.5]}}, "measured.probe"),
+        ({"probe": {"tokens": ["x"], "scores": [0.5]}}, "measured.probe"),
+    ],
+)
+def test_measurements_that_a_stranger_made_up_are_refused_by_name(measured, told):
+    with pytest.raises(ValueError, match=f"head: {told} in its config.json is not"):
+        saved_measurements("head", measured)
+
+
+def test_a_head_without_measurements_has_none():
+    assert saved_measurements("head", {"prompts": 3}) == {"accuracy": []}

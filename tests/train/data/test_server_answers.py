@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -271,6 +272,30 @@ def test_what_a_server_sends_is_shown_without_control_characters_and_key(config,
     told = str(error.value)
     assert "bad key ***" in told and server.url in told
     assert "\x1b" not in told and "\n" not in told and "password" not in told
+
+
+@pytest.mark.parametrize("status", [400, 401, 500, 200])
+def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, capsys, status):
+    """Not even where the server repeats what it was sent."""
+    monkeypatch.setattr(served, "RETRIES", 0)
+    monkeypatch.setenv(served.KEY, "sk-CANARY")
+    basic = base64.b64encode(b"me:PASS/CANARY").decode()
+    said = f"Bearer sk-CANARY Basic {basic} at PASS%2FCANARY PASS/CANARY \x1b[2J"
+    server.reply = lambda *_: (status, {"error": {"message": said}} if status != 200 else said)
+    config = changed(config, server=server.url.replace("://", "://me:PASS%2FCANARY@"))
+    told = ""
+    if status == 400:  # each prompt is refused
+        make_conversations(config)
+    else:
+        with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:\d+/v1 (failed at|answered) prompt") as caught:
+            make_conversations(config)
+        told = str(caught.value)
+        assert caught.value.__cause__ is None
+    told += capsys.readouterr().out
+    assert "***" in told
+    files = "".join(path.read_text() for path in Path(config.output).parent.iterdir())
+    for secret in ("CANARY", basic):
+        assert secret not in told and secret not in files
 
 
 def test_no_server_is_told_after_the_tries(config, server, monkeypatch):
