@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...inference import tokenizer_provenance
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ..config import template_variables
 from ..console import console
@@ -40,7 +42,7 @@ from ..run_folder import check_options, write_whole
 from .chat_template import Example, whole_sequences
 from .conversations import RowReader, Source, check_row, format_of
 
-RECIPE = 2
+RECIPE = 3
 """Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
 """Conversations that are worth another process."""
@@ -74,15 +76,35 @@ class Rendering:
     vocab_size: int | None = None
     """Rows of the target's embedding, beyond which no token may lie; None for no limit."""
 
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Fingerprint of the tokenizer, as rows of tokens hold it."""
+        return tokenizer_provenance(self.tokenizer)["tokenizer"]
+
     def whole(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
-        """Tokenize conversation `number`, however long it is; errors name its place, `where`."""
+        """Tokenize row `number`, however long it is; errors name its place, `where`.
+
+        A conversation of several rows of tokens (`sequence` 1, 2, ...) has the number of its first row.
+        """
         try:
+            if conversation.get("input_ids") is not None:
+                self._check_origin(conversation)
+                number -= _rows_before(conversation, number)
             examples = whole_sequences(conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs)
             for example in examples:
                 self._check_tokens(example.tokens)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         return [dataclasses.replace(example, conversation=number) for example in examples]
+
+    def _check_origin(self, row: dict[str, Any]) -> None:
+        """Refuse tokens of another tokenizer, in rows that tell theirs."""
+        made_with = row.get("tokenizer")
+        if isinstance(made_with, str) and made_with != self.tokenizer_hash:
+            raise ValueError(
+                f"its tokens are of the tokenizer {made_with}, and the target's is {self.tokenizer_hash}; make them "
+                "with this target, or leave out input_ids and loss_mask to have its messages tokenized"
+            )
 
     def _check_tokens(self, tokens: list[int]) -> None:
         if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
@@ -112,6 +134,12 @@ class Rendering:
         parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, variables]
         parts.append(self.vocab_size)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rows_before(row: dict[str, Any], number: int) -> int:
+    """Rows of the same conversation before row `number`, where it has several."""
+    sequence = row.get("sequence")
+    return sequence - 1 if type(sequence) is int and 1 <= sequence <= number + 1 else 0
 
 
 class TokenizedSequences(Sequence[Example]):
