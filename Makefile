@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa format test test-gpu test-slow peers test-peers demo docs wheel clean
+.PHONY: help setup types check check-isa check-versions format test test-gpu test-slow peers test-peers demo docs dist clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 types:  ## link the packages under .typing, where mypy and pyright find them
 	@mkdir -p .typing/headstart
 	@for package in $(PACKAGES); do ln -sfn ../../$$package .typing/headstart/$$package; done
-	@ln -sfn ../../package/__init__.py .typing/headstart/__init__.py
+	@for module in __init__ extras; do ln -sfn ../../package/$$module.py .typing/headstart/$$module.py; done
 
 check: $(STAMP) types  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -58,6 +58,9 @@ check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor 
 test-slow: $(STAMP)  ## the tests on a real model (long)
 	$(PYTEST) -m slow --timeout=7200
 
+check-versions: $(STAMP)  ## what must not depend on versions, with the oldest to the newest transformers and torch (long)
+	$(BIN)/python benchmarks/versions.py $(VERSIONS)
+
 # Another project, in an environment of its own: what torchvision is built for is not the torch that is pinned.
 peers:  ## make .venv-peers and .venv-vllm: the package speculators, and vLLM on the CPU, to compare with
 	$(PYTHON) -m venv --clear .venv-peers
@@ -76,10 +79,11 @@ demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15;
 docs: $(STAMP) types  ## build the site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(STAMP)  ## build dist/headstart-*.whl
+dist: $(STAMP)  ## build the wheel and the source distribution into dist/, and check what PyPI would refuse
 	rm -rf build dist
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:  ## remove what was built, .venv too; runs/ stays
-	rm -rf $(VENV) .venv-peers .venv-vllm .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-vllm .venv-versions .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,10 +13,11 @@ nodes.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -25,6 +26,8 @@ from ..heads.layers.draft_cache import STEP, counting
 
 BUCKET = 256
 """Slots by which the capacity grows."""
+MEMINFO = Path("/proc/meminfo")
+"""Linux's table of memory."""
 POOLED = 2
 """Largest number of caches of finished generations that are kept for the next ones."""
 
@@ -34,7 +37,21 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
-    return float(psutil.virtual_memory().available) if device.type == "cpu" else float("inf")
+    return _free_host_memory() if device.type == "cpu" else float("inf")
+
+
+def _free_host_memory() -> float:
+    """Free bytes of the host's memory; infinite on a system other than Linux without the package psutil."""
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            name, value = line.split(":")
+            if name == "MemAvailable":
+                return float(value.removesuffix("kB")) * 1024
+    if importlib.util.find_spec("psutil") is None:
+        return float("inf")
+    import psutil
+
+    return float(psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True)
@@ -260,3 +277,7 @@ class _TreeLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in older versions of transformers."""
+        return self.get_max_length()

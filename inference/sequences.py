@@ -140,8 +140,8 @@ class Conversation:
     """KV cache and drafter state of one text, for calls that continue it; each call updates it in place.
 
     past = Conversation()
-    first = lm.generate(prompt, past_key_values=past)
-    second = lm.generate(first_and_more, past_key_values=past)      # the tokens of a fresh call, faster
+    first = lm.generate(prompt, conversation=past)
+    second = lm.generate(first_and_more, conversation=past)      # the tokens of a fresh call, faster
     """
 
     def __init__(self) -> None:

@@ -44,6 +44,7 @@ from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
+from .models.interface import CACHE_NAMES, filled_cache
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .sequences import Conversation, Sequences
 from .stats import Stats
@@ -75,8 +76,6 @@ class GenerateOutput(ModelOutput):
     """With `output_logits`: the raw logits of each new token, [batch, V]; 0 behind a row's end."""
     stats: Stats = None  # type: ignore[assignment]  # always given; the base class allows no other default
     """Acceptance and timings."""
-    past_key_values: Conversation | None = None
-    """The conversation that was given, updated for the next call."""
     trace: Trace | None = None
     """With `trace`: the recorded rounds, as a page."""
 
@@ -243,7 +242,7 @@ class SpeculativeLM:
         max_batch_size: int | None = None,
         tree: TreeSpec | None = None,
         verifier: str | None = None,
-        past_key_values: Conversation | None = None,
+        conversation: Conversation | None = None,
         trace: bool = False,
         **settings: Any,
     ) -> GenerateOutput:
@@ -262,7 +261,7 @@ class SpeculativeLM:
             tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
             verifier: acceptance rule for this call; None for the one given at first, or "auto" if `tree` is of another
                 kind.
-            past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
+            conversation: KV cache and drafter state of earlier calls, so that their text is not read again; updated
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
@@ -276,7 +275,7 @@ class SpeculativeLM:
         """
         max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
         lm = self if tree is None and verifier is None else self._variant(tree, verifier)
-        lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
+        lm._check_arguments(input_ids, attention_mask, max_batch_size, conversation, settings)
         recorder = Recorder() if trace else None
         if recorder is not None:
             if len(input_ids) > 1:
@@ -300,7 +299,7 @@ class SpeculativeLM:
                 generation_config=generation_config,
                 streamer=streamer,
                 custom_generate=lm.decoding_method(
-                    RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder=recorder
+                    RandomSampler(generator), streamer, max_batch_size, conversation, recorder=recorder
                 ),
                 **with_stop_strings(settings, generation_config, tokenizer),
             )
@@ -331,13 +330,19 @@ class SpeculativeLM:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         if past is not None and not isinstance(past, Conversation):
             raise ValueError(
-                f"past_key_values must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps "
-                "what drafts have read, too"
+                f"conversation must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps what "
+                "drafts have read, too"
             )
         if past is not None and len(input_ids) > 1:
-            raise ValueError(f"past_key_values takes one row, not a batch of {len(input_ids)}")
+            raise ValueError(f"conversation takes one row, not a batch of {len(input_ids)}")
         if past is not None and isinstance(self.target, Seq2SeqTarget):
-            raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
+            raise ValueError("a conversation with an encoder-decoder cannot be continued; leave it out")
+        for name in CACHE_NAMES:
+            if name in settings:
+                raise ValueError(
+                    f"generate takes no {name!r}: give the whole text, and conversation=Conversation() so that later "
+                    "calls read only what is new"
+                )
         unknown = sorted(set(settings) - SETTINGS)
         if unknown:
             raise ValueError(
@@ -470,7 +475,7 @@ class SpeculativeLM:
             if streamer is not None:
                 streamer.end()
             padding = min(eos_token_ids, default=0) if config.pad_token_id is None else config.pad_token_id
-            output = _output(input_ids, sequences, padding, stats, past)
+            output = _output(input_ids, sequences, padding, stats)
             return output if always_output or full else output.sequences
 
         return decode
@@ -546,7 +551,7 @@ class Chat:
         new_tokens: list[int] = []
         answer = yielded = ""
         rounds = self.lm.stream(
-            prompt["input_ids"].to(self.lm.target.device), past_key_values=self.past, **{**self.settings, **settings}
+            prompt["input_ids"].to(self.lm.target.device), conversation=self.past, **{**self.settings, **settings}
         )
         for tokens in rounds:
             new_tokens += tokens
@@ -584,11 +589,11 @@ class _QueueStreamer(BaseStreamer):
 
 def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: BaseStreamer | None, rows: int) -> None:
     """Refuse inputs and settings that `model.generate` accepts and this loop does not support."""
-    cached = inputs.get("past_key_values")
-    if cached is not None and cached.get_seq_length() > 0:
+    cached = filled_cache(inputs)
+    if cached is not None:
         raise ValueError(
-            f"past_key_values with {cached.get_seq_length()} tokens cannot be continued here; give the whole "
-            "text, or call SpeculativeLM.generate with a Conversation"
+            f"a KV cache with {cached.get_seq_length()} tokens cannot be continued here; give the whole text, or "
+            "call SpeculativeLM.generate with a Conversation"
         )
     if inputs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
@@ -622,9 +627,7 @@ def _warn_of_equal_answers(verifier: str, prompts: list[Tensor]) -> None:
         )
 
 
-def _output(
-    input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats, past: Conversation | None
-) -> GenerateOutput:
+def _output(input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats) -> GenerateOutput:
     """The new tokens behind the prompts, padded on the right, and what was kept of each, as `generate` returns it."""
     rows = [torch.tensor(row, dtype=torch.int64) for row in sequences.rows]
     new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(input_ids.device, input_ids.dtype)
@@ -637,7 +640,6 @@ def _output(
         scores=scores,
         logits=logits,
         stats=stats,
-        past_key_values=past,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..extras import require_extra
 from ..heads.base import TargetModules, dtype_name
 from ..heads.layers.draft_cache import FEW, counting
 from .compiled import cpu_kernels
@@ -27,10 +28,12 @@ from .compiled.cpu_decoder import PackedDecoder, packed_decoder
 from .kv_cache import Pool, StateShape, TreeCache
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
+from .models.interface import ForwardInterface, try_forward
 from .models.loading import (
     MAPS,
     check_model_options,
     default_device,
+    downloaded_commit,
     end_tokens_of,
     load_model,
     refuse_loading_options,
@@ -81,8 +84,8 @@ class Target:
     kinds = staticmethod(attention_kinds)
     """Kinds of attention masks that the model's layers need."""
 
-    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
-        """Wrap a loaded model.
+    def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
+        """Wrap a loaded model, with the name and the Hub's commit that it was loaded by.
 
         Raises:
             ValueError: an architecture that cannot run draft trees, with the reason.
@@ -90,6 +93,8 @@ class Target:
         self.model: Any = model  # `generate` is mixed into its class, which no annotation says
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
+        self.commit: str | None = commit or getattr(model.config, "_commit_hash", None)
+        """Commit of the Hub's repository; None for files that are not the Hub's, or unknown."""
         self.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.adapter: str | None = None
@@ -166,7 +171,8 @@ class Target:
         options: dict[str, Any] | None = None,
     ) -> Target:
         """`from_pretrained` with a given dtype and device."""
-        return cls(load_model(cls.loader, source, dtype, device, revision, options), str(source))
+        model = load_model(cls.loader, source, dtype, device, revision, options)
+        return cls(model, str(source), downloaded_commit(source, revision, options))
 
     def compile(self) -> None:
         """Compile the forwards; again, if weights or active adapters have changed since.
@@ -219,8 +225,8 @@ class Target:
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Merge a peft adapter into the weights, as a jointly trained head needs."""
-        # Only heads with an adapter need peft, whose import takes a second.
-        from peft import PeftModel
+        require_extra("peft", "a head with an adapter for its target")
+        from peft import PeftModel  # here: its import takes a second
 
         self.provenance  # noqa: B018 - cached before the model changes: a head is compared with the base model
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
@@ -236,7 +242,7 @@ class Target:
         method = getattr(packing, "quant_method", None) or (packing or {}).get("quant_method") if packing else None
         return {
             "target": self.name,
-            "revision": getattr(self.model.config, "_commit_hash", None),
+            "revision": self.commit,
             "dtype": dtype_name(self.dtype),
             "quantization": None if method is None else str(getattr(method, "value", method)),
             "weights": fingerprint(self.model),
@@ -271,15 +277,19 @@ class Target:
         return TreeCache(self.state_shapes, batch_size, self.device, tokens, rows, self.pool)
 
     @cached_property
+    def interface(self) -> ForwardInterface:
+        """Arguments and outputs of the model's forward, found by forwards over one token."""
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        return try_forward(self.model, self.info.num_layers, input_ids=token_11)
+
+    @property
     def state_shapes(self) -> list[StateShape]:
-        """Shapes of each layer's keys, then of the values, found by a forward over one token."""
-        if self.packed is not None:
-            return self.packed.state_shapes
-        with torch.inference_mode():
-            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            layers = self.model(input_ids=token_11, use_cache=True, logits_to_keep=1).past_key_values.layers
-        states = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
-        return [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in states]
+        """Shapes of each layer's keys, then of the values."""
+        return self.interface.state_shapes if self.packed is None else self.packed.state_shapes
+
+    def hidden_state_indices(self, layers: tuple[int, ...]) -> list[int]:
+        """The model's indices of these feature layers, for `output_hidden_states`."""
+        return [self.interface.first_block + layer % self.info.num_layers for layer in layers]
 
     @cached_property
     def computes_logits(self) -> bool:
@@ -440,15 +450,16 @@ class Target:
         Returns features_BTF of `layers`, and last_BTD, the states after the final norm. In packed rows `positions_BT`
         is 0 at the start of every sequence, which attends to no other.
         """
-        indices = [layer % self.info.num_layers + 1 for layer in layers]
+        indices = self.hidden_state_indices(layers)
+        (last,) = self.hidden_state_indices((-1,))
         output = self.model(
             input_ids=tokens_BT,
             position_ids=positions_BT,  # transformers makes the mask of packed rows from them
             use_cache=False,
             logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
-            output_hidden_states=sorted({*indices, self.info.num_layers}),
+            output_hidden_states=sorted({*indices, last}),
         )
-        last_BTD = output.hidden_states[self.info.num_layers].to(self.device)
+        last_BTD = output.hidden_states[last].to(self.device)
         states = [output.hidden_states[index].to(self.device) for index in indices]
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
 
@@ -465,13 +476,13 @@ class Target:
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Logits and features of a forward; this function is compiled."""
-        # Our feature layers as transformers' hidden-state indices: the state after block i enters block i + 1.
-        indices = [layer % self.info.num_layers + 1 for layer in layers]
+        indices = self.hidden_state_indices(layers)
+        given_cache: dict[str, Any] = {self.interface.cache_name: cache}
         output = (self.packed_model or self.model)(
             input_ids=tokens_BN,
             attention_mask=masks,
             position_ids=positions_BN.clamp(max=self.max_positions - 1),
-            past_key_values=cache,
+            **given_cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
             output_hidden_states=sorted(set(indices)) or False,

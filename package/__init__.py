@@ -1,5 +1,28 @@
 """Draft heads for a frozen language model: `heads` guess, `inference` decodes with them, `train` trains them."""
 
-from importlib.metadata import version
+import importlib.metadata
 
-__version__ = version("headstart")
+from packaging.requirements import Requirement
+
+__version__ = importlib.metadata.version("headstart")
+
+
+def _check_versions() -> None:
+    """Refuse a torch or a transformers outside of the range that the package's metadata states.
+
+    Raises:
+        ImportError: naming the range, what is installed, and the command that mends it.
+    """
+    for text in importlib.metadata.requires("headstart") or ():
+        needed = Requirement(text)
+        if needed.name not in ("torch", "transformers") or needed.marker is not None:
+            continue
+        installed = importlib.metadata.version(needed.name)
+        if not needed.specifier.contains(installed, prereleases=True):
+            raise ImportError(
+                f"headstart {__version__} needs {needed.name} {needed.specifier}, and {installed} is installed; "
+                f"pip install '{needed.name}{needed.specifier}'"
+            )
+
+
+_check_versions()

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import sys
 
-from headstart.scripts.command_line import run
+from headstart.extras import named
 
 COMMANDS = {
     "prompts": ("prompts", "make a mix of prompts by kind, with some of each held out"),
@@ -40,7 +40,15 @@ def main() -> None:
     elif command == "--version":
         print(f"headstart {importlib.metadata.version('headstart')}")
     elif command in COMMANDS:
-        run(importlib.import_module(f"headstart.scripts.{COMMANDS[command][0]}").main, arguments)
+        try:
+            from headstart.scripts.command_line import run  # here: --help and --version need no package
+
+            run(importlib.import_module(f"headstart.scripts.{COMMANDS[command][0]}").main, arguments)
+        except ModuleNotFoundError as error:
+            missing = named(error, f"headstart {command}")
+            if missing is error:
+                raise
+            sys.exit(f"error: {missing}")
     else:
         print(f"error: unknown command {command!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import SpeculativeLM, Stats, Target
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
 
 SIDES = ("generate", "plain", "speculative")
 WELL_COVERED = 0.95

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.inference import SpeculativeLM
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -67,7 +67,7 @@ class DecodingOptions(TargetOptions):
     def load(self, shared: SharedTarget | None = None, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
         from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
-        from headstart.train.features.placement import load_speculative_lm
+        from headstart.train.loading import load_speculative_lm
 
         names = ("compile", "drafter", "fallback", "lossy", "tree", "verifier")
         options = {name: value for name, value in vars(self).items() if name in names} | more

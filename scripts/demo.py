@@ -32,7 +32,7 @@ from headstart.train.config import (
 from headstart.train.console import StopRequest, console, duration, log
 
 if TYPE_CHECKING:
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
 
 PROMPT = "How does a sailing boat move against the wind?"
 FIRST_TOKENS, FIRST_SECONDS = 96, 12.0
@@ -121,7 +121,7 @@ def demo(config: DemoConfig) -> None:
 def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
     """Run one stage after the other."""
     from headstart.train.data.self_made import make_conversations
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
     from headstart.train.loop import train
 
     shared = SharedTarget(config.target, GenerateConfig.dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import GenerateOutput
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
 
 Answer = TypeVar("Answer", "Tensor", "GenerateOutput")
 

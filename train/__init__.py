@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..extras import named
+
 if TYPE_CHECKING:
     from .config import (
         AdapterConfig,
@@ -58,4 +60,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES.get(name, 'config')}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_MODULES.get(name, 'config')}", __name__)
+    except ModuleNotFoundError as error:
+        raise named(error, f"{__name__}.{name}") from error
+    return getattr(module, name)

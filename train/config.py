@@ -58,6 +58,7 @@ class SelfMadeConfig(CommandOptions):
         "answer_tokens": 1,
         "prompt_tokens": 1,
         "temperature": 0,
+        "request_seconds": 1,
     }
 
     target: str = ""
@@ -65,17 +66,23 @@ class SelfMadeConfig(CommandOptions):
     output: str = ""
     """JSONL file to write; started again with the same options, the command resumes where it stopped."""
     prompts: str | None = None
-    """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as a second turn if the
-    row has them (`headstart prompts`); null lets the model generate the prompts too."""
-    server: str | None = None
-    """URL of an OpenAI-compatible server of `target` (vLLM, SGLang: http://HOST:8000/v1) that answers the prompts; null
-    for the model in this process."""
+    """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as one more turn if the
+    row has them (`headstart prompts`). Every turn of a conversation is answered anew, and its own answers are left out.
+    Null lets the model generate the prompts too."""
+    server: str | list[str] | None = None
+    """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM, SGLang:
+    http://HOST:8000/v1) that answer the prompts; null for the model in this process."""
+    tokenizer: str | None = None
+    """Where the tokenizer of the servers' model is, if `target` is a name that only the servers know."""
+    request_seconds: float = 600.0
+    """Longest time that a server may take for an answer, in seconds."""
     head: str | None = None
     """A draft head's checkpoint folder or Hub id, which makes the model in this process generate faster."""
     conversations: int = 1000
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = 16
-    """Conversations generated at the same time; a finished one makes room for the next."""
+    """Conversations generated at the same time, by each server if there are several; a finished one makes room for the
+    next."""
     target_dtype: Dtype = "auto"
     """Data type of the model's weights; auto takes the fastest one here that is accurate enough for the model."""
     temperature: float = 0.8
@@ -87,6 +94,12 @@ class SelfMadeConfig(CommandOptions):
     template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none.
     Training needs the same."""
+    bad_rows: Literal["skip", "refuse"] = "skip"
+    """Whether prompts that cannot be answered are left out, named and written to OUTPUT.rejected.jsonl, or end the
+    command: rows without a message of the user, refused by the chat template, or too long for the model."""
+    bad_rows_limit: float | None = None
+    """Share of the prompts that may be left out so, beyond which they end the command; null for 1 %, or ten prompts
+    where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `answer_tokens`; training does not learn their end."""
     prompt_temperature: float = 1.0
@@ -109,14 +122,17 @@ class SelfMadeConfig(CommandOptions):
                 f"server {self.server!r} answers given prompts in its own way: it needs prompts and takes no head, "
                 f"not {self.prompts!r} and {self.head!r}"
             )
+        if self.tokenizer is not None and self.server is None:
+            raise ValueError(f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave it out")
         if self.server is not None and self.metrics_port is not None:
             raise ValueError(f"metrics_port is for the model in this process; the server {self.server!r} has metrics")
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
-        for name in ("min_distinct", "prompt_min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {getattr(self, name)}")
+        for name in ("min_distinct", "prompt_min_p", "bad_rows_limit"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
 
 
 @dataclass(frozen=True)

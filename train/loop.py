@@ -61,7 +61,8 @@ from .data.token_cache import (
 from .engines import actual_engine, alone, autocast, end_together, from_main, prepare, resolved, shard, start
 from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
 from .features.online import OnlineFeatures, feature_source
-from .features.placement import SharedTarget, is_sharded, load_target
+from .features.placement import is_sharded, load_target
+from .loading import SharedTarget
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
 from .run_folder import Progress, RunFolder, as_begun, provenance

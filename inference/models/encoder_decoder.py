@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..kv_cache import StateShape, TreeCache
+from ..kv_cache import TreeCache
 from ..target import Target, TargetOutput
 from ..tree import DraftTree
+from .interface import ForwardInterface, try_forward
 from .loading import config_of
 
 FAMILIES = ("t5", "mt5")
@@ -41,8 +42,8 @@ class Seq2SeqTarget(Target):
     loader = AutoModelForSeq2SeqLM
     shares_prompts = False
 
-    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
-        super().__init__(model, name)
+    def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
+        super().__init__(model, name, commit)
         self.encoded: BaseModelOutput | None = None
         self.encoded_mask: Tensor | None = None
 
@@ -92,9 +93,9 @@ class Seq2SeqTarget(Target):
         return cache
 
     @cached_property
-    def state_shapes(self) -> list[StateShape]:
-        shape = StateShape(self.config.num_heads, self.config.d_kv, self.dtype, self.device)
-        return [shape] * (2 * self.config.num_decoder_layers)
+    def interface(self) -> ForwardInterface:
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        return try_forward(self.model, 0, input_ids=token_11, decoder_input_ids=token_11)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=self.device)
@@ -114,12 +115,13 @@ class Seq2SeqTarget(Target):
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
+        given_cache = {self.interface.cache_name: EncoderDecoderCache(cache, cache.cross_attention)}
         output = self.model(
             encoder_outputs=self.encoded,
             attention_mask=self.encoded_mask,
             decoder_input_ids=tokens_BN,
             decoder_attention_mask=masks,
-            past_key_values=EncoderDecoderCache(cache, cache.cross_attention),
+            **given_cache,
             use_cache=True,
         )
         kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]

@@ -73,7 +73,7 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
 
 def active_adapters(model: PreTrainedModel) -> Hashable:
     """For each layer, the peft adapters that are active and those that are merged into its weights."""
-    if "peft" not in sys.modules:  # importing it takes a second, and a model with adapters has done so
+    if sys.modules.get("peft") is None:  # importing it takes a second, and a model with adapters has done so
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
 

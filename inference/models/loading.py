@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
-    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import CONFIG_NAME
 
+from ...extras import require_extra
 from ...heads.base import dtype_name
 
 PACKAGE = "package:"
@@ -54,6 +57,8 @@ MODEL_OPTIONS = (
 def locate(source: str | Path) -> tuple[str, str | None]:
     """The folder or Hub id of a target, and the name of the GGUF file in it, or None."""
     text = str(source)
+    if text.startswith(PACKAGE) or text.endswith(".gguf"):
+        require_extra("gguf", f"the GGUF file of {text!r}")
     if text.startswith(PACKAGE):
         package = text.removeprefix(PACKAGE)
         try:
@@ -122,6 +127,21 @@ def config_of(
         raise ValueError(f"no target model at {str(source)!r}: {error}") from error
 
 
+def downloaded_commit(
+    source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
+) -> str | None:
+    """The commit of a Hub id whose config is in the cache at this revision; None for local files."""
+    place, _ = locate(source)
+    if Path(place).exists():
+        return None
+    given = options or {}
+    file = PurePosixPath(given.get("subfolder") or "", CONFIG_NAME)
+    cached = try_to_load_from_cache(place, str(file), cache_dir=given.get("cache_dir"), revision=revision)
+    if not isinstance(cached, str):
+        return None
+    return Path(cached).parents[len(file.parts) - 1].name  # .../snapshots/COMMIT/FILE
+
+
 @dataclass(frozen=True)
 class TargetFacts:
     """The properties of a target that are known before its weights are loaded, as `Target` has them then."""
@@ -171,8 +191,11 @@ def load_model(
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})
     if gguf:
-        given |= {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)}
+        given["gguf_file"] = gguf
+        if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
+            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if isinstance(where, dict) or where in MAPS:
+        require_extra("accelerate", f"device {where!r}")
         given["device_map"] = where
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}

@@ -46,12 +46,15 @@ class ReplayTarget(Target):
         self.__dict__.update(target.__dict__)
         self.original, self.pool = target, Pool()
         self.graph = self.packed = self.packed_model = None
-        self.state_shapes = [StateShape(1, 1, torch.int64, self.device)] * 2
         self.computes_logits = target.computes_logits
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """By layers, texts_RT with padding, and their features_RTF."""
+
+    @property
+    def state_shapes(self) -> list[StateShape]:
+        return [StateShape(1, 1, torch.int64, self.device)] * 2
 
     def compile(self) -> None:
         """There is nothing to compile."""

@@ -1,5 +1,10 @@
 """Monitoring in production: Prometheus metrics, and OpenTelemetry spans in `spans`."""
 
-from .metrics import Monitor
+from ...extras import named
+
+try:
+    from .metrics import Monitor
+except ModuleNotFoundError as error:
+    raise named(error, __name__) from error
 
 __all__ = ["Monitor"]

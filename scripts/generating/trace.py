@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from headstart.inference import SpeculativeLM
     from headstart.inference.tracing import Trace
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
 
 NODES, DEPTH = 16, 5
 """Size and depth of the tree that is drafted where none is named, as far as the head goes."""

@@ -15,7 +15,7 @@ from headstart.scripts.command_line import DecodingOptions
 from headstart.train.console import ProgressBar, counted
 from headstart.train.data.chat_template import Example, check_lengths, prompt_ids
 from headstart.train.data.conversations import Messages, read_prompts
-from headstart.train.features.placement import SharedTarget
+from headstart.train.loading import SharedTarget
 
 Key = TypeVar("Key")
 

@@ -178,7 +178,7 @@ def test_a_conversation(on_cpu, there, device, kind):
     here, away = both(on_cpu, there, kind, tree="branch:2x2", fallback=False)
     prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()
     for more in ([4, 4], [7], []):
-        expected, found = text(here, prompt), text(away, prompt.to(device), past_key_values=past)
+        expected, found = text(here, prompt), text(away, prompt.to(device), conversation=past)
         assert torch.equal(found.sequences.cpu(), expected.sequences)
         assert found.stats.rows == expected.stats.rows
         prompt = torch.cat([expected.sequences, torch.tensor([more], dtype=torch.int64)], dim=1)

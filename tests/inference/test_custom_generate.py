@@ -53,6 +53,7 @@ def by_function(head, **options):
 BOTH = pytest.mark.parametrize("entrance", [by_folder, by_function])
 
 
+@pytest.mark.versions
 @BOTH
 def test_an_engine_is_loaded_once_and_freed_with_its_model(head, loaded, entrance):
     generate, model = entrance(head), build_model(layers=3)

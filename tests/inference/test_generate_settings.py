@@ -393,10 +393,11 @@ def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, v
 def test_a_started_cache_and_embeddings_are_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     method = custom_generate(a_head(target))
+    name = target.interface.cache_name
     with torch.no_grad():
-        cache = target.model(ROWS[0][None], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values with 3 tokens cannot be continued"):
-        target.model.generate(ROWS[1][None], past_key_values=cache, custom_generate=method, **PLAIN)
+        cache = target.model(ROWS[0][None], use_cache=True)[name]
+    with pytest.raises(ValueError, match="a KV cache with 3 tokens cannot be continued"):
+        target.model.generate(ROWS[1][None], **{name: cache}, custom_generate=method, **PLAIN)
     embeds = target.model.get_input_embeddings()(ROWS[0][None])
     with pytest.raises(ValueError, match="inputs_embeds are not supported"):
         target.model.generate(inputs_embeds=embeds, custom_generate=method, **PLAIN)

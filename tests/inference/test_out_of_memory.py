@@ -81,9 +81,9 @@ def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
         found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False, max_batch_size=1).sequences
     assert torch.equal(found, expected)
     with pytest.warns(UserWarning, match="memory ran out"):
-        lm.generate(PROMPTS[:1], max_new_tokens=8, do_sample=False, past_key_values=past)
+        lm.generate(PROMPTS[:1], max_new_tokens=8, do_sample=False, conversation=past)
     monkeypatch.undo()
-    longer = lm.generate(expected[:1, :16], max_new_tokens=10, do_sample=False, past_key_values=past).sequences
+    longer = lm.generate(expected[:1, :16], max_new_tokens=10, do_sample=False, conversation=past).sequences
     assert torch.equal(longer, expected[:1])
     assert max(sizes) == 4
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
@@ -71,7 +72,7 @@ def accepted(output):
 
 def turn(lm, text, past=None, **settings):
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None} | settings
-    return lm.generate(torch.tensor([text]), past_key_values=past, **settings)
+    return lm.generate(torch.tensor([text]), conversation=past, **settings)
 
 
 @pytest.mark.parametrize("kind", [*HEADS, *SOURCES, "a model", None])
@@ -89,7 +90,7 @@ def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind, ends):
         expected = turn(fresh, text, eos_token_id=ends)
         read.clear()
         output = turn(lm, text, past, eos_token_id=ends)
-        assert torch.equal(output.sequences, expected.sequences) and output.past_key_values is past
+        assert torch.equal(output.sequences, expected.sequences)
         assert output.stats.rows == expected.stats.rows  # so the drafts were the same
         shared = shared_length([before, text])
         assert sum(read) == len(text) - max(shared - 1, 0) if shared > 1 else sum(read) == len(text)
@@ -145,10 +146,10 @@ def test_a_call_that_failed_leaves_nothing_behind(target):
 def test_what_cannot_be_gone_on_with_is_refused(target):
     lm = decoder(target, None)
     rows = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="past_key_values takes one row, not a batch of 2"):
-        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, past_key_values=Conversation())
+    with pytest.raises(ValueError, match="conversation takes one row, not a batch of 2"):
+        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, conversation=Conversation())
     with pytest.raises(ValueError, match=r"must be a headstart\.inference\.Conversation, not a dict"):
-        lm.generate(rows[:1], max_new_tokens=3, past_key_values={})
+        lm.generate(rows[:1], max_new_tokens=3, conversation={})
 
 
 class Reads(Drafter):
@@ -230,3 +231,9 @@ def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
         torch.tensor([[1, 2, 3]]), max_new_tokens=NEW, do_sample=True, num_return_sequences=4, pad_token_id=0
     )
     assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_of_transformers_is_refused_by_either_name(target, name):
+    with pytest.raises(ValueError, match=rf"generate takes no '{name}': .* conversation=Conversation\(\)"):
+        decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})

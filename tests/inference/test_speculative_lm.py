@@ -8,9 +8,7 @@ import gc
 import random
 import threading
 import time
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from transformers import (
@@ -29,7 +27,7 @@ from transformers import (
 )
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
+from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, kv_cache, tree_policy
 from headstart.inference.kv_cache import BUCKET, POOLED
 from headstart.inference.stats import PARTS
 
@@ -285,7 +283,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
     free = target.cache_bytes(2, 6 + 20 + 3) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(kv_cache, "_free_host_memory", lambda: float(free))
     message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
     with pytest.raises(ValueError, match=message):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
@@ -311,7 +309,7 @@ def test_a_cache_serves_the_next_call_of_its_size(tiny_target, monkeypatch):
     for rows in (2, 3, 4):
         ours(lm, prompt(6).repeat(rows, 1))
     assert len(target.pool.blocks) == POOLED
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0 if target.pool.blocks else 2**40))
+    monkeypatch.setattr(kv_cache, "_free_host_memory", lambda: 0.0 if target.pool.blocks else 2.0**40)
     assert torch.equal(ours(lm, prompt(6)).sequences, expected)
 
 
@@ -504,7 +502,7 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
         ({"max_new_tokens": 10**6}, ValueError),
         ({"tree": "dynamic:9"}, ValueError),
         ({"verifier": "token"}, ValueError),
-        ({"past_key_values": 3}, ValueError),
+        ({"conversation": 3}, ValueError),
         ({"temperatur": 3}, ValueError),
     ):
         with pytest.raises(error):

@@ -407,6 +407,7 @@ TREES = {
 }
 
 
+@pytest.mark.versions
 @every_head
 def test_greedy_output_is_that_of_generate_for_each_row_alone(
     name: str, options: dict[str, Any], tiny_target: Callable[..., Target]

@@ -83,6 +83,7 @@ def stock(target, row, **settings):
     return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_is_generate_for_it_alone(tools, family, attention):

@@ -87,6 +87,7 @@ def same_outcome(folder, undisturbed):
     return True
 
 
+@pytest.mark.versions
 def test_the_loss_falls_at_every_depth(undisturbed):
     losses = [row["loss"] for row in log_of(undisturbed) if "loss" in row]
     assert len(losses) == STEPS
@@ -95,6 +96,7 @@ def test_the_loss_falls_at_every_depth(undisturbed):
         assert last < 0.7 * first
 
 
+@pytest.mark.versions
 def test_a_runs_folder_holds_its_options_its_log_and_heads_that_load(undisturbed, options):
     assert yaml.safe_load((undisturbed / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr
     rows = log_of(undisturbed)

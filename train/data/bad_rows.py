@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from ..config import DataConfig
+from ..config import DataConfig, SelfMadeConfig
 from ..console import log
 from ..run_folder import write_whole
 from .token_cache import TokenCache, UnusedRow
@@ -44,8 +44,7 @@ def settle_unused_rows(
     file = "" if folder is None else f" ({folder / REJECTED})"
     if rejected and folder is not None and main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({"source": row.source, "where": row.where, "reason": row.reason}) for row in rejected]
-        write_whole(folder / REJECTED, "".join(line + "\n" for line in lines))
+        _write_rejected(rejected, folder / REJECTED)
     if len(rejected) > allowed(data, cache.read):
         raise ValueError(_refusal(rejected, cache.read, data, file))
     if used == 0 and too_long:
@@ -64,6 +63,27 @@ def settle_unused_rows(
         log.warning(f"{_share(rejected, cache.read)} cannot be used and are skipped:\n{_named(rejected)}")
 
 
+def settle_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMadeConfig) -> None:
+    """Report prompts that cannot be answered, and write them to a file beside the output.
+
+    Raises:
+        ValueError: more of them than are allowed.
+    """
+    if not rejected:
+        return
+    file = Path(f"{config.output}.{REJECTED}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _write_rejected(rejected, file)
+    if len(rejected) > allowed(config, rows):
+        raise ValueError(_refusal(rejected, rows, config, f" ({file})", "bad_rows"))
+    log.warning(f"{_share(rejected, rows)} cannot be answered and are skipped ({file}):\n{_named(rejected)}")
+
+
+def _write_rejected(rejected: list[UnusedRow], file: Path) -> None:
+    lines = [json.dumps({"source": row.source, "where": row.where, "reason": row.reason}) for row in rejected]
+    write_whole(file, "".join(line + "\n" for line in lines))
+
+
 def length_limit(data: DataConfig, max_length: int) -> str:
     """Name of the limit that `max_length` comes from, with its value."""
     if max_length < data.max_length:
@@ -71,7 +91,7 @@ def length_limit(data: DataConfig, max_length: int) -> str:
     return f"data.max_length {data.max_length}"
 
 
-def allowed(data: DataConfig, rows: int) -> float:
+def allowed(data: DataConfig | SelfMadeConfig, rows: int) -> float:
     """Number of rejected rows, of all rows, that do not end the run."""
     if data.bad_rows == "refuse":
         return 0
@@ -80,14 +100,20 @@ def allowed(data: DataConfig, rows: int) -> float:
     return max(SHARE * rows, min(FEW, SHARE_OF_FEW * rows))
 
 
-def _refusal(rejected: list[UnusedRow], rows: int, data: DataConfig, file: str) -> str:
-    """The error for rows that are not allowed."""
+def _refusal(
+    rejected: list[UnusedRow],
+    rows: int,
+    data: DataConfig | SelfMadeConfig,
+    file: str,
+    option: str = "data.bad_rows",
+) -> str:
+    """The error for rows that are not allowed by the option of this name."""
     if data.bad_rows == "refuse":
-        advice = "mend them, or leave them out with data.bad_rows skip"
+        advice = f"mend them, or leave them out with {option} skip"
     else:
         needed = math.ceil(1000 * len(rejected) / rows) / 1000
         limit = f"{SHARE:.0%}" if data.bad_rows_limit is None else str(data.bad_rows_limit)
-        advice = f"data.bad_rows_limit allows {limit}; mend them, or allow as many with data.bad_rows_limit {needed}"
+        advice = f"{option}_limit allows {limit}; mend them, or allow as many with {option}_limit {needed}"
     return f"{_share(rejected, rows)} cannot be used{file}; {advice}:\n{_named(rejected)}"
 
 

@@ -20,18 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ...heads.base import dtype_name
-from ...inference import SpeculativeLM
+from ...inference import SpeculativeLM, tokenizer_provenance
+from ...inference.models.loading import target_facts
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ..config import SelfMadeConfig
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..features.placement import SharedTarget, load_speculative_lm
+from ..loading import SharedTarget, load_speculative_lm
 from ..run_folder import check_options, write_whole
-from .chat_template import check_lengths, prompt_ids, render
-from .conversations import RESUME_ADVICE, distinct_share, read_prompt_rows
+from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
+from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
+from .bad_rows import settle_rejected_prompts
+from .chat_template import prompt_ids, render
+from .conversations import RESUME_ADVICE, distinct_share
+from .token_cache import UnusedRow
 
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts are dropped."""
@@ -41,6 +47,10 @@ ENOUGH = 8
 """Conversations that are made even if the time is over."""
 EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
+PADDING = 0
+"""Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have none for it."""
+FREE_TO_CHANGE = ("output", "metrics_port", "server", "tokenizer", "request_seconds", "bad_rows", "bad_rows_limit")
+"""Options that may differ when the command resumes."""
 
 
 @dataclass
@@ -64,9 +74,13 @@ class _Output:
 
     def __init__(self, config: SelfMadeConfig, prompts: list[dict[str, Any]] | None) -> None:
         """Start the file, or cut off a half-written batch."""
-        self.path, self.progress, self.seen = Path(config.output), Progress(), set[str]()
-        self.state_path = self.path.with_name(self.path.name + ".state.json")
-        self.config, self.given = config, prompts is not None
+        self.path = Path(config.output)
+        self.state_path = state_path(self.path)
+        self.progress = Progress()
+        self.seen = set[str]()
+        self.tokenizer: str | None = None
+        self.config = config
+        self.given = prompts is not None
         self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
         # Prompts between two writes: `WAVES` for each row of the batch, but at most a quarter of all.
         self.at_once = max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
@@ -79,18 +93,32 @@ class _Output:
             self.path.touch()
             return
         state = json.loads(self.state_path.read_text(encoding="utf-8"))
-        before, self.progress, self.seen = state["options"], Progress(**state["progress"]), set(state["seen"])
+        if "progress" not in state:
+            raise ValueError(
+                f"{self.path} was begun with a server's answers, not the model's in this process; {RESUME_ADVICE}"
+            )
+        self.progress = Progress(**state["progress"])
+        self.seen = set(state["seen"])
+        self.tokenizer = state.get("tokenizer")
+        before = with_defaults(state["options"])
         if config.target_dtype == "auto":
             self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
-            compared = {name: now[name] for name in before}  # options that are newer than the file are not compared
-            check_options(f"{self.path} was started with", before, compared, RESUME_ADVICE, ("output", "metrics_port"))
+            check_options(f"{self.path} was started with", before, now, RESUME_ADVICE, FREE_TO_CHANGE)
+            if not self.state()[1]:
+                check_format(state, self.path)
         if not self.path.exists() and self.progress.size == 0:
             self.path.touch()
         if not self.path.exists() or self.path.stat().st_size < self.progress.size:
             raise ValueError(f"{self.path} lost what was written to it; remove {self.state_path} to start anew")
         os.truncate(self.path, self.progress.size)
+
+    def claim(self, tokenizer: str) -> None:
+        """Take the tokenizer's fingerprint, which must be that of the rows that are there."""
+        if self.progress.batches:
+            check_fingerprint(self.tokenizer, tokenizer, self.path)
+        self.tokenizer = tokenizer
 
     def state(self) -> tuple[int, bool]:
         """Conversations made, or given prompts answered, and whether that is all."""
@@ -100,23 +128,33 @@ class _Output:
             return progress.conversations, ended
         return sum(map(len, self.batches[: progress.batches])), ended or progress.batches >= len(self.batches)
 
-    def add(self, rows: list[dict[str, Any]]) -> None:
+    def add(self, conversations: list[Conversation]) -> None:
         """Write the conversations of a batch."""
+        assert self.tokenizer is not None
+        rows: list[dict[str, Any]] = []
+        for conversation in conversations:
+            rows += conversation.token_rows(self.tokenizer)
         with self.path.open("ab") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            file.write(lines_of(rows).encode())
             file.flush()
             os.fsync(file.fileno())
             self.progress.size = file.tell()
         self.progress.batches += 1
-        self.progress.conversations += len(rows)
+        self.progress.conversations += len(conversations)
         self.progress.tokens += sum(row["tokens"] for row in rows)
         self.progress.unfinished += sum(not row["finished"] for row in rows)
         self.write_state()
 
     def write_state(self) -> None:
-        """Write options, progress and the prompts seen."""
-        options, progress = dataclasses.asdict(self.config), dataclasses.asdict(self.progress)
-        write_whole(self.state_path, json.dumps({"options": options, "progress": progress, "seen": sorted(self.seen)}))
+        """Write options, tokenizer, progress and the prompts seen."""
+        state = {
+            "format": FORMAT,
+            "options": dataclasses.asdict(self.config),
+            "tokenizer": self.tokenizer,
+            "progress": dataclasses.asdict(self.progress),
+            "seen": sorted(self.seen),
+        }
+        write_whole(self.state_path, json.dumps(state))
 
 
 def _batches(prompts: list[dict[str, Any]], size: int, temperature: float) -> list[list[dict[str, Any]]]:
@@ -144,28 +182,45 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     file is complete with at least `ENOUGH`. Ctrl-C or SIGTERM loses the batch in progress.
     """
     if config.server is not None:
-        from .server_answers import ask_server  # needs the package openai, which nothing else does
+        from .server_answers import ask_servers  # needs the package openai, which nothing else does
 
-        return ask_server(config)
-    prompts = read_prompt_rows(config.prompts) if config.prompts else None
+        return ask_servers(config)
+    prompts, rejected = read_prompts_to_answer(config.prompts) if config.prompts else (None, [])
     output = _Output(config, prompts)
     path, progress = output.path, output.progress
     if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
+    # What only the tokenizer can tell comes before the model is loaded.
+    tokenizer = (shared or SharedTarget(config.target, config.target_dtype)).tokenizer
+    output.claim(tokenizer_provenance(tokenizer)["tokenizer"])
+    if prompts is None:
+        user_prefix(tokenizer)
+    given = list(enumerate((prompts or [])[: config.conversations]))
+    lengths: dict[int, int] = {}
+    for number, prompt in given:
+        if not prompt["turns"]:
+            continue
+        try:
+            lengths[number] = len(_prompt_of(tokenizer, Conversation({}, prompt["turns"], prompt["tools"]), config))
+        except ValueError as error:
+            prompt["turns"] = []
+            rejected.append(rejection(prompt, number, str(config.prompts), error))
+    facts = target_facts(config.target)  # None where only loading the model tells
+    if facts is not None:
+        rejected += _too_long(given, lengths, config, facts.max_positions)
+    settle_rejected_prompts(rejected, len(prompts or []), config)
     monitor = None
     if config.metrics_port is not None:  # before the model is loaded: the port may be taken
         monitor = Monitor(model=config.target, head=config.head or "")
         log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
-    lm, tokenizer = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
+    lm, _ = load_speculative_lm(config.target, config.head, output.config.target_dtype, shared)
     if monitor is not None:
         lm.callbacks.append(monitor.add)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
-    ids = [
-        prompt_ids(tokenizer, prompt["messages"], config.thinking) for prompt in (prompts or ())[: config.conversations]
-    ]
-    check_lengths(ids, config.answer_tokens, lm.target.max_positions, str(config.prompts))
+    if beyond := _too_long(given, lengths, config, lm.target.max_positions):
+        settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
     with StopRequest() as stop:
         watch = _Watch(output, deadline)
         lm.round_callbacks.append(watch)
@@ -174,14 +229,14 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
             while not output.state()[1]:
                 watch.begin_batch()
                 with stop.at_once():
-                    rows = _make_batch(lm, tokenizer, output)
-                empty = 0 if rows else empty + 1
+                    made = _make_batch(lm, tokenizer, output)
+                empty = 0 if made else empty + 1
                 if empty == EMPTY_BATCHES:
                     raise ValueError(
                         f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
                         "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
                     )
-                output.add(rows[: config.conversations - progress.conversations])
+                output.add(made[: config.conversations - progress.conversations])
         written = (
             f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens, {progress.unfinished} "
             f"cut off after {config.answer_tokens}"
@@ -211,10 +266,9 @@ class _Watch:
         self.tokens += sum(out.tokens for out in self.generations)
         self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
         self.parts = ["answers"] if self.output.given else ["prompts", "answers"]
-        if self.output.given and any(
-            "follow_up" in prompt for prompt in self.output.batches[self.output.progress.batches]
-        ):
-            self.parts.append("second turns")
+        if self.output.given:
+            most = max(len(prompt["turns"]) for prompt in self.output.batches[self.output.progress.batches])
+            self.parts += [f"answers to turn {turn}" for turn in range(2, most + 1)]
         half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
         if self.output.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
             raise _TimeIsOver
@@ -241,6 +295,29 @@ class _Watch:
             raise _TimeIsOver([tokens if row in out.ended else [] for row, tokens in enumerate(out.rows)])
 
 
+def _too_long(
+    prompts: list[tuple[int, dict[str, Any]]], lengths: dict[int, int], config: SelfMadeConfig, positions: int
+) -> list[UnusedRow]:
+    """Name the prompts that leave no room for their answers, and take their turns from them."""
+    found: list[UnusedRow] = []
+    for number, prompt in prompts:
+        if prompt["turns"] and lengths[number] + config.answer_tokens > positions:
+            prompt["turns"] = []
+            reason = (
+                f"the prompt has {lengths[number]} tokens, which with {config.answer_tokens} new ones do not fit the "
+                f"model's {positions} positions"
+            )
+            found.append(rejection(prompt, number, str(config.prompts), reason))
+    return found
+
+
+def _prompt_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, config: SelfMadeConfig) -> list[int]:
+    """Token ids after which the next turn of a conversation is answered."""
+    ids_1T = prompt_ids(tokenizer, conversation.history, config.thinking, config.template_kwargs, conversation.tools)
+    ids: list[int] = ids_1T[0].tolist()
+    return ids
+
+
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the chat template's text before the user's words."""
     marker = "USER-WORDS-BEGIN-HERE"
@@ -250,7 +327,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     return text[: text.index(marker)]
 
 
-def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output) -> list[dict[str, Any]]:
+def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output) -> list[Conversation]:
     """Generate the usable conversations of the next batch."""
     config, batch = output.config, output.progress.batches
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
@@ -259,113 +336,117 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
         return []
     temperature = prompts[0].get("temperature", config.temperature)
     source = Path(str(config.prompts)).name if output.given else "self-made"
-    rows = [
-        {"source": source, "temperature": temperature, "finished": False, "tokens": 0}
-        | {name: prompt[name] for name in ("kind", "follow_up") if name in prompt}
-        | {"messages": list(prompt["messages"])}
-        for prompt in prompts
-    ]
-    rows = _answer(lm, tokenizer, rows, config, generator)
-    again = []
-    for row in rows:
-        follow_up = row.pop("follow_up", None)
-        longer = [*row["messages"], {"role": "user", "content": follow_up}]
-        room = lm.target.max_positions - config.answer_tokens
-        if (
-            follow_up is not None
-            and row["finished"]
-            and prompt_ids(tokenizer, longer, config.thinking).shape[1] <= room
-        ):
-            row["messages"] = longer
-            again.append(row)
-    if again:
-        _answer(lm, tokenizer, again, config, generator)
-    for row in again:
-        if row["messages"][-1]["role"] == "user":  # its answer was not usable
-            row["messages"].pop()
-    return rows
+    conversations: list[Conversation] = []
+    for prompt in prompts:
+        if not prompt["turns"]:  # it cannot be answered
+            continue
+        kind = {"kind": prompt["kind"]} if "kind" in prompt else {}
+        columns = {"source": source, "temperature": temperature, **kind}
+        conversations.append(Conversation(columns, prompt["turns"], prompt.get("tools")))
+    asked = conversations
+    while asked := [conversation for conversation in asked if conversation.goes_on]:
+        _answer(lm, tokenizer, asked, temperature, config, generator)
+    return [conversation for conversation in conversations if conversation.answers]
 
 
 def _answer(
     lm: SpeculativeLM,
     tokenizer: PreTrainedTokenizerBase,
-    rows: list[dict[str, Any]],
+    conversations: list[Conversation],
+    temperature: float,
     config: SelfMadeConfig,
     generator: torch.Generator,
-) -> list[dict[str, Any]]:
-    """Add an answer to each row; return the rows whose answers are usable, the others stay without one."""
-    texts = [render(tokenizer, row["messages"], True, config.thinking) for row in rows]
-    temperature = rows[0]["temperature"]
+) -> None:
+    """Answer the next turn of each conversation; end those whose prompt does not fit or whose answer is not usable."""
+    asked: list[Conversation] = []
+    prompts: list[list[int]] = []
+    for conversation in conversations:
+        try:
+            prompt = _prompt_of(tokenizer, conversation, config)
+        except ValueError:  # a template that refuses a later turn
+            prompt = []
+        if not prompt or len(prompt) + config.answer_tokens > lm.target.max_positions:
+            conversation.ended = True
+            continue
+        asked.append(conversation)
+        prompts.append(prompt)
+    if not asked:
+        return
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     sampling["do_sample"] = temperature > 0
-    answers = _continue(lm, tokenizer, texts, config.batch_size, config.answer_tokens, generator, **sampling)
-    usable = []
-    for row, (answer, finished) in zip(rows, answers, strict=True):
-        text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
-        degenerate = not text or distinct_share(answer) < config.min_distinct
-        if not degenerate and (finished or config.unfinished == "keep"):
-            row["messages"].append({"role": "assistant", "content": text})
-            row["tokens"], row["finished"] = row["tokens"] + len(answer), finished
-            usable.append(row)
-    return usable
+    answers = _continue(lm, prompts, config.batch_size, config.answer_tokens, generator, **sampling)
+    for conversation, prompt, (tokens, finished) in zip(asked, prompts, answers, strict=True):
+        message = readable(tokenizer, prompt, tokens, lm.target.end_tokens)
+        if not is_usable(text_of(message), tokens, finished, config):
+            conversation.ended = True
+            continue
+        called = calls_tool(tokenizer, tokens)
+        conversation.answers.append(Answer(message, finished, called, len(tokens), prompt, tokens))
 
 
 def _generate_prompts(
     lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, generator: torch.Generator
 ) -> list[dict[str, Any]]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
-    config, seen, prefixes = output.config, output.seen, [user_prefix(tokenizer)] * output.at_once
+    config, seen = output.config, output.seen
+    prefix = tokenizer(user_prefix(tokenizer), add_special_tokens=False)["input_ids"]
     sampling = {"temperature": config.prompt_temperature, "min_p": config.prompt_min_p, "top_k": 0, "top_p": 1.0}
     generated = _continue(
-        lm, tokenizer, prefixes, config.batch_size, config.prompt_tokens, generator, do_sample=True, **sampling
+        lm,
+        [list(prefix)] * output.at_once,
+        config.batch_size,
+        config.prompt_tokens,
+        generator,
+        do_sample=True,
+        **sampling,
     )
     prompts: list[dict[str, Any]] = []
     for tokens, finished in generated:
-        text = str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-        if finished and len(tokens) >= MIN_PROMPT_TOKENS and distinct_share(tokens) >= config.min_distinct:
+        words = [token for token in tokens if token not in lm.target.end_tokens]
+        text = str(tokenizer.decode(words, skip_special_tokens=True)).strip()
+        if finished and len(words) >= MIN_PROMPT_TOKENS and distinct_share(words) >= config.min_distinct:
             normalized = " ".join(text.lower().split())
             if normalized not in seen:
-                prompts.append({"messages": [{"role": "user", "content": text}]})
+                prompts.append({"turns": [[{"role": "user", "content": text}]]})
             seen.add(normalized)
     return prompts
 
 
 def _continue(
     lm: SpeculativeLM,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
+    prompts: list[list[int]],
     slots: int,
     new_tokens: int,
     generator: torch.Generator,
     **sampling: Any,
 ) -> list[tuple[list[int], bool]]:
-    """Continue each text; new tokens without the end token, and whether the model ended by itself."""
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    longest_first = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)  # little padding among the first
-    encoded = tokenizer(
-        [texts[row] for row in longest_first],
-        add_special_tokens=False,
-        return_tensors="pt",
-        padding=True,
+    """Continue each prompt; new tokens with the end token, and whether the model ended by itself."""
+    longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))  # little padding among the first
+    ids_BT = pad_sequence(
+        [torch.tensor(prompts[row]) for row in longest_first],
+        batch_first=True,
+        padding_value=PADDING,
         padding_side="left",
     )
+    lengths_B = torch.tensor([len(prompts[row]) for row in longest_first])
+    mask_BT = torch.arange(ids_BT.shape[1]) >= ids_BT.shape[1] - lengths_B[:, None]
     device = lm.target.device
     try:
         output = lm.generate(
-            encoded["input_ids"].to(device),
-            attention_mask=encoded["attention_mask"].to(device),
+            ids_BT.to(device),
+            attention_mask=mask_BT.long().to(device),
             max_new_tokens=new_tokens,
             generator=generator,
             slots=slots,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=PADDING,
             **sampling,
         )
-        rows = output.sequences[:, encoded["input_ids"].shape[1] :].tolist()
+        rows = output.sequences[:, ids_BT.shape[1] :].tolist()
     except _TimeIsOver as over:
         rows = over.args[0]
     ends = lm.target.end_tokens
-    written: list[tuple[list[int], bool]] = [([], False)] * len(texts)
+    written: list[tuple[list[int], bool]] = [([], False)] * len(prompts)
     for row, tokens in zip(longest_first, rows, strict=True):
         stop = next((i for i, token in enumerate(tokens) if token in ends), None)
-        written[row] = tokens[:stop], stop is not None
+        written[row] = (tokens, False) if stop is None else (tokens[: stop + 1], True)
     return written

@@ -1,7 +1,12 @@
-"""Answers from an OpenAI-compatible server (vLLM, SGLang): concurrent requests, retried, resumable.
+"""Answers from OpenAI-compatible servers (vLLM, SGLang, llama.cpp): concurrent requests, retried, resumable.
 
-A conversation is written as soon as it is answered, with the number of its prompt. Started again, the command requests
-the answers that the file lacks.
+Each server has `batch_size` workers, which take one prompt after the other; what a server that fails was asked goes to
+the others. A conversation is written as soon as it is answered, with the number of its prompt. Started again, the
+command requests the answers that the file lacks.
+
+vLLM (from 0.10.2) and SGLang return the token ids of prompt and answer, `return_token_ids`, and these are trained on.
+Of other servers only content and reasoning are known, which training renders by the chat template: what a template
+cannot render as it was written is refused.
 """
 
 from __future__ import annotations
@@ -11,141 +16,546 @@ import dataclasses
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from openai import APIError, AsyncOpenAI, BadRequestError
-from openai.types.chat import ChatCompletion
+from transformers import PreTrainedTokenizerBase
 
-from ..config import SelfMadeConfig
+from ...inference import load_tokenizer, tokenizer_provenance
+from ..config import SelfMadeConfig, template_variables
 from ..console import ProgressBar, Stopped, StopRequest, log
-from ..run_folder import check_options, whole_lines, write_whole
-from .conversations import RESUME_ADVICE, distinct_share, read_prompt_rows
+from ..run_folder import check_options, write_whole
+from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
+from .answers import (
+    Answer,
+    Conversation,
+    calls_tool,
+    is_usable,
+    read_prompts_to_answer,
+    readable,
+    text_of,
+)
+from .bad_rows import settle_rejected_prompts
+from .chat_template import REASONING_KEYS, REASONING_TAGS, encode, prompt_ids
+from .conversations import RESUME_ADVICE, check_conversation
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
-FREE_TO_CHANGE = ("output", "conversations", "batch_size", "server")
+FREE_TO_CHANGE = (
+    *("output", "conversations", "batch_size", "server", "tokenizer", "request_seconds"),
+    *("bad_rows", "bad_rows_limit"),
+)
 """Options that may differ when the command resumes."""
 KEY = "OPENAI_API_KEY"
-"""Environment variable that holds the server's API key, if it requires one."""
+"""Environment variable that holds the servers' API key, if they require one."""
+ENDED = ("stop", "tool_calls", "function_call")
+"""Reasons to finish of an answer that the model ended by itself."""
+SHOWN = 200
+"""Characters of what a server sent that an error shows."""
+LONGEST = 2**31
+"""Tokens of a sequence that is not to be truncated."""
 
 
-def ask_server(config: SelfMadeConfig) -> Path:
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer to one request."""
+
+    content: str
+    reasoning: str
+    tool_calls: list[Any]
+    finished: bool
+    """Whether the model ended the answer by itself."""
+    length: int | None
+    """Tokens of the answer, if the server counted them."""
+    prompt: list[int]
+    """Token ids of the prompt; empty if the server does not return them."""
+    tokens: list[int]
+    """Token ids of the answer; empty if the server does not return them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing at all."""
+        return not (self.content or self.reasoning or self.tool_calls)
+
+
+class _ServerFailed(ValueError):
+    """A server that cannot be asked further, with the reason."""
+
+
+@dataclass
+class _Server:
+    """One of the servers."""
+
+    url: str
+    client: AsyncOpenAI
+    failed: bool = False
+    returns_tokens: bool = True
+    """Whether to ask it for token ids; False once it has refused the option."""
+    compared: bool = False
+    """Whether one of its answers has been compared with the tokenizer here."""
+
+    @property
+    def name(self) -> str:
+        """Its address, without user and password."""
+        return _public_url(self.url)
+
+
+def ask_servers(config: SelfMadeConfig) -> Path:
     """Write the file, or resume it; return its path."""
     path = Path(config.output)
-    prompts = read_prompt_rows(str(config.prompts), config.conversations)
+    urls_of(config)  # a mistake in them is reported before any work
+    prompts, rejected = read_prompts_to_answer(str(config.prompts), config.conversations)
+    settle_rejected_prompts(rejected, len(prompts), config)
+    tokenizer = _tokenizer_of(config)
+    fingerprint = None if tokenizer is None else tokenizer_provenance(tokenizer)["tokenizer"]
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
-    state = path.with_name(path.name + ".state.json")
     answered: set[int] = set()
+    with_tokens: bool | None = None
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(state, json.dumps({"options": options}))
-    elif not state.exists():
+        state = {"format": FORMAT, "options": options, "tokenizer": fingerprint}
+        write_whole(state_path(path), json.dumps(state))
+    elif not state_path(path).exists():
         raise ValueError(f"{path} exists and was not written by this command; choose another output")
     else:
-        before = json.loads(state.read_text(encoding="utf-8"))["options"]
-        check_options(f"{path} was started with", before, options, RESUME_ADVICE)
-        answered = {json.loads(line)["number"] for line in whole_lines(path)}
-    rest = ((number, prompt) for number, prompt in enumerate(prompts) if number not in answered)
-    bar = ProgressBar("conversations", len(prompts), len(answered))
+        state = json.loads(state_path(path).read_text(encoding="utf-8"))
+        if "progress" in state:
+            raise ValueError(f"{path} was begun with the model in this process, not a server; {RESUME_ADVICE}")
+        check_options(
+            f"{path} was started with", with_defaults(state["options"]), options, RESUME_ADVICE, FREE_TO_CHANGE
+        )
+        answered, with_tokens = _read_answered(path)
+        if answered and len(answered) < len(prompts) - len(rejected):
+            check_format(state, path)
+        if with_tokens:
+            check_fingerprint(state.get("tokenizer"), fingerprint, path)
+    given = [(number, prompt) for number, prompt in enumerate(prompts) if prompt["turns"]]
+    rest = ((number, prompt) for number, prompt in given if number not in answered)
+    bar = ProgressBar("conversations", len(given), len(answered))
     with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
-        work = _Work(config, rest, file, stop, bar, done=len(answered), written=len(answered))
+        work = _Work(config, rest, file, stop, bar, tokenizer, fingerprint, with_tokens, done=len(answered))
+        work.written = len(answered)
         asyncio.run(work.run())
-    log.info(f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped")
-    if stop.wanted and work.done < len(prompts):
-        raise Stopped(f"stopped after {work.done} of {len(prompts)} prompts; the same command resumes from there")
+    log.info(f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped{work.why_dropped()}")
+    if stop.wanted and work.done < len(given):
+        raise Stopped(f"stopped after {work.done} of {len(given)} prompts; the same command resumes from there")
     return path
+
+
+def _tokenizer_of(config: SelfMadeConfig) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of the servers' model; None if there is none at `target`, which the servers may call so."""
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    try:
+        return load_tokenizer(config.target)
+    except ValueError:
+        log.warning(
+            f"no tokenizer at {config.target!r}, so that only the text of answers is kept, and training renders it by "
+            "the chat template; name the model's folder or Hub id as tokenizer to keep the token ids that it wrote"
+        )
+        return None
+
+
+def _read_answered(path: Path) -> tuple[set[int], bool | None]:
+    """Cut off a conversation that is not whole; return the numbers of the others, and whether they hold token ids."""
+    answered: set[int] = set()
+    with_tokens: bool | None = None
+    position = 0
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            position += len(line)
+            row = json.loads(line)
+            if with_tokens is None:
+                with_tokens = "input_ids" in row
+            if row.get("sequence") == row.get("sequences"):
+                answered.add(row["number"])
+                whole = position
+    os.truncate(path, whole)
+    return answered, with_tokens if answered else None
 
 
 @dataclass
 class _Work:
-    """State shared by `batch_size` concurrent workers, each of which takes one prompt after the other."""
+    """State shared by the workers of all servers."""
 
     config: SelfMadeConfig
     prompts: Iterator[tuple[int, dict[str, Any]]]
     file: TextIO
     stop: StopRequest
     bar: ProgressBar
+    tokenizer: PreTrainedTokenizerBase | None
+    fingerprint: str | None
+    with_tokens: bool | None
+    """Whether the rows hold token ids; the first answer decides."""
     done: int
-    written: int
+    """Prompts that were answered or dropped."""
+    written: int = 0
     tokens: int = 0
     failure: ValueError | None = None
     began: float = field(default_factory=time.monotonic)
+    returned: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
+    """Prompts that a failed server did not answer."""
+    under_way: int = 0
+    """Prompts that are being answered, and may come back."""
+    with_reasoning: int = 0
+    """Answers with reasoning, of those whose text alone is known."""
+    unreasoned: int = 0
+    """Answers that were dropped because reasoning was asked for and is not known."""
 
     async def run(self) -> None:
-        """Answer all prompts, or until one fails."""
-        async with AsyncOpenAI(
-            base_url=self.config.server, api_key=os.environ.get(KEY, "none"), max_retries=RETRIES
-        ) as client:
-            await asyncio.gather(*(self._work(client) for _ in range(self.config.batch_size)))
+        """Answer all prompts, or until none of the servers is left."""
+        self.changed = asyncio.Condition()
+        self.servers = [_Server(url, self._client(url)) for url in urls_of(self.config)]
+        try:
+            workers = [self._work(server) for server in self.servers for _ in range(self.config.batch_size)]
+            await asyncio.gather(*workers)
+        finally:
+            for server in self.servers:
+                await server.client.close()
         if self.failure is not None:
             raise self.failure
 
-    async def _work(self, client: AsyncOpenAI) -> None:
-        for number, prompt in self.prompts:
-            if self.stop.wanted or self.failure is not None:  # pending requests of other workers are still written
-                return
+    def _client(self, url: str) -> AsyncOpenAI:
+        key = os.environ.get(KEY, "none")
+        return AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=self.config.request_seconds)
+
+    def why_dropped(self) -> str:
+        """Say how many prompts were dropped for want of reasoning."""
+        return f", {self.unreasoned} of them because their reasoning is not known" if self.unreasoned else ""
+
+    async def _work(self, server: _Server) -> None:
+        while (taken := await self._take(server)) is not None:
+            number, prompt = taken
             try:
-                row = await self._converse(client, number, prompt)
+                conversation = await self._converse(server, number, prompt)
+            except _ServerFailed as error:
+                await self._give_back(server, taken, error)
+                return
             except ValueError as error:
                 self.failure = self.failure or error
-                return
-            if row is not None:
-                self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                self.file.flush()
-            self.done += 1
-            self.written += row is not None
-            self.tokens += row["tokens"] if row else 0
-            self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
+                conversation = None
+            else:
+                self._write(conversation)
+            async with self.changed:
+                self.under_way -= 1
+                self.changed.notify_all()
 
-    async def _converse(self, client: AsyncOpenAI, number: int, prompt: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer, and a second turn if the prompt has a `follow_up`; None if the first answer is not usable."""
-        row: dict[str, Any] = {"source": Path(str(self.config.prompts)).name, "number": number}
-        row |= {"kind": prompt["kind"]} if "kind" in prompt else {}
-        row |= {"temperature": prompt.get("temperature", self.config.temperature), "finished": False, "tokens": 0}
-        first = await self._answer(client, row, prompt["messages"])
-        if first is None or not first["finished"] or "follow_up" not in prompt:
-            return first
-        follow_up = {"role": "user", "content": prompt["follow_up"]}
-        return await self._answer(client, first, [*first["messages"], follow_up]) or first
+    async def _take(self, server: _Server) -> tuple[int, dict[str, Any]] | None:
+        """The next prompt, for which a worker waits while any may come back from a failed server; None at the end.
 
-    async def _answer(
-        self, client: AsyncOpenAI, row: dict[str, Any], messages: list[dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """The row with the messages and their answer, or None if that is not usable."""
-        config, number = self.config, row["number"]
-        template = {} if config.thinking is None else {"chat_template_kwargs": {"enable_thinking": config.thinking}}
+        Requests that are pending when a stop is wanted are still written.
+        """
+        async with self.changed:
+            while True:
+                if self.stop.wanted or self.failure is not None or server.failed:
+                    return None
+                taken = self.returned.popleft() if self.returned else next(self.prompts, None)
+                if taken is not None:
+                    self.under_way += 1
+                    return taken
+                if self.under_way == 0:
+                    return None
+                await self.changed.wait()
+
+    async def _give_back(self, server: _Server, taken: tuple[int, dict[str, Any]], error: _ServerFailed) -> None:
+        """Leave a failed server's prompt to the others, if there are any."""
+        async with self.changed:
+            if not server.failed:
+                server.failed = True
+                others = sum(not other.failed for other in self.servers)
+                if others == 0:
+                    self.failure = self.failure or error
+                else:
+                    log.warning(f"{error}; the other {others} servers take over what it was asked")
+            self.under_way -= 1
+            self.returned.append(taken)
+            self.changed.notify_all()
+
+    def _write(self, conversation: Conversation) -> None:
+        """Write a conversation, if it has an answer, and show the progress."""
+        self.done += 1
+        if conversation.answers:
+            if self.with_tokens:
+                assert self.fingerprint is not None
+                rows = conversation.token_rows(self.fingerprint)
+            else:
+                rows = [conversation.text_row()]
+            self.file.write(lines_of(rows))
+            self.file.flush()
+            self.written += 1
+            self.tokens += sum(row["tokens"] for row in rows)
+        self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
+
+    async def _converse(self, server: _Server, number: int, prompt: dict[str, Any]) -> Conversation:
+        """Answer all turns of a prompt, as far as the answers are usable."""
+        columns = {"source": Path(str(self.config.prompts)).name, "number": number}
+        if "kind" in prompt:
+            columns["kind"] = prompt["kind"]
+        columns["temperature"] = prompt.get("temperature", self.config.temperature)
+        conversation = Conversation(columns, prompt["turns"], prompt["tools"])
+        while conversation.goes_on:
+            answer = await self._answer(server, conversation)
+            if answer is None:
+                conversation.ended = True
+            else:
+                conversation.answers.append(answer)
+        return conversation
+
+    async def _answer(self, server: _Server, conversation: Conversation) -> Answer | None:
+        """Answer the next turn; None if the answer is not usable or the server refuses the prompt."""
+        number = conversation.columns["number"]
+        sent = await self._ask(server, conversation)
+        if sent is None:
+            return None
         try:
-            reply: Any = await client.chat.completions.create(
+            reply = parsed_reply(sent)
+        except ValueError as error:
+            raise _ServerFailed(
+                f"{server.name} answered prompt {number} with {_shown(sent)}, which is no chat completion: {error}"
+            ) from error
+        if reply.is_empty:
+            return None
+        gives_tokens = self.tokenizer is not None and bool(reply.prompt and reply.tokens)
+        if self.with_tokens is None:
+            self.with_tokens = gives_tokens
+        if self.with_tokens and not gives_tokens:
+            raise _ServerFailed(
+                f"{server.name} answered prompt {number} without token ids, which the other rows of "
+                f"{self.config.output} hold; start it as the server that wrote them, or choose another output"
+            )
+        answer = self._with_tokens(server, conversation, reply) if self.with_tokens else self._with_text(reply)
+        units: list[Any] = list(answer.tokens) or text_of(answer.message).split()
+        said = text_of(answer.message) + ("a tool call" if "tool_calls" in answer.message else "")
+        if not is_usable(said, units, answer.finished, self.config):
+            return None
+        return answer if self.with_tokens else self._checked_text(server, conversation, answer)
+
+    async def _ask(self, server: _Server, conversation: Conversation) -> str | None:
+        """The server's reply to the next turn, as it was sent; None if the server refuses the prompt."""
+        config = self.config
+        number = conversation.columns["number"]
+        extra: dict[str, Any] = {}
+        if variables := template_variables(config.thinking, config.template_kwargs):
+            extra["chat_template_kwargs"] = variables
+        if self.tokenizer is not None and self.with_tokens is not False and server.returns_tokens:
+            extra["return_token_ids"] = True
+        if conversation.tools:
+            extra["tools"] = conversation.tools
+        messages: Any = conversation.history
+        try:
+            response = await server.client.chat.completions.with_raw_response.create(
                 model=config.target,
-                messages=messages,  # type: ignore[arg-type]
-                temperature=row["temperature"],
+                messages=messages,
+                temperature=conversation.columns["temperature"],
                 max_tokens=config.answer_tokens,
                 seed=config.seed + number,
-                extra_body=template or None,
+                extra_body=extra or None,
             )
         except BadRequestError as error:
-            log.info(f"prompt {number} is left out, the server refuses it: {error.message}")
+            if "return_token_ids" in extra and "return_token_ids" in error.message:
+                server.returns_tokens = False  # it refuses options that it does not know
+                return await self._ask(server, conversation)
+            log.info(f"prompt {number} is left out, the server refuses it: {_shown(error.message)}")
             return None
-        except (APIError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{config.server} failed at prompt {number}, after {RETRIES} more tries: {error}; what was answered is "
-                f"in {config.output}, and the same command resumes from there"
+        except APIError as error:
+            raise _ServerFailed(
+                f"{server.name} failed at prompt {number}, after {RETRIES} more tries: {_shown(error)}; what was "
+                f"answered is in {config.output}, and the same command resumes from there"
             ) from error
-        if not isinstance(reply, ChatCompletion) or not reply.choices or reply.choices[0].message is None:
+        return response.text
+
+    def _with_tokens(self, server: _Server, conversation: Conversation, reply: Reply) -> Answer:
+        """An answer whose token ids are known."""
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
+        ends = frozenset(reply.tokens[-1:] if reply.finished else [])
+        message = readable(tokenizer, reply.prompt, reply.tokens, ends)
+        if not server.compared:
+            self._compare(server, conversation, reply, message)
+            server.compared = True
+        if _can_be_read(reply.tool_calls):
+            message = {**message, "content": reply.content, "tool_calls": reply.tool_calls}
+        called = bool(reply.tool_calls) or calls_tool(tokenizer, reply.tokens)
+        return Answer(message, reply.finished, called, len(reply.tokens), reply.prompt, reply.tokens)
+
+    def _compare(self, server: _Server, conversation: Conversation, reply: Reply, message: dict[str, Any]) -> None:
+        """Refuse token ids of another tokenizer; warn if the server renders prompts by another chat template."""
+        tokenizer = self.tokenizer
+        config = self.config
+        assert tokenizer is not None
+        name = config.tokenizer or config.target
+        told = _squeezed(reply.content)
+        if "\ufffd" not in told and told not in _squeezed(text_of(message)):
             raise ValueError(
-                f"{config.server} answered prompt {number} with {str(reply)[:200]!r}, which is no chat completion"
+                f"the token ids of {server.name} are those of another tokenizer than {name!r}: it answered "
+                f"{_shown(reply.content)}, and they decode to {_shown(text_of(message))}; name the served model's "
+                "tokenizer"
             )
-        choice, usage = reply.choices[0], reply.usage
-        text, finished = (choice.message.content or "").strip(), choice.finish_reason == "stop"
-        if not text or distinct_share(text.split()) < config.min_distinct:
+        if not tokenizer.chat_template:
+            return
+        rendered = prompt_ids(
+            tokenizer, conversation.history, config.thinking, config.template_kwargs, conversation.tools
+        )[0].tolist()
+        if rendered != reply.prompt:
+            log.warning(
+                f"{server.name} renders prompts otherwise than the chat template of {name!r}: its end is "
+                f"{_shown(tokenizer.decode(reply.prompt)[-60:])} there and "
+                f"{_shown(tokenizer.decode(rendered)[-60:])} here; training takes the server's, and decoding here "
+                "would take the other"
+            )
+
+    def _with_text(self, reply: Reply) -> Answer:
+        """An answer of which only content and reasoning are known."""
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if _can_be_read(reply.tool_calls):
+            message["tool_calls"] = reply.tool_calls
+        length = reply.length if reply.length is not None else len(text_of(message).split())
+        return Answer(message, reply.finished, bool(reply.tool_calls), length)
+
+    def _checked_text(self, server: _Server, conversation: Conversation, answer: Answer) -> Answer | None:
+        """The answer, if its text says all that the model wrote; None for one that does not where others do.
+
+        Raises:
+            ValueError: the servers keep the reasoning to themselves, or the chat template loses a part of the answer.
+        """
+        config = self.config
+        variables = template_variables(config.thinking, config.template_kwargs)
+        thinks = variables.get("enable_thinking") is True or variables.get("thinking") is True
+        reasoned = "reasoning_content" in answer.message
+        reasoned |= any(last in answer.message["content"] for _, last in REASONING_TAGS)
+        if thinks and not reasoned:
+            if self.with_reasoning == 0:
+                raise ValueError(
+                    f"{server.name} answered prompt {conversation.columns['number']} without the reasoning that was "
+                    "asked for, neither as reasoning_content or reasoning nor within the answer, and it cannot be "
+                    "trained on without; start the server so that it returns token ids (vLLM, SGLang) or the reasoning "
+                    "(--reasoning-parser)"
+                )
+            self.unreasoned += 1
             return None
-        if not finished and config.unfinished == "drop":
+        self.with_reasoning += reasoned
+        if not answer.message["content"] and not answer.finished:  # cut off inside the reasoning
+            self.unreasoned += 1
             return None
-        return row | {
-            "finished": finished,
-            "tokens": row["tokens"] + (usage.completion_tokens if usage else len(text.split())),
-            "messages": [*messages, {"role": "assistant", "content": text}],
-        }
+        if self.tokenizer is not None and self.tokenizer.chat_template:
+            row = dataclasses.replace(conversation, answers=[*conversation.answers, answer]).text_row()
+            check_rendering(self.tokenizer, row, config)
+        return answer
+
+
+def check_rendering(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: SelfMadeConfig) -> None:
+    """Refuse a conversation whose last answer loses a part where training renders it by the chat template."""
+    ends = frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})
+    advice = "take a server that returns token ids (vLLM, SGLang), on which training renders nothing"
+    name = config.tokenizer or config.target
+    try:
+        examples = encode(row, tokenizer, ends, LONGEST, config.thinking, config.template_kwargs)
+    except ValueError as error:
+        raise ValueError(f"the answers are known as text only, and {error}; {advice}") from error
+    own: list[int] = []
+    for example in examples:
+        own += [token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own]
+    rendered = _squeezed(str(tokenizer.decode(own)))
+    for part in ("reasoning_content", "content"):
+        written = row["messages"][-1].get(part) or ""
+        if _squeezed(written) not in rendered:
+            raise ValueError(
+                f"the answers are known as text only, and the chat template of {name!r} leaves out their {part}, such "
+                f"as {_shown(written)}; {advice}"
+            )
+
+
+def parsed_reply(text: str) -> Reply:
+    """Parse a chat completion; a ValueError says what is wrong with it."""
+    reply: Any = json.loads(text)
+    if not isinstance(reply, dict):
+        raise ValueError("it is not a JSON object")
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ValueError(f"choices must be a list of at least one object, not {_shown(choices)}")
+    choice = choices[0]
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise ValueError(f"its message must be an object, not {_shown(message)}")
+    texts: dict[str, str] = {}
+    for name in ("content", *REASONING_KEYS):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"its {name} must be a text, not {_shown(value)}")
+        texts[name] = value or ""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"its tool_calls must be a list, not {_shown(calls)}")
+    usage = reply.get("usage")
+    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    finished = choice.get("finish_reason") in ENDED
+    tokens = _token_ids(choice.get("token_ids"), "token_ids")
+    # vLLM names the prompt's once for all choices, SGLang with each choice.
+    prompt = _token_ids(choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), "prompt_token_ids")
+    stop = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's and SGLang's name of the token that ended it
+    if finished and tokens and type(stop) is int and tokens[-1] != stop:
+        tokens = [*tokens, stop]
+    return Reply(
+        content=texts["content"],
+        reasoning=next((texts[name] for name in REASONING_KEYS if texts[name]), ""),
+        tool_calls=calls,
+        finished=finished,
+        length=counted if type(counted) is int else None,
+        prompt=prompt,
+        tokens=tokens,
+    )
+
+
+def _can_be_read(calls: list[Any]) -> bool:
+    """Whether there are tool calls, whose arguments are JSON, as those who read the file expect."""
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    try:
+        check_conversation({"messages": [message]}, "")
+    except ValueError:
+        return False
+    return bool(calls)
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or any(type(token) is not int or token < 0 for token in value):
+        raise ValueError(f"its {name} must be a list of token ids, not {_shown(value)}")
+    return value
+
+
+def urls_of(config: SelfMadeConfig) -> list[str]:
+    """Addresses of the servers, each once."""
+    given = config.server if isinstance(config.server, list) else str(config.server).split(",")
+    urls = list(dict.fromkeys(url.strip() for url in given if url.strip()))
+    if not urls:
+        raise ValueError(f"server must name at least one URL, not {config.server!r}")
+    return urls
+
+
+def _squeezed(text: str) -> str:
+    """A text without its white space, which templates change."""
+    return "".join(text.split())
+
+
+def _shown(value: Any) -> str:
+    """Quote what a server sent: one line, without control characters and the API key."""
+    text = str(value)[:SHOWN]
+    key = os.environ.get(KEY)
+    return repr(text.replace(key, "***") if key else text)
+
+
+def _public_url(url: str) -> str:
+    """An address without user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -17,10 +17,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -42,6 +43,8 @@ from ..run_folder import check_options, write_whole
 from .chat_template import Example, whole_sequences
 from .conversations import RowReader, Source, check_row, format_of
 
+FINGERPRINT = re.compile("[0-9a-f]{16}")
+"""Form of a tokenizer's fingerprint in the column `tokenizer`."""
 RECIPE = 3
 """Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
@@ -76,19 +79,14 @@ class Rendering:
     vocab_size: int | None = None
     """Rows of the target's embedding, beyond which no token may lie; None for no limit."""
 
-    @cached_property
-    def tokenizer_hash(self) -> str:
-        """Fingerprint of the tokenizer, as rows of tokens hold it."""
-        return tokenizer_provenance(self.tokenizer)["tokenizer"]
-
     def whole(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize row `number`, however long it is; errors name its place, `where`.
 
         A conversation of several rows of tokens (`sequence` 1, 2, ...) has the number of its first row.
         """
         try:
+            self._check_tokenizer(conversation)
             if conversation.get("input_ids") is not None:
-                self._check_origin(conversation)
                 number -= _rows_before(conversation, number)
             examples = whole_sequences(conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs)
             for example in examples:
@@ -97,13 +95,16 @@ class Rendering:
             raise ValueError(f"{where}: {error}") from error
         return [dataclasses.replace(example, conversation=number) for example in examples]
 
-    def _check_origin(self, row: dict[str, Any]) -> None:
-        """Refuse tokens of another tokenizer, in rows that tell theirs."""
-        made_with = row.get("tokenizer")
-        if isinstance(made_with, str) and made_with != self.tokenizer_hash:
+    def _check_tokenizer(self, conversation: dict[str, Any]) -> None:
+        """Refuse token ids of another tokenizer, where the row names its fingerprint."""
+        named = conversation.get("tokenizer")
+        if conversation.get("input_ids") is None or not isinstance(named, str) or not FINGERPRINT.fullmatch(named):
+            return
+        own = tokenizer_fingerprint(self.tokenizer)
+        if named != own:
             raise ValueError(
-                f"its tokens are of the tokenizer {made_with}, and the target's is {self.tokenizer_hash}; make them "
-                "with this target, or leave out input_ids and loss_mask to have its messages tokenized"
+                f"its token ids are those of a tokenizer with the fingerprint {named}, and the target's has {own}; "
+                "train a head of the model that wrote them, or make answers of this target (headstart data)"
             )
 
     def _check_tokens(self, tokens: list[int]) -> None:
@@ -140,6 +141,12 @@ def _rows_before(row: dict[str, Any], number: int) -> int:
     """Rows of the same conversation before row `number`, where it has several."""
     sequence = row.get("sequence")
     return sequence - 1 if type(sequence) is int and 1 <= sequence <= number + 1 else 0
+
+
+@lru_cache(maxsize=4)
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of a tokenizer's vocabulary, by which rows of tokens name it."""
+    return tokenizer_provenance(tokenizer)["tokenizer"]
 
 
 class TokenizedSequences(Sequence[Example]):

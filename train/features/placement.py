@@ -8,8 +8,6 @@ Embedding, final norm and LM head stay whole on every process, since heads read 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -17,45 +15,11 @@ from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ...inference import SpeculativeLM, Target, load_tokenizer
+from ...inference import Target
 from ...inference.models.loading import locate
 from ..config import TrainConfig, dtype_of
-from ..console import log
-from ..data.chat_template import check_tokenizer
-
-
-@dataclass(frozen=True)
-class SharedTarget:
-    """A target and its tokenizer for several pieces of work in one process, loaded once, at their first use."""
-
-    name: str
-    dtype: str
-
-    @cached_property
-    def target(self) -> Target:
-        """The model in inference mode."""
-        self.tokenizer  # noqa: B018  # its errors come before a long download
-        log.info(f"loading {self.name}")
-        return Target.from_pretrained(self.name, self.dtype)
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, checked to have a chat template."""
-        tokenizer = load_tokenizer(self.name)
-        check_tokenizer(tokenizer, self.name)
-        return tokenizer
-
-
-def load_speculative_lm(
-    target: str, head: str | None, dtype: str, shared: SharedTarget | None = None, **options: Any
-) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """Load a tokenizer and a target, unless they are shared, and a drafter for it."""
-    tokenizer = (shared or SharedTarget(target, dtype)).tokenizer  # first: its errors come before a long download
-    if shared is not None:
-        return SpeculativeLM.from_pretrained(shared.target, head, **options), tokenizer
-    return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
@@ -111,6 +75,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     set_model_state_dict(model, weights, options=options)
     target = Target(model.eval().requires_grad_(False), str(config.target))
     target.provenance = broadcast_object_list(provenance)[0]
+    target.interface  # noqa: B018  # by forwards, for which all processes must be here
     return target
 
 

@@ -20,6 +20,8 @@ from headstart.heads.checkpoints.hub import local_folder, push_folder
 from headstart.heads.checkpoints.model_card import Listing, model_card
 from headstart.heads.checkpoints.save_load import load_head, publishable, save_head
 
+pytestmark = pytest.mark.versions
+
 
 def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
     torch.manual_seed(0)

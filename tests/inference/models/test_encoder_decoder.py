@@ -64,6 +64,7 @@ def drafters(target):
     }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", drafters(Seq2SeqTarget(t5())))
 def test_greedy_is_generate(target, name):
     lm = SpeculativeLM(target, drafters(target)[name])

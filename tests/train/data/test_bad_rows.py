@@ -14,7 +14,7 @@ from helpers import build_tokenizer
 from headstart.inference import Target, tokenizer_provenance
 from headstart.train import loop
 from headstart.train.config import DataConfig
-from headstart.train.data.bad_rows import allowed
+from headstart.train.data.bad_rows import allowed, settle_unused_rows
 from headstart.train.data.conversations import open_sources
 from headstart.train.data.split import split_cache
 from headstart.train.data.token_cache import Rendering, TokenCache, cached_sequences
@@ -207,16 +207,6 @@ def test_rows_of_tokens_need_no_chat_template(target_folder, options, tmp_path, 
         train(changed(options([GOOD] * 4), target=str(folder), output=str(tmp_path / "refused")))
 
 
-def test_tokens_of_another_tokenizer_are_refused_where_the_row_tells_its_own(tmp_path):
-    own = tokenizer_provenance(build_tokenizer())["tokenizer"]
-    row = {"input_ids": [1, 2], "loss_mask": [0, 1]}
-    rows = [row, {**row, "tokenizer": own}, {**row, "tokenizer": "f00"}, {**row, "tokenizer": None}]
-    cache = encoded(write(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
-    (unused,) = cache.unused
-    assert (unused.row, len(cache.rows)) == (2, 3)
-    assert unused.reason.startswith(f"its tokens are of the tokenizer f00, and the target's is {own}; make them with")
-
-
 def test_several_rows_of_tokens_are_one_conversation(tmp_path, options):
     """None of them is held out while another is trained on."""
     rows = []
@@ -239,3 +229,18 @@ def test_a_target_whose_configs_do_not_say_all_is_read_for_again(options, monkey
     monkeypatch.setattr(loop, "load_data", lambda *given: seen.append(given[3].eos) or original(*given))
     train(options([GOOD] * 4))
     assert len(seen) == 2 and 5 in seen[1] and 5 not in seen[0]
+
+
+def test_token_ids_of_another_tokenizer_are_refused_by_both_fingerprints(tmp_path):
+    tokenizer = build_tokenizer()
+    own = tokenizer_provenance(tokenizer)["tokenizer"]
+    tokens = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+    rows = [{**tokens, "tokenizer": named} for named in (own, "0123456789abcdef", None, "a name")] + [tokens, GOOD]
+    name = write(tmp_path / "rows.jsonl", rows)
+    how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), 100, None)
+    cache = cached_sequences(open_sources([name]), how, str(tmp_path / "cache"))
+    ((row,), used) = cache.unused, cache.conversations_N.tolist()
+    assert used == [0, 2, 3, 4, 5] and row.where == f"{name}, line 2"
+    assert f"a tokenizer with the fingerprint 0123456789abcdef, and the target's has {own}; train" in row.reason
+    with pytest.raises(ValueError, match=r"(?s)1 of 6 rows .*fingerprint 0123456789abcdef"):
+        settle_unused_rows(cache, DataConfig(bad_rows="refuse"), 100, None)

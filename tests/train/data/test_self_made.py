@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 
 import pytest
 import torch
 
+from headstart.inference import load_tokenizer, tokenizer_provenance
 from headstart.inference.monitoring import Monitor
 from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import self_made as selfmade
+from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import check_conversation, distinct_share
 from headstart.train.data.self_made import make_conversations, user_prefix
 
@@ -91,22 +94,26 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
     assert len({prompt.lower() for prompt in prompts}) == 7
     for row in rows:
         assert [message["role"] for message in check_conversation(row, "here")["messages"]] == ["user", "assistant"]
-        assert row["tokens"] <= 14
+        assert row["tokens"] == sum(row["loss_mask"]) <= 14
         assert row["finished"] or row["tokens"] == 14
-        assert all(message["content"].strip(" ") == message["content"] != "" for message in row["messages"])
+        assert row["finished"] == (row["input_ids"][-1] == tokenizer.eos_token_id)  # the model's own end token
+        prompt = prompt_ids(tokenizer, row["messages"][:1])[0].tolist()
+        assert row["input_ids"][: len(prompt)] == prompt
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * row["tokens"]
+        answer = tokenizer.decode(row["input_ids"][len(prompt) :], skip_special_tokens=True)
+        assert row["messages"][1] == {"role": "assistant", "content": answer}
+        assert row["tokenizer"] == tokenizer_provenance(tokenizer)["tokenizer"]
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_path, thinking):
-    asked, render = [], selfmade.render
-    monkeypatch.setattr(selfmade, "render", lambda *given: asked.append(given[3]) or render(*given))
-    encoded = selfmade.prompt_ids
-    monkeypatch.setattr(selfmade, "prompt_ids", lambda *given: asked.append(given[2]) or encoded(*given))
+    asked, encoded = [], selfmade.prompt_ids
+    monkeypatch.setattr(selfmade, "prompt_ids", lambda *given: asked.append(given[2:4]) or encoded(*given))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}) + "\n")
-    made(config, prompts=str(prompts), thinking=thinking, answer_tokens=120)
-    assert len(asked) >= 3 and set(asked) == {thinking}
+    made(config, prompts=str(prompts), thinking=thinking, template_kwargs={"effort": "high"}, answer_tokens=120)
+    assert asked == [(thinking, {"effort": "high"})] * 3  # before the model is loaded, and for each turn
 
 
 def test_batches_are_counted_in_metrics_by_option_and_another_port_resumes(config, monkeypatch):
@@ -143,11 +150,11 @@ def test_killed_in_the_middle_of_a_line_the_file_comes_out_the_same(config, monk
     assert made(config) == whole
 
 
-def fake_model(monkeypatch):
+def fake_model(monkeypatch, tokenizer):
     """Prompts out of a small set, and one answer in three is empty: repeats and drops happen all the time."""
 
-    def write(lm, tokenizer, texts, slots, new_tokens, generator, **sampling):
-        draws = torch.randint(30, (len(texts),), generator=generator).tolist()
+    def write(lm, prompts, slots, new_tokens, generator, **sampling):
+        draws = torch.randint(30, (len(prompts),), generator=generator).tolist()
         if "min_p" in sampling:
             return [(tokenizer.encode(f"tell me {draw}"), True) for draw in draws]
         return [(tokenizer.encode(f"no {draw}") if draw % 3 else [], True) for draw in draws]
@@ -156,8 +163,8 @@ def fake_model(monkeypatch):
 
 
 @pytest.mark.parametrize("state_write", range(2, 9))
-def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(config, monkeypatch, state_write):
-    fake_model(monkeypatch)
+def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(config, monkeypatch, state_write, tokenizer):
+    fake_model(monkeypatch, tokenizer)
     config = changed(config, conversations=16)
     whole = made(config, **elsewhere(config))
     killed_at(monkeypatch, config, state_write, after=True)
@@ -182,8 +189,9 @@ def test_given_prompts_are_answered_once_each_and_in_order(config, tmp_path):
     assert len(found) >= 8  # an answer may be empty
 
 
-def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(config, tmp_path, monkeypatch):
-    def answered(lm, tokenizer, texts, *_, **__):
+def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(config, tmp_path, monkeypatch, tokenizer):
+    def answered(lm, prompts, *_, **__):
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
         return [([] if "abc 1" in text else tokenizer.encode("yes"), True) for text in texts]
 
     monkeypatch.setattr(selfmade, "_continue", answered)
@@ -196,9 +204,9 @@ def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(confi
 
 
 @pytest.mark.parametrize("first", [3, 5, 8])
-def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_path, monkeypatch, first):
-    def answered(lm, tokenizer, texts, *_, **__):
-        return [(tokenizer.encode("yes"), True) for _ in texts]
+def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_path, monkeypatch, tokenizer, first):
+    def answered(lm, prompts, *_, **__):
+        return [(tokenizer.encode("yes"), True) for _ in prompts]
 
     monkeypatch.setattr(selfmade, "_continue", answered)
     config = changed(config, prompts=prompt_file(tmp_path, 10))
@@ -226,10 +234,10 @@ def mixed(config, tmp_path):
     return changed(config, prompts=str(path), conversations=24, min_distinct=0.0, answer_tokens=40)
 
 
-def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypatch):
-    def answered(lm, tokenizer, texts, slots, new_tokens, generator, **sampling):
+def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypatch, tokenizer):
+    def answered(lm, prompts, slots, new_tokens, generator, **sampling):
         answer = f"at {sampling['temperature']}" if sampling["do_sample"] else "greedy"
-        return [(tokenizer.encode(answer), True) for _ in texts]
+        return [(tokenizer.encode(answer), True) for _ in prompts]
 
     monkeypatch.setattr(selfmade, "_continue", answered)
     rows = rows_of(made(mixed))
@@ -333,11 +341,11 @@ def test_time_that_is_not_over_changes_nothing(config):
     assert make_conversations(config, deadline=time.monotonic() + 1000).read_bytes() == whole
 
 
-def test_degenerate_texts_are_dropped(config, monkeypatch):
+def test_degenerate_texts_are_dropped(config, monkeypatch, tokenizer):
     texts = iter(["a b c d " * 20, "tell me of ten good things", "and of some others too"])
     answers = iter(["x" * 60, "one two three four five"])
 
-    def write(lm, tokenizer, given, slots, new_tokens, generator, **sampling):
+    def write(lm, given, slots, new_tokens, generator, **sampling):
         source = texts if "min_p" in sampling else answers
         return [(tokenizer.encode(next(source)), True) for _ in given]
 
@@ -377,3 +385,120 @@ def test_the_user_prefix_of_other_templates(tokenizer, monkeypatch, template, pr
     else:
         with pytest.raises(ValueError, match="changes the user's words"):
             user_prefix(tokenizer)
+
+
+def test_a_tokenizer_without_a_padding_token_will_do(config, talker, tmp_path):
+    whole = made(config, **elsewhere(config))
+    folder = tmp_path / "unpadded"
+    shutil.copytree(talker, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    assert load_tokenizer(folder).pad_token is None
+    assert made(config, target=str(folder)) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "prompts", "words"),
+    [
+        (None, None, "has no chat template"),
+        ("{{ messages[0]['content'] | lower }}", None, "changes the user's words"),
+        ("{{ raise_exception('no') }}", [{"prompt": "a"}, {"prompt": "b"}], r"prompts\.jsonl, line 1: .*refuses"),
+        (
+            "{{ messages[0]['content'] }}",
+            [{"prompt": "a"}, {"prompt": "b" * 1020}],
+            r"line 2: the prompt has 1020 tokens",
+        ),
+    ],
+)
+def test_what_the_tokenizer_tells_comes_before_the_model_is_loaded(
+    config, talker, tmp_path, monkeypatch, template, prompts, words
+):
+    folder = tmp_path / "other"
+    shutil.copytree(talker, folder)
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr(selfmade, "load_speculative_lm", lambda *_: pytest.fail("loaded something"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts or []))
+    with pytest.raises(ValueError, match=words):
+        made(config, target=str(folder), prompts=prompts and str(path))
+
+
+def test_prompts_that_cannot_be_answered_are_named_and_skipped(config, talker, tmp_path, capsys):
+    folder = tmp_path / "other"
+    shutil.copytree(talker, folder)
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    refuses = "{% if 'refused' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refuses + template, encoding="utf-8")
+    lines = [json.dumps({"prompt": f"question {i}"}) for i in range(40)]
+    lines[3:4] = ["{broken", json.dumps({"prompt": "refused"}), json.dumps({"prompt": "x" * 1020})]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    options = {"target": str(folder), "prompts": str(path), "conversations": 42, "min_distinct": 0.0}
+    asked = prompts_in(made(config, **options))
+    assert len(asked) >= 30 and set(asked) <= {f"question {i}" for i in range(40) if i != 3}
+    told = capsys.readouterr().out
+    assert "3 of 42 rows (7.1%) cannot be answered and are skipped" in told
+    assert "line 4: not JSON" in told and "line 5: the chat template refuses" in told
+    assert "line 6: the prompt has" in told
+    rejected = rows_of((tmp_path / "out.jsonl.rejected.jsonl").read_bytes())
+    assert [row["where"] for row in rejected] == [f"{path}, line {number}" for number in (4, 5, 6)]
+    with pytest.raises(ValueError, match=r"3 of 42 rows .* mend them, or leave them out with bad_rows skip"):
+        made(config, **options, **elsewhere(config), bad_rows="refuse")
+    with pytest.raises(
+        ValueError, match=r"bad_rows_limit allows 0\.01; mend them, or allow as many with bad_rows_limit"
+    ):
+        made(config, **options, **elsewhere(config), bad_rows_limit=0.01)
+
+
+def as_begun_by(config, change):
+    """Change the state of the file as another version would have written it."""
+    path = config.output + ".state.json"
+    with open(path, encoding="utf-8") as file:
+        state = json.load(file)
+    change(state)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(state, file)
+
+
+def without_tokens(state):
+    """As the versions wrote it that kept only text, and lacked the newest options."""
+    del state["format"], state["tokenizer"]
+    del state["options"]["template_kwargs"], state["options"]["request_seconds"]
+
+
+def test_a_file_of_text_by_an_earlier_version_is_left_alone_or_refused(config, monkeypatch):
+    killed_at(monkeypatch, config, 2, after=True)
+    as_begun_by(config, without_tokens)
+    with pytest.raises(ValueError, match=r"begun by an earlier version of headstart, which kept the text"):
+        made(config)
+    finished = changed(config, **elsewhere(config))
+    content = made(finished)
+    as_begun_by(finished, without_tokens)
+    assert made(finished) == content
+
+
+def test_options_that_the_file_did_not_know_yet_count_as_their_defaults(config, monkeypatch):
+    whole = made(config, **elsewhere(config))
+    killed_at(monkeypatch, config, 2, after=True)
+    as_begun_by(config, lambda state: state["options"].pop("template_kwargs"))
+    with pytest.raises(ValueError, match=r"was started with template_kwargs = None, not \{'effort': 'high'\}"):
+        made(config, template_kwargs={"effort": "high"})
+    assert made(config) == whole
+
+
+def test_tokens_of_another_tokenizer_are_not_added_to(config, monkeypatch):
+    killed_at(monkeypatch, config, 2, after=True)
+    as_begun_by(config, lambda state: state.update(tokenizer="0123"))
+    with pytest.raises(ValueError, match="a tokenizer with the fingerprint 0123, and the target's tokenizer now has"):
+        made(config)
+
+
+def test_a_file_of_servers_answers_is_not_continued_here(config, monkeypatch):
+    killed_at(monkeypatch, config, 2, after=True)
+    as_begun_by(config, lambda state: state.pop("progress"))
+    with pytest.raises(ValueError, match="begun with a server's answers"):
+        made(config)

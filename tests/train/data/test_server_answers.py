@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -15,11 +17,15 @@ import pytest
 
 pytest.importorskip("openai")
 
+from helpers import build_tokenizer
+
+from headstart.inference import tokenizer_provenance
+from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
 from headstart.train.console import Stopped
 from headstart.train.data import server_answers as served
-from headstart.train.data.chat_template import encode
-from headstart.train.data.conversations import read_conversations
+from headstart.train.data.chat_template import encode, prompt_ids
+from headstart.train.data.conversations import check_row, open_source, read_conversations
 from headstart.train.data.self_made import make_conversations
 
 
@@ -39,6 +45,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked, self.most, self.now, self.lock = [], 0, 0, threading.Lock()
+        self.dead = False
         self.reply = lambda server, body: completion("echo " + body["messages"][-1]["content"])
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
@@ -53,6 +60,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         assert self.path == "/v1/chat/completions"
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.dead:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
         with self.server.lock:
             self.server.asked.append(body)
             self.server.now += 1
@@ -221,6 +232,47 @@ def test_a_server_that_fails_or_talks_nonsense_is_named_and_what_it_answered_sta
     assert not {f"question {number}" for number in kept} & set(server.contents)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"choices": []}, r"choices must be a list of at least one object, not '\[\]'"),
+        ({"choices": "abc"}, "choices must be a list of at least one object, not 'abc'"),
+        ({"choices": [7]}, "choices must be a list"),
+        ({"choices": None}, "choices must be a list"),
+        ({"choices": [{"message": "hello"}]}, "its message must be an object, not 'hello'"),
+        ({"choices": [{"message": {"content": 5}}]}, "its content must be a text, not '5'"),
+        ({"choices": [{"message": {"content": ["a"]}}]}, "its content must be a text"),
+        ({"choices": [{"message": {"content": "a", "reasoning": {}}}]}, "its reasoning must be a text"),
+        ({"choices": [{"message": {"content": "a", "tool_calls": "f"}}]}, "its tool_calls must be a list, not 'f'"),
+        (
+            {"choices": [{"message": {"content": "a"}, "token_ids": [1, "2"]}]},
+            "its token_ids must be a list of token ids",
+        ),
+        ({"choices": [{"message": {"content": "a"}, "token_ids": [-1]}]}, "its token_ids must be a list of token ids"),
+        ({"prompt_token_ids": "no"}, "its prompt_token_ids must be a list of token ids, not 'no'"),
+        ([1, 2], "it is not a JSON object"),
+        (7, "it is not a JSON object"),
+    ],
+)
+def test_a_malformed_answer_is_one_line_that_says_what_is_wrong(config, server, change, words):
+    _, row = completion("fine")
+    server.reply = lambda server, body: (200, {**row, **change} if isinstance(change, dict) else change)
+    with pytest.raises(ValueError, match=r"answered prompt \d+ with .*, which is no chat completion: ") as error:
+        make_conversations(config)
+    assert re.search(words, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_what_a_server_sends_is_shown_without_control_characters_and_key(config, server, monkeypatch):
+    monkeypatch.setenv(served.KEY, "sk-secret")
+    server.reply = lambda server, body: (401, {"error": {"message": "\x1b]0;owned\x07 bad key sk-secret\n"}})
+    address = server.url.replace("http://", "http://user:password@")
+    with pytest.raises(ValueError, match="failed at prompt") as error:
+        make_conversations(changed(config, server=address))
+    told = str(error.value)
+    assert "bad key ***" in told and server.url in told
+    assert "\x1b" not in told and "\n" not in told and "password" not in told
+
+
 def test_no_server_is_told_after_the_tries(config, server, monkeypatch):
     monkeypatch.setattr(served, "RETRIES", 0)
     with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1 failed at prompt \d.*Connection error"):
@@ -276,3 +328,333 @@ def test_a_server_needs_prompts_and_takes_no_head(config):
     for change in ({"prompts": None}, {"head": "some/head"}):
         with pytest.raises(ValueError, match="needs prompts and takes no head"):
             changed(config, **change)
+
+
+@pytest.fixture
+def served_tokenizer(tmp_path):
+    """The tokenizer of the servers' model, in a folder."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tokenizer
+
+
+@pytest.fixture
+def with_tokenizer(config, served_tokenizer, tmp_path):
+    return changed(config, tokenizer=str(tmp_path / "tokenizer"))
+
+
+def with_ids(tokenizer, row, body, written, by="vllm", ended=True):
+    """A reply with the token ids of prompt and answer."""
+    prompt = prompt_ids(tokenizer, body["messages"])[0].tolist()
+    tokens = tokenizer(written, add_special_tokens=False)["input_ids"]
+    choice = row["choices"][0]
+    choice["token_ids"] = tokens
+    (row if by == "vllm" else choice)["prompt_token_ids"] = prompt
+    return prompt, tokens
+
+
+@pytest.mark.parametrize("by", ["vllm", "sglang"])
+def test_token_ids_of_a_server_are_what_is_trained_on(with_tokenizer, server, served_tokenizer, by):
+    eos = frozenset({served_tokenizer.eos_token_id})
+    wrote = {}
+
+    def reply(server, body):
+        assert body["return_token_ids"] is True
+        content = body["messages"][-1]["content"]
+        finished = content != "question 3"
+        status, row = completion(f"no, {content}", "stop" if finished else "length")
+        written = f" no, {content} " + ("<|im_end|>" if finished else "")
+        wrote[content] = with_ids(served_tokenizer, row, body, written, by)
+        if content == "question 5":  # the end token is told apart
+            row["choices"][0]["token_ids"] = wrote[content][1][:-1]
+            row["choices"][0]["stop_reason" if by == "vllm" else "matched_stop"] = served_tokenizer.eos_token_id
+        return status, row
+
+    server.reply = reply
+    path = make_conversations(with_tokenizer)
+    assert len(rows_of(with_tokenizer)) == 20
+    for where, row in open_source(str(path)).read():
+        (example,) = encode(check_row(row, where), served_tokenizer, eos, 1000)
+        prompt, tokens = wrote[row["messages"][0]["content"]]
+        assert example.tokens == prompt + tokens
+        assert example.loss_mask == [False] * len(prompt) + [True] * len(tokens)
+        assert row["tokenizer"] == tokenizer_provenance(served_tokenizer)["tokenizer"]
+        assert row["messages"][1]["content"] == f" no, {row['messages'][0]['content']} "
+        assert row["finished"] == (row["number"] != 3)
+        assert row["tokens"] == len(tokens)
+
+
+def test_a_server_that_refuses_to_return_token_ids_is_asked_without(with_tokenizer, server):
+    def strict(server, body):
+        if "return_token_ids" in body:
+            return 400, {"error": {"message": "Unrecognized request argument supplied: return_token_ids"}}
+        return completion("fine, then")
+
+    server.reply = strict
+    make_conversations(with_tokenizer)
+    assert len(rows_of(with_tokenizer)) == 20
+    assert not any("input_ids" in row for row in rows_of(with_tokenizer))
+
+
+def test_token_ids_of_another_tokenizer_are_refused(with_tokenizer, server, served_tokenizer):
+    def reply(server, body):
+        status, row = completion("one two")
+        with_ids(served_tokenizer, row, body, "three<|im_end|>")
+        return status, row
+
+    server.reply = reply
+    with pytest.raises(
+        ValueError, match=r"are those of another tokenizer than .*answered 'one two', and they decode to"
+    ):
+        make_conversations(with_tokenizer)
+
+
+def test_a_server_that_renders_prompts_otherwise_is_told_once(with_tokenizer, server, served_tokenizer, capsys):
+    def reply(server, body):
+        status, row = completion("fine")
+        with_ids(served_tokenizer, row, body, "fine<|im_end|>")
+        row["prompt_token_ids"] = row["prompt_token_ids"][:-1]
+        return status, row
+
+    server.reply = reply
+    make_conversations(with_tokenizer)
+    assert capsys.readouterr().out.count("renders prompts otherwise than the chat template of") == 1
+    assert len(rows_of(with_tokenizer)) == 20
+
+
+def test_resumed_rows_keep_to_their_kind_and_their_tokenizer(with_tokenizer, server, served_tokenizer, tmp_path):
+    def reply(server, body):
+        status, row = completion("fine")
+        if gives:
+            with_ids(served_tokenizer, row, body, "fine<|im_end|>")
+        return status, row
+
+    gives, server.reply = True, reply
+    make_conversations(changed(with_tokenizer, conversations=5))
+    build_tokenizer().save_pretrained(tmp_path / "other")
+    settings = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    a, b = settings["model"]["vocab"]["a"], settings["model"]["vocab"]["b"]
+    settings["model"]["vocab"] |= {"a": b, "b": a}
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="holds token ids of a tokenizer with the fingerprint"):
+        make_conversations(changed(with_tokenizer, tokenizer=str(tmp_path / "other")))
+    gives = False
+    with pytest.raises(ValueError, match=r"answered prompt \d+ without token ids, which the other rows"):
+        make_conversations(with_tokenizer)
+    gives = True
+    make_conversations(with_tokenizer)
+    assert sorted(row["number"] for row in rows_of(with_tokenizer)) == list(range(20))
+    assert all("input_ids" in row for row in rows_of(with_tokenizer))
+
+
+def test_a_conversation_of_several_sequences_cut_in_between_is_answered_again(config, server):
+    make_conversations(changed(config, conversations=2))
+    lines = Path(config.output).read_text(encoding="utf-8").splitlines()
+    first = {**json.loads(lines[0]), "sequence": 1, "sequences": 2}
+    second = {**json.loads(lines[1]), "sequence": 1, "sequences": 2}
+    whole = [first, {**first, "sequence": 2}]
+    text = "".join(json.dumps(row) + "\n" for row in [*whole, second])
+    Path(config.output).write_text(text, encoding="utf-8")
+    server.asked = []
+    make_conversations(changed(config, conversations=2))
+    assert server.contents == [f"question {second['number']}"]
+    assert [row["number"] for row in rows_of(config)] == [first["number"]] * 2 + [second["number"]]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_every_turn_is_answered_anew_on_the_new_history(with_tokenizer, server, served_tokenizer, tokens):
+    foreign = {"role": "assistant", "content": "foreign"}
+    turns = [{"role": "user", "content": text} for text in ("one", "two", "three")]
+    row = {"messages": [turns[0], foreign, turns[1], foreign, {"role": "tool", "content": "r"}, foreign, turns[2]]}
+    Path(with_tokenizer.prompts).write_text(json.dumps(row) + "\n", encoding="utf-8")
+
+    def reply(server, body):
+        text = "echo " + body["messages"][-1]["content"]
+        status, row = completion(text)
+        if tokens:
+            with_ids(served_tokenizer, row, body, text + "<|im_end|>")
+        return status, row
+
+    server.reply = reply
+    make_conversations(with_tokenizer)
+    answers = [{"role": "assistant", "content": f"echo {text}"} for text in ("one", "two")]
+    assert [body["messages"] for body in server.asked] == [turns[:1], [turns[0], answers[0], turns[1]]]
+    (row,) = rows_of(with_tokenizer)
+    assert row["messages"] == [turns[0], answers[0], turns[1], answers[1]]
+    assert ("input_ids" in row) is tokens
+    (example,) = encode(check_row(row, ""), served_tokenizer, frozenset({served_tokenizer.eos_token_id}), 1000)
+    own = [token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own]
+    assert served_tokenizer.decode(own) == "echo one<|im_end|>echo two<|im_end|>"
+
+
+def test_tools_are_sent_and_a_call_ends_the_conversation(config, server):
+    rows = [{"prompt": "one", "follow_up": "more", "tools": [{"type": "function", "function": {"name": "f"}}]}]
+    Path(config.prompts).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+
+    def reply(server, body):
+        status, row = completion("", "tool_calls")
+        row["choices"][0]["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
+        return status, row
+
+    server.reply = reply
+    make_conversations(config)
+    (row,) = rows_of(config)
+    assert server.asked[0]["tools"] == rows[0]["tools"] and len(server.asked) == 1
+    assert row["messages"][1]["tool_calls"] == calls and row["finished"]
+    calls[0]["function"]["arguments"] = "{"  # no JSON
+    Path(config.output).unlink()
+    make_conversations(config)
+    assert rows_of(config) == []
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LOSES_REASONING = THINKING.replace("<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n", "")
+
+
+def reasoned(content, reasoning, reason="stop", name="reasoning_content"):
+    status, row = completion(content or "", reason)
+    row["choices"][0]["message"] = {"role": "assistant", "content": content, name: reasoning}
+    return status, row
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_that_a_server_tells_apart_is_trained_on(with_tokenizer, server, served_tokenizer, name):
+    served_tokenizer.chat_template = THINKING
+    served_tokenizer.save_pretrained(with_tokenizer.tokenizer)
+    replies = {
+        "question 1": reasoned(None, "cut off inside", "length", name),
+        "question 2": reasoned("yes", None, "stop", name),
+    }
+    server.reply = lambda server, body: replies.get(
+        body["messages"][0]["content"], reasoned("yes", "hm, so", name=name)
+    )
+    make_conversations(changed(with_tokenizer, thinking=True, batch_size=1))
+    rows = rows_of(with_tokenizer)
+    assert {row["number"] for row in rows} == set(range(20)) - {1, 2}  # what was written there is not known
+    for row in rows:
+        (example,) = encode(row, served_tokenizer, frozenset({served_tokenizer.eos_token_id}), 1000, True)
+        own = [token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own]
+        assert served_tokenizer.decode(own) == "<think>\nhm, so\n</think>\n\nyes<|im_end|>"
+
+
+@pytest.mark.parametrize("options", [{"thinking": True}, {"template_kwargs": {"thinking": True}}])
+def test_thinking_without_reasoning_is_refused_at_the_first_answer(with_tokenizer, server, options):
+    with pytest.raises(ValueError, match=r"answered prompt \d without the reasoning that was asked for"):
+        make_conversations(changed(with_tokenizer, **options))
+    assert rows_of(with_tokenizer) == []
+
+
+def test_reasoning_that_the_template_loses_is_refused(with_tokenizer, server, served_tokenizer):
+    served_tokenizer.chat_template = LOSES_REASONING
+    served_tokenizer.save_pretrained(with_tokenizer.tokenizer)
+    server.reply = lambda server, body: reasoned("yes", "hm, so")
+    with pytest.raises(ValueError, match="leaves out their reasoning_content, such as 'hm, so'; take a server that"):
+        make_conversations(with_tokenizer)
+
+
+def test_what_a_server_that_dies_was_asked_goes_to_the_others(config, server, monkeypatch, capsys):
+    monkeypatch.setattr(served, "RETRIES", 1)
+    with Server() as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+
+        def dies(server, body):
+            if len(server.asked) == 5:
+                server.dead = True
+            return completion("from the first")
+
+        def slow(other, body):
+            time.sleep(0.05)
+            return completion("from the second")
+
+        server.reply, other.reply = dies, slow
+        make_conversations(changed(config, server=f"{server.url},{other.url}"))
+        other.shutdown()
+    rows = rows_of(config)
+    assert sorted(row["number"] for row in rows) == list(range(20))
+    wrote = Counter(row["messages"][1]["content"] for row in rows)
+    assert wrote["from the first"] >= 5 and wrote["from the second"] >= 8
+    told = capsys.readouterr().out
+    assert told.count("the other 1 servers take over") == 1 and server.url in told
+
+
+def test_each_server_answers_a_batch_at_once(config, server):
+    with Server() as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        everyone = threading.Barrier(8, timeout=20)
+
+        def together(server, body):
+            if len(server.asked) <= 4:
+                everyone.wait()
+            return completion("a b c")
+
+        server.reply = other.reply = together
+        make_conversations(changed(config, server=[server.url, other.url]))
+        assert (server.most, other.most) == (4, 4)
+        other.shutdown()
+
+
+def test_all_servers_dead_the_last_one_is_named_and_what_was_answered_stays(config, server, monkeypatch):
+    monkeypatch.setattr(served, "RETRIES", 0)
+
+    def dies(server, body):
+        if len(server.asked) == 5:
+            server.dead = True
+        return completion("a b c")
+
+    server.reply = dies
+    with pytest.raises(ValueError, match=r"failed at prompt \d+"):
+        make_conversations(changed(config, server=f"{server.url}, http://127.0.0.1:9/v1"))
+    kept = {row["number"] for row in rows_of(config)}
+    assert 1 <= len(kept) < 20
+    server.dead, server.reply = False, lambda server, body: completion("a b c")
+    make_conversations(config)
+    assert {row["number"] for row in rows_of(config)} == set(range(20))
+
+
+def test_an_answer_that_takes_too_long_is_given_up(config, server, monkeypatch):
+    monkeypatch.setattr(served, "RETRIES", 0)
+
+    def slow(server, body):
+        time.sleep(1.6)
+        return completion("a b c")
+
+    server.reply = slow
+    with pytest.raises(ValueError, match=r"failed at prompt \d+.*timed out"):
+        make_conversations(changed(config, request_seconds=1.0))
+
+
+def test_a_file_of_the_model_in_this_process_is_not_continued_by_servers(config):
+    make_conversations(changed(config, conversations=2))
+    state = Path(config.output + ".state.json")
+    state.write_text(json.dumps({**json.loads(state.read_text()), "progress": {}}), encoding="utf-8")
+    with pytest.raises(ValueError, match="begun with the model in this process"):
+        make_conversations(config)
+
+
+def test_a_file_of_text_by_an_earlier_version_is_refused_unless_it_is_finished(config):
+    make_conversations(changed(config, conversations=5))
+    state = Path(config.output + ".state.json")
+    state.write_text(json.dumps({"options": json.loads(state.read_text())["options"]}), encoding="utf-8")
+    make_conversations(changed(config, conversations=5))
+    with pytest.raises(ValueError, match="begun by an earlier version of headstart"):
+        make_conversations(config)
+
+
+def test_servers_are_named_by_a_text_or_a_list_each_once(config, server, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("server: [http://a/v1, 'http://b/v1']\n", encoding="utf-8")
+    given = ["--target", "t", "--output", "o", "--prompts", "p"]
+    listed = options(SelfMadeConfig, "data", None, [*given, "--config", str(file)])
+    assert served.urls_of(listed) == ["http://a/v1", "http://b/v1"]
+    written = options(SelfMadeConfig, "data", None, [*given, "--server", "http://a/v1, http://b/v1,http://a/v1,"])
+    assert served.urls_of(written) == ["http://a/v1", "http://b/v1"]
+    for nothing in (" ,", []):
+        with pytest.raises(ValueError, match="server must name at least one URL, not"):
+            make_conversations(changed(config, server=nothing))
+    with pytest.raises(ValueError, match="tokenizer 'x' is that of a server's model"):
+        changed(config, server=None, tokenizer="x")

@@ -1,0 +1,48 @@
+"""Packages that only some parts of headstart need, and the extra that installs each."""
+
+from __future__ import annotations
+
+import importlib.util
+
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "matplotlib": "train",
+    "peft": "train",
+    "pyarrow": "train",
+    "jsonargparse": "cli",
+    "rich": "cli",
+    "yaml": "cli",
+    "gguf": "gguf",
+    "prometheus_client": "metrics",
+    "openai": "server",
+    "opentelemetry": "otel",
+    "torchao": "int8",
+    "wandb": "wandb",
+}
+"""By import name; the extras are those of pyproject.toml."""
+
+
+def missing_extra(package: str, what: str) -> ImportError:
+    """The error for a package that is not installed: what needs it, and the command that installs it."""
+    return ImportError(
+        f"{what} needs the package {package!r}, which is not installed; install it with: "
+        f"pip install 'headstart[{EXTRAS[package]}]'",
+        name=package,
+    )
+
+
+def require_extra(package: str, what: str) -> None:
+    """Refuse to go on without a package, before a long load fails for the lack of it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise missing_extra(package, what)
+
+
+def named(error: ModuleNotFoundError, what: str) -> ImportError:
+    """The error of a failed import, with the extra to install if it is for the lack of one."""
+    package = (error.name or "").partition(".")[0]
+    return missing_extra(package, what) if package in EXTRAS else error

@@ -1,0 +1,164 @@
+"""Whatever a version of transformers calls the cache and counts as a hidden state, heads read the right block."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers import build_model
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.utils.generic import ModelOutput
+
+from headstart.heads import build_head
+from headstart.inference import SpeculativeLM, Target
+
+pytestmark = pytest.mark.versions
+VOCAB = 40
+LAYERS = 4
+TOKENS_BT = torch.tensor([[3, 9, 27, 1, 5], [8, 2, 4, 6, 7]])
+NAME = next(
+    name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters
+)
+"""The cache's name in the installed transformers."""
+
+
+def with_embedding(states: tuple[Tensor, ...], chosen: list[int]) -> tuple[Tensor | None, ...]:
+    """Entry i is the input of block i; as transformers 5.23 counts."""
+    return tuple(state if i in chosen else None for i, state in enumerate(states))
+
+
+def without_embedding(states: tuple[Tensor, ...], chosen: list[int]) -> tuple[Tensor | None, ...]:
+    """Entry i is the output of block i; as transformers 5.17 to 5.22 count."""
+    return tuple(state if i in chosen else None for i, state in enumerate(states[1:]))
+
+
+def all_of_them(states: tuple[Tensor, ...], chosen: list[int]) -> tuple[Tensor, ...]:
+    """A list counts as True; as before transformers 5.17."""
+    return states
+
+
+def one_block_late(states: tuple[Tensor, ...], chosen: list[int]) -> tuple[Tensor | None, ...]:
+    """Entries of no known meaning."""
+    return tuple(state if i in chosen else None for i, state in enumerate((*states[1:], states[-1])))
+
+
+@dataclass
+class Output(ModelOutput):
+    """What the model of `wrapped` returns."""
+
+    logits: Tensor | None = None
+    kv_states: Any = None
+    hidden_states: Any = None
+
+
+def wrapped(counting=with_embedding, taken: str = "kv_states", returns_cache: bool = True) -> LlamaForCausalLM:
+    """A tiny Llama whose cache is called kv_states, and which counts hidden states by `counting`."""
+    model = build_model(VOCAB, layers=LAYERS, dtype=torch.float32)
+    own = model.forward
+
+    def forward(
+        input_ids=None,
+        kv_states=None,
+        attention_mask=None,
+        position_ids=None,
+        use_cache=None,
+        logits_to_keep=0,
+        output_hidden_states=False,
+    ):
+        output = own(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=bool(output_hidden_states),
+            **{NAME: kv_states},
+        )
+        states = output.get("hidden_states")
+        if isinstance(output_hidden_states, list):
+            states = counting(states, output_hidden_states)
+        return Output(output.logits, output.get(NAME) if returns_cache else None, states)
+
+    if taken != "kv_states":
+        parameters = inspect.signature(forward).parameters.values()
+        renamed = [each.replace(name=taken) if each.name == "kv_states" else each for each in parameters]
+        forward.__signature__ = inspect.Signature(renamed)
+    model.forward = forward
+    return model
+
+
+def block_outputs(model: LlamaForCausalLM, tokens_BT: Tensor) -> list[Tensor]:
+    """The state after each block, by hooks."""
+    outputs: list[Tensor] = []
+
+    def keep(module, inputs, output):
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [block.register_forward_hook(keep) for block in model.model.layers]
+    with torch.no_grad():
+        model(input_ids=tokens_BT, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return outputs
+
+
+@pytest.mark.parametrize("counting", [with_embedding, without_embedding, all_of_them, None])
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 2), (2, -1), (-1,), (1, 1), ()])
+def test_features_are_the_states_after_the_blocks_bit_for_bit(counting, layers):
+    model = build_model(VOCAB, layers=LAYERS, dtype=torch.float32) if counting is None else wrapped(counting)
+    target = Target(model)
+    expected = block_outputs(model, TOKENS_BT)
+    with torch.no_grad():
+        expected[-1] = model.model.norm(expected[-1])  # -1 is after the final norm
+    features_BTF, last_BTD = target.read(TOKENS_BT, layers)
+    wanted = [expected[layer] for layer in layers]
+    assert torch.equal(features_BTF, torch.cat(wanted, dim=-1) if wanted else last_BTD[..., :0])
+    assert torch.equal(last_BTD, expected[-1])
+    with torch.inference_mode():
+        decoded = target.forward_chain(TOKENS_BT, 0, target.new_cache(len(TOKENS_BT)), layers)
+    torch.testing.assert_close(decoded.features_BNF, features_BTF, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_one_block_has_one_feature_layer():
+    model = build_model(VOCAB, layers=1, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.model.norm(block_outputs(model, TOKENS_BT)[0])
+    assert torch.equal(Target(model).read(TOKENS_BT, (-1,))[0], expected)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("eagle3", {"feature_layers": [0, 1, 2]}), ("medusa", {})])
+@pytest.mark.parametrize("counting", [with_embedding, without_embedding, all_of_them])
+def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options):
+    plain = Target(build_model(VOCAB, layers=LAYERS, dtype=torch.float32))
+    named = Target(wrapped(counting))
+    assert (plain.interface.cache_name, named.interface.cache_name) == (NAME, "kv_states")
+    assert named.state_shapes == plain.state_shapes
+    outputs = []
+    for target in (plain, named):
+        torch.manual_seed(0)
+        head = build_head(kind, options, target.info)
+        head.initialize(target.modules, torch.ones(VOCAB))
+        lm = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False)
+        sampling = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        outputs.append(lm.generate(TOKENS_BT, torch.ones_like(TOKENS_BT), **sampling))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].stats.rounds == outputs[1].stats.rounds  # features of another block would be accepted less
+
+
+def test_hidden_states_that_are_no_blocks_are_refused():
+    with pytest.raises(ValueError, match=r"5 hidden states for 4 blocks, .* none of them is the state after the first"):
+        Target(wrapped(one_block_late)).read(TOKENS_BT, (1,))
+
+
+def test_a_model_without_a_cache_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM returns no KV cache: none of its outputs \(logits\)"):
+        Target(wrapped(returns_cache=False)).new_cache(1)
+
+
+def test_a_cache_that_is_taken_by_another_name_is_refused():
+    with pytest.raises(ValueError, match=r"returns its KV cache as 'kv_states' and takes none of that name; .* memory"):
+        Target(wrapped(taken="memory")).new_cache(1)

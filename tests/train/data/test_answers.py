@@ -1,0 +1,273 @@
+"""Answers as token ids: what is trained on is what the model wrote, whatever the chat template makes of its text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import build_model
+from templates import FAMILIES, end_tokens, tokenizer_of
+
+from headstart.inference import tokenizer_provenance
+from headstart.train.config import SelfMadeConfig
+from headstart.train.data import self_made
+from headstart.train.data.answer_file import lines_of
+from headstart.train.data.answers import (
+    Answer,
+    Conversation,
+    calls_tool,
+    read_prompts_to_answer,
+    readable,
+    turns_to_answer,
+)
+from headstart.train.data.chat_template import encode, prompt_ids
+from headstart.train.data.conversations import check_conversation, check_row
+from headstart.train.data.self_made import make_conversations
+
+SYSTEM = {"role": "system", "content": "Be short."}
+THOUGHT = "6*2 it is"
+CONTENT = " 12 eggs "
+"""White space at the ends of an answer is the model's own."""
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def made_with(family, writes, row, tmp_path, monkeypatch, **options):
+    """The rows that the command writes if the model writes one text after the other, and the tokenizer."""
+    tokenizer = tokenizer_of(family)
+    ends = end_tokens(family, tokenizer)
+    model = build_model(vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = sorted(ends)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    texts = iter(writes)
+
+    def written(lm, prompts, *_, **__):
+        answers = [ids_of(tokenizer, next(texts)) for _ in prompts]
+        return [(tokens, tokens[-1] in ends) for tokens in answers]
+
+    monkeypatch.setattr(self_made, "_continue", written)
+    config = SelfMadeConfig(
+        target=str(tmp_path / "target"),
+        output=str(tmp_path / "answers.jsonl"),
+        prompts=str(tmp_path / "prompts.jsonl"),
+        target_dtype="float32",
+        min_distinct=0.0,
+        template_kwargs=family.variables,
+        **options,
+    )
+    lines = make_conversations(config).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines], tokenizer
+
+
+@pytest.mark.parametrize("end", ["finished", "cut off", "cut off in the reasoning"])
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name, system, end):
+    family = FAMILIES[name]
+    writes = [family.written(THOUGHT, CONTENT, False), family.written("so " + THOUGHT, "no", False)]
+    if end == "cut off":
+        writes[1] = writes[1].removesuffix(family.ends[0])
+    elif end == "cut off in the reasoning":
+        writes[1] = writes[1].partition(THOUGHT)[0] + "6*2" if family.reasons else "n"
+    row = {"messages": [*system, user("one"), {"role": "assistant", "content": "another model's"}, user("two")]}
+    found, tokenizer = made_with(family, writes, row, tmp_path, monkeypatch)
+    history = [*system, user("one")]
+    for text in writes:
+        written = ids_of(tokenizer, text)
+        prompt = prompt_ids(tokenizer, history, None, family.variables)[0].tolist()
+        places = range(len(prompt), len(prompt) + len(written))
+        holders = [row for row in found if row["input_ids"][: places.stop] == prompt + written]
+        assert holders and all(holders[0]["loss_mask"][place] == 1 for place in places)
+        history = [*history, found[-1]["messages"][len(history)], user("two")]
+    for row in found:
+        (example,) = encode(check_row(row, "here"), tokenizer, frozenset(), 10_000)  # nothing is rendered
+        assert (example.tokens, example.loss_mask) == (row["input_ids"], [bool(own) for own in row["loss_mask"]])
+        assert row["tokenizer"] == tokenizer_provenance(tokenizer)["tokenizer"]
+        check_conversation({"messages": row["messages"]}, "here")
+    masked = sum(sum(row["loss_mask"]) for row in found)
+    assert masked == sum(len(ids_of(tokenizer, text)) for text in writes)  # each answer once, and nothing else
+    assert "another model's" not in json.dumps(found)
+    assert found[-1]["finished"] is (end == "finished")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "system", "rows"),
+    [
+        ("chatml", CONTENT, [SYSTEM], 1),
+        ("llama3", "12 eggs", [SYSTEM], 2),  # the whole text has other tokens at the border of prompt and answer
+        ("llama3", CONTENT, [], 2),  # the template strips earlier answers
+        ("qwen3", CONTENT, [], 2),  # and this one drops their reasoning
+        ("qwen3, no thinking", CONTENT, [], 2),  # the empty block stands before the last answer only
+        ("deepseek-v3.1", CONTENT, [], 1),
+        ("deepseek-v3.1, thinking", CONTENT, [], 2),
+        ("mistral", CONTENT, [SYSTEM], 2),  # the system prompt moves on
+        ("harmony", CONTENT, [], 2),
+    ],
+)
+def test_answers_share_a_sequence_where_the_template_renders_the_past_as_it_was(
+    tmp_path, monkeypatch, name, content, system, rows
+):
+    family = FAMILIES[name]
+    writes = [family.written(THOUGHT, content, False)] * 2
+    row = {"messages": [*system, user("one"), user("one more")], "follow_up": "two"}
+    found, _ = made_with(family, writes, row, tmp_path, monkeypatch)
+    assert len(found) == rows
+    assert [row.get("sequence") for row in found] == ([1, 2] if rows == 2 else [None])
+    assert [len(row["messages"]) for row in found] == [3 + len(system), 5 + len(system)][-rows:]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "message"),
+    [
+        ("chatml", "hi", " yes \n", {"content": " yes \n"}),
+        ("chatml", "hi", "[THINK]no[/THINK]yes", {"content": "[THINK]no[/THINK]yes"}),  # tags that the template lacks
+        ("qwen3", "hi", "<think>\na\nb\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a\nb"}),
+        ("qwen3", "hi", "<think>\n\n</think>\n\nyes", {"content": "yes"}),
+        ("qwen3", "hi", "<think>\ncut off", {"content": "", "reasoning_content": "cut off"}),
+        ("qwen3", "<think>\n\n</think>\n\n", "yes", {"content": "yes"}),
+        ("r1", "<|Assistant|><think>\n", "a\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a"}),
+        ("r1", "<|Assistant|><think>\n", "cut off", {"content": "", "reasoning_content": "cut off"}),
+        (
+            "harmony",
+            "<|start|>assistant",
+            FAMILIES["harmony"].written(THOUGHT, "12 eggs", False),
+            {"content": "12 eggs", "reasoning_content": THOUGHT},
+        ),
+        (
+            "harmony",
+            "<|start|>assistant",
+            "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
+            {"content": "Wait.\nDone."},
+        ),
+        ("harmony", "hi", "<|channel|>analysis<|message|>cut", {"content": "", "reasoning_content": "cut"}),
+    ],
+)
+def test_an_answer_can_be_read(name, prompt, text, message):
+    tokenizer = tokenizer_of(FAMILIES[name])
+    ends = end_tokens(FAMILIES[name], tokenizer)
+    for ending in ("", FAMILIES[name].ends[0]):
+        tokens = ids_of(tokenizer, text.removesuffix("<|return|>") + ending)
+        assert readable(tokenizer, ids_of(tokenizer, prompt), tokens, ends) == {"role": "assistant", **message}
+
+
+def test_an_end_token_that_is_an_ordinary_word_is_not_part_of_the_message():
+    tokenizer = tokenizer_of(FAMILIES["chatml"])
+    (end,) = ids_of(tokenizer, "\n")
+    assert readable(tokenizer, [], [*ids_of(tokenizer, "yes"), end], frozenset({end}))["content"] == "yes"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3, no thinking", "r1", "deepseek-v3.1, thinking", "mistral", "harmony"])
+def test_a_conversation_stops_where_a_tools_result_must_follow(tmp_path, monkeypatch, name):
+    family = FAMILIES[name]
+    row = {"messages": [user("one"), user("two")], "follow_up": "three"}
+    found, tokenizer = made_with(family, [family.written(THOUGHT, "", True)], row, tmp_path, monkeypatch)
+    assert len(found) == 1 and len(found[0]["messages"]) == 3
+    assert not calls_tool(tokenizer, ids_of(tokenizer, "a tool, call it"))
+
+
+A = {"role": "assistant", "content": "foreign"}
+TOOL = {"role": "tool", "content": "result"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "turns"),
+    [
+        ([user("a")], [[user("a")]]),
+        ([user("a"), A], [[user("a")]]),
+        ([SYSTEM, user("a"), A, user("b"), A], [[SYSTEM, user("a")], [user("b")]]),
+        ([SYSTEM, A, user("a")], [[SYSTEM, user("a")]]),  # a greeting
+        ([user("a"), user("b"), A, user("c")], [[user("a"), user("b")], [user("c")]]),
+        ([user("a"), A, SYSTEM], [[user("a")]]),
+        ([user("a"), A, A, user("b")], [[user("a")], [user("b")]]),
+        ([user("a"), A, user("b"), A, TOOL, A, user("c")], [[user("a")], [user("b")]]),
+        ([user("a"), TOOL, A, user("b")], [[user("a")]]),
+        ([TOOL, user("a")], []),
+        ([SYSTEM], []),
+        ([A], []),
+    ],
+)
+def test_a_conversation_is_answered_anew_up_to_the_first_tool_result(messages, turns):
+    assert turns_to_answer(messages) == turns
+
+
+def test_rows_of_prompts_become_turns_to_answer(tmp_path):
+    rows = [
+        {"prompt": "a", "follow_up": "b", "kind": "short"},
+        {"turns": ["a", "b", "c"]},
+        {"messages": [user("a"), A, user("b")], "tools": [{"type": "function"}]},
+        {"prompt": "a", "tools": "[]", "follow_up": "b"},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]},
+        {"prompt": "a", "completion": "x"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found, rejected = read_prompts_to_answer(path)
+    said = [[[message["content"] for message in turn] for turn in row["turns"]] for row in found]
+    assert said == [[["a"], ["b"]], [["a"], ["b"], ["c"]], [["a"], ["b"]], [["a"], ["b"]], [["a"]], [["a"]]]
+    assert found[2]["tools"] == [{"type": "function"}] and found[0]["kind"] == "short"
+    assert rejected == []
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: no prompts: it is empty"):
+        read_prompts_to_answer(path)
+
+
+BAD_PROMPTS = [
+    ('{"messages": [{"role": "tool", "content": "r"}]}', "no message of the user that could be answered"),
+    ('{"prompt": "a", "follow_up": 3}', "'follow_up' must be a text, not 3"),
+    ('{"turns": ["a", 5]}', "no conversation in any format"),
+    ('{"prompt": "a", "temperature": "hot"}', "'temperature' must be a number of at least 0, not 'hot'"),
+    ('{"prompt": "a", "temperature": -1}', "'temperature' must be a number of at least 0, not -1"),
+    ('{"prompt": "\\ud83d"}', "half a character"),
+    ("{broken", "not JSON"),
+    ("17", "no conversation"),
+]
+
+
+def test_a_prompt_that_cannot_be_answered_costs_that_prompt(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "a"}', *(line for line, _ in BAD_PROMPTS), '{"prompt": "b"}']
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found, rejected = read_prompts_to_answer(path)
+    assert [len(row["turns"]) for row in found] == [1, *[0] * len(BAD_PROMPTS), 1]
+    assert [(row.row, row.where) for row in rejected] == [
+        (number, f"{path}, line {number + 1}") for number in range(1, len(BAD_PROMPTS) + 1)
+    ]
+    for row, (_, words) in zip(rejected, BAD_PROMPTS, strict=True):
+        assert words in row.reason
+
+
+def test_half_a_character_that_the_model_wrote_is_kept():
+    text = lines_of([{"content": "\ud83d é"}, {"content": "é"}])
+    assert [json.loads(line)["content"] for line in text.encode().decode().splitlines()] == ["\ud83d é", "é"]
+    assert text.endswith('"é"}\n')
+
+
+def test_tools_reach_the_prompt(tmp_path, monkeypatch):
+    family = FAMILIES["qwen3"]
+    row = {"messages": [user("one")], "tools": [{"name": "f"}]}
+    (found,), tokenizer = made_with(family, ["yes<|im_end|>"], row, tmp_path, monkeypatch)
+    prompt = prompt_ids(tokenizer, [user("one")], tools=[{"name": "f"}])[0].tolist()
+    assert found["input_ids"][: len(prompt)] == prompt
+    assert prompt != prompt_ids(tokenizer, [user("one")])[0].tolist()
+
+
+def test_a_later_prompt_that_begins_with_an_answer_is_the_same_sequence():
+    answers = [
+        Answer(A, True, False, 2, [1, 2], [3, 4]),
+        Answer(A, True, False, 1, [1, 2, 3, 4, 5], [6]),
+        Answer(A, True, False, 2, [1, 2, 9, 5, 6], [7, 8]),
+    ]
+    conversation = Conversation({"number": 7}, [[user("a")], [user("b")], [user("c")]], None, answers)
+    first, second = conversation.token_rows("print")
+    assert (first["input_ids"], first["loss_mask"]) == ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
+    assert (second["input_ids"], second["loss_mask"]) == ([1, 2, 9, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 1])
+    assert [len(row["messages"]) for row in (first, second)] == [4, 6]
+    assert (first["number"], first["tokens"], first["sequences"], second["sequence"]) == (7, 3, 2, 2)

@@ -1,0 +1,58 @@
+"""The state beside a file of answers, NAME.jsonl.state.json: with which options and tokenizer the file was begun."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..config import SelfMadeConfig
+
+FORMAT = "tokens"
+"""Version of the rows: those of earlier versions held the text of answers alone, and their state names no format."""
+
+
+def state_path(path: Path) -> Path:
+    """Path of the state of a file of answers."""
+    return path.with_name(path.name + ".state.json")
+
+
+def lines_of(rows: Iterable[dict[str, Any]]) -> str:
+    """JSON lines of rows; halves of characters, which a model can write and UTF-8 cannot hold, are escaped."""
+    lines: list[str] = []
+    for row in rows:
+        line = json.dumps(row, ensure_ascii=False)
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            line = json.dumps(row)
+        lines.append(line + "\n")
+    return "".join(lines)
+
+
+def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Complete the options of an earlier version by the defaults of those that it did not have."""
+    defaults: dict[str, Any] = {}
+    for option in dataclasses.fields(SelfMadeConfig):
+        defaults[option.name] = option.default
+    return {**defaults, **options}
+
+
+def check_format(state: dict[str, Any], path: Path) -> None:
+    """Refuse to continue a file of an earlier version: a file holds rows of one kind."""
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was begun by an earlier version of headstart, which kept the text of answers and not their "
+            "tokens; train on it as it is, or choose another output"
+        )
+
+
+def check_fingerprint(before: str | None, now: str | None, path: Path) -> None:
+    """Refuse to continue a file whose token ids are those of another tokenizer."""
+    if before != now:
+        raise ValueError(
+            f"{path} holds token ids of a tokenizer with the fingerprint {before}, and the target's tokenizer now has "
+            f"{now}; choose another output, or the target with which it was begun"
+        )
