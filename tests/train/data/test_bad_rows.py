@@ -188,6 +188,8 @@ def test_no_answer_within_the_longest_sequence_is_an_error_that_names_it(options
     long = {"messages": [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(ValueError, match=r"of all 5 conversations begin after data\.max_length 64; choose a larger"):
         train(options([long] * 5, max_length=64))
+    with pytest.raises(ValueError, match=r"one conversation is left: the answers of 5 conversations begin after data"):
+        train(options([long] * 5 + [GOOD], max_length=64))
 
 
 def test_rows_of_tokens_need_no_chat_template(target_folder, options, tmp_path, changed):
