@@ -47,10 +47,12 @@ def settle_unused_rows(
         _write_rejected(rejected, folder / REJECTED)
     if len(rejected) > allowed(data, cache.read):
         raise ValueError(_refusal(rejected, cache.read, data, file))
-    if used == 0 and too_long:
+    if used < 2 and too_long:  # too few to train on and to hold out
+        left = (
+            "no answer token is left: the answers of all" if used == 0 else "one conversation is left: the answers of"
+        )
         raise ValueError(
-            f"no answer token is left: the answers of all {too_long} conversations begin after {limit}; choose a "
-            "larger data.max_length, or shorter prompts"
+            f"{left} {too_long} conversations begin after {limit}; choose a larger data.max_length, or shorter prompts"
         )
     if not main_process:
         return

@@ -354,12 +354,18 @@ def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def _python_objects(messages: list[dict[str, Any]]) -> list[str]:
-    """How arguments of tool calls look where a template shows objects without converting them to JSON."""
+    """How arguments of tool calls look where a template shows objects without converting them to JSON.
+
+    Those that a message's own words hold tell nothing.
+    """
+    words = "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
     shown = []
     for message in messages:
         for call in message.get("tool_calls") or ():
             arguments = call.get("function", call).get("arguments")
-            if isinstance(arguments, Mapping) and arguments and str(arguments) != json.dumps(arguments):
+            if not isinstance(arguments, Mapping) or str(arguments) == json.dumps(arguments):
+                continue
+            if str(arguments) not in words:
                 shown.append(str(arguments))
     return shown
 

@@ -18,6 +18,7 @@ import codecs
 import dataclasses
 import glob
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -179,8 +180,10 @@ def compression(name: str) -> str | None:
 
 def open_bytes(name: str) -> IO[bytes]:
     """Open a file for reading, decompressed."""
-    file: IO[bytes] = fsspec.open(str(Path(name).absolute()), "rb", compression=compression(name)).open()
-    return file
+    if compression(name) is None:
+        return Path(name).open("rb")
+    packed: Any = fsspec.open(str(Path(name).absolute()), "rb", compression=compression(name)).open()
+    return io.BufferedReader(packed)  # zstandard's reader has no lines
 
 
 def open_source(name: str, limit: int | None = None) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,7 @@ def split_examples(
     """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)
     encoded = [how.encode(row, f"conversation {number}", number) for number, row in enumerate(conversations)]
-    whole = [examples for examples in encoded if examples]
+    rows = itertools.chain.from_iterable(encoded)
+    whole = [list(examples) for _, examples in itertools.groupby(rows, key=attrgetter("conversation"))]
     training, held_out = split_held_out(whole, config.data.held_out, config.loop.seed, config.data.held_out_limit)
     return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))

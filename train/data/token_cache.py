@@ -45,7 +45,7 @@ from .conversations import RowReader, Source, check_row, format_of
 
 FINGERPRINT = re.compile("[0-9a-f]{16}")
 """Form of a tokenizer's fingerprint in the column `tokenizer`."""
-RECIPE = 2
+RECIPE = 3
 """Version of the tokenization: increased when the same conversations become other sequences."""
 ROWS_PER_PROCESS = 2000
 """Conversations that are worth another process."""
@@ -80,9 +80,14 @@ class Rendering:
     """Rows of the target's embedding, beyond which no token may lie; None for no limit."""
 
     def whole(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
-        """Tokenize conversation `number`, however long it is; errors name its place, `where`."""
+        """Tokenize row `number`, however long it is; errors name its place, `where`.
+
+        A conversation of several rows of tokens (`sequence` 1, 2, ...) has the number of its first row.
+        """
         try:
             self._check_tokenizer(conversation)
+            if conversation.get("input_ids") is not None:
+                number -= _rows_before(conversation, number)
             examples = whole_sequences(conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs)
             for example in examples:
                 self._check_tokens(example.tokens)
@@ -130,6 +135,12 @@ class Rendering:
         parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, variables]
         parts.append(self.vocab_size)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rows_before(row: dict[str, Any], number: int) -> int:
+    """Rows of the same conversation before row `number`, where it has several."""
+    sequence = row.get("sequence")
+    return sequence - 1 if type(sequence) is int and 1 <= sequence <= number + 1 else 0
 
 
 @lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from headstart.train import loop
 from headstart.train.config import DataConfig
 from headstart.train.data.bad_rows import allowed, settle_unused_rows
 from headstart.train.data.conversations import open_sources
+from headstart.train.data.split import split_cache
 from headstart.train.data.token_cache import Rendering, TokenCache, cached_sequences
 from headstart.train.loop import train
 
@@ -187,6 +188,8 @@ def test_no_answer_within_the_longest_sequence_is_an_error_that_names_it(options
     long = {"messages": [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(ValueError, match=r"of all 5 conversations begin after data\.max_length 64; choose a larger"):
         train(options([long] * 5, max_length=64))
+    with pytest.raises(ValueError, match=r"one conversation is left: the answers of 5 conversations begin after data"):
+        train(options([long] * 5 + [GOOD], max_length=64))
 
 
 def test_rows_of_tokens_need_no_chat_template(target_folder, options, tmp_path, changed):
@@ -204,6 +207,21 @@ def test_rows_of_tokens_need_no_chat_template(target_folder, options, tmp_path, 
         ValueError, match=r"base' has no chat template.*input_ids and loss_mask.*prompt and a completion"
     ):
         train(changed(options([GOOD] * 4), target=str(folder), output=str(tmp_path / "refused")))
+
+
+def test_several_rows_of_tokens_are_one_conversation(tmp_path, options):
+    """None of them is held out while another is trained on."""
+    rows = []
+    for number in range(20):
+        for sequence in (1, 2, 3):
+            tokens = {"input_ids": [number, sequence, 7], "loss_mask": [0, 0, 1]}
+            rows.append({**tokens, "sequence": sequence, "sequences": 3})
+    rows.append({"input_ids": [99, 0, 7], "loss_mask": [0, 0, 1], "sequence": "1"})  # a column of something else
+    cache = encoded(write(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
+    assert cache.conversations_N.tolist() == [3 * (i // 3) for i in range(60)] + [60]
+    training, held_out = split_cache(cache, options(rows, held_out=0.3))
+    both = {each.tokens[0] for each in training} & {each.tokens[0] for each in held_out}
+    assert not both and len(held_out) > 3
 
 
 def test_a_target_whose_configs_do_not_say_all_is_read_for_again(options, monkeypatch):

@@ -188,6 +188,18 @@ def test_a_template_that_shows_arguments_as_they_are_gets_their_json_text() -> N
         assert tokenizer.decode(example.tokens) == f"<s>one</s><s>{shown}</s>"
 
 
+def test_words_that_look_like_arguments_do_not_change_their_form() -> None:
+    family = FAMILIES["qwen3, no thinking"]
+    tokenizer = tokenizer_of(family)
+    messages, _ = messages_of(family, SHAPES["a tool"], "no system")
+    arguments = CALL["function"]["arguments"]
+    messages[0]["content"] = f"add {arguments}"
+    (example, *_) = encode(
+        {"messages": messages[:2]}, tokenizer, end_tokens(family, tokenizer), 1000, template_kwargs=family.variables
+    )
+    assert '"arguments": {"a": 1, "unit": null}' in tokenizer.decode(example.tokens)
+
+
 def word_tokenizer(prepend: str) -> PreTrainedTokenizerFast:
     """A tokenizer whose words carry their space, as SentencePiece's: `prepend` to each text, or the first."""
     merges = [("o", "n"), ("on", "e"), ("t", "w"), ("tw", "o"), ("▁", "one"), ("▁", "two")]
