@@ -233,7 +233,8 @@ def read_prompts_to_answer(path: str | Path, limit: int | None = None) -> tuple[
         try:
             if isinstance(row, ValueError):
                 raise row
-            rows.append({**row, **_turns_of(row, where), "where": where})
+            turns = _turns_of(row, where)
+            rows.append({**row, **turns, "where": where})
         except ValueError as error:
             rows.append({"turns": [], "where": where})
             rejected.append(rejection(rows[-1], number, path, error))

@@ -185,7 +185,10 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         from .server_answers import ask_servers  # needs the package openai, which nothing else does
 
         return ask_servers(config)
-    prompts, rejected = read_prompts_to_answer(config.prompts) if config.prompts else (None, [])
+    prompts: list[dict[str, Any]] | None = None
+    rejected: list[UnusedRow] = []
+    if config.prompts:
+        prompts, rejected = read_prompts_to_answer(config.prompts)
     output = _Output(config, prompts)
     path, progress = output.path, output.progress
     if output.state()[1]:

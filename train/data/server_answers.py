@@ -120,8 +120,7 @@ def ask_servers(config: SelfMadeConfig) -> Path:
     with_tokens: bool | None = None
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        state = {"format": FORMAT, "options": options, "tokenizer": fingerprint}
-        write_whole(state_path(path), json.dumps(state))
+        write_whole(state_path(path), json.dumps({"format": FORMAT, "options": options}))
     elif not state_path(path).exists():
         raise ValueError(f"{path} exists and was not written by this command; choose another output")
     else:
@@ -131,11 +130,13 @@ def ask_servers(config: SelfMadeConfig) -> Path:
         check_options(
             f"{path} was started with", with_defaults(state["options"]), options, RESUME_ADVICE, FREE_TO_CHANGE
         )
-        answered, with_tokens = _read_answered(path)
+        answered, of_tokenizer = _read_answered(path)
         if answered and len(answered) < len(prompts) - len(rejected):
             check_format(state, path)
+        if answered:
+            with_tokens = of_tokenizer is not None
         if with_tokens:
-            check_fingerprint(state.get("tokenizer"), fingerprint, path)
+            check_fingerprint(of_tokenizer, fingerprint, path)
     given = [(number, prompt) for number, prompt in enumerate(prompts) if prompt["turns"]]
     rest = ((number, prompt) for number, prompt in given if number not in answered)
     bar = ProgressBar("conversations", len(given), len(answered))
@@ -163,10 +164,13 @@ def _tokenizer_of(config: SelfMadeConfig) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _read_answered(path: Path) -> tuple[set[int], bool | None]:
-    """Cut off a conversation that is not whole; return the numbers of the others, and whether they hold token ids."""
+def _read_answered(path: Path) -> tuple[set[int], str | None]:
+    """Cut off a conversation that is not whole; return the numbers of the others, and their tokenizer's fingerprint.
+
+    It is None if the rows hold text alone.
+    """
     answered: set[int] = set()
-    with_tokens: bool | None = None
+    tokenizer: str | None = None
     position = 0
     whole = 0
     with path.open("rb") as file:
@@ -175,13 +179,12 @@ def _read_answered(path: Path) -> tuple[set[int], bool | None]:
                 break
             position += len(line)
             row = json.loads(line)
-            if with_tokens is None:
-                with_tokens = "input_ids" in row
+            tokenizer = row.get("tokenizer")
             if row.get("sequence") == row.get("sequences"):
                 answered.add(row["number"])
                 whole = position
     os.truncate(path, whole)
-    return answered, with_tokens if answered else None
+    return answered, tokenizer
 
 
 @dataclass
@@ -205,6 +208,9 @@ class _Work:
     began: float = field(default_factory=time.monotonic)
     returned: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
     """Prompts that a failed server did not answer."""
+    servers: list[_Server] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Announces that a prompt was answered or came back."""
     under_way: int = 0
     """Prompts that are being answered, and may come back."""
     with_reasoning: int = 0
@@ -214,7 +220,6 @@ class _Work:
 
     async def run(self) -> None:
         """Answer all prompts, or until none of the servers is left."""
-        self.changed = asyncio.Condition()
         self.servers = [_Server(url, self._client(url)) for url in urls_of(self.config)]
         try:
             workers = [self._work(server) for server in self.servers for _ in range(self.config.batch_size)]
@@ -298,7 +303,7 @@ class _Work:
 
     async def _converse(self, server: _Server, number: int, prompt: dict[str, Any]) -> Conversation:
         """Answer all turns of a prompt, as far as the answers are usable."""
-        columns = {"source": Path(str(self.config.prompts)).name, "number": number}
+        columns: dict[str, Any] = {"source": Path(str(self.config.prompts)).name, "number": number}
         if "kind" in prompt:
             columns["kind"] = prompt["kind"]
         columns["temperature"] = prompt.get("temperature", self.config.temperature)
