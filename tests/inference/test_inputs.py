@@ -282,17 +282,21 @@ def t5(seed=0, vocab=VOCAB):
 
 
 def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
+    """The outer one attends to its own input, of which a part is padding, after the inner one."""
     model, short, long = t5(), ROW[:, :5], ROW.repeat(1, 2)
-    one, two = (model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long))
+    mask = torch.tensor([[1, 1, 0, 1, 0]])
+    one = model.generate(short, attention_mask=mask, **PLAIN)
+    two = model.generate(long, attention_mask=torch.ones_like(long), **PLAIN)
+    assert not torch.equal(one, model.generate(short, attention_mask=torch.ones_like(short), **PLAIN))
     model.train()
     lm = SpeculativeLM.from_pretrained(model, drafter="ngram", fallback=False)
     with pytest.raises(ValueError, match=r"input_ids\[0, 4\] is 40; .* 0 to 39"):
         lm.generate(changed(VOCAB), **PLAIN)
     streamer = Calls(lambda: lm.generate(long, torch.ones_like(long), **PLAIN).sequences)
-    assert torch.equal(lm.generate(short, torch.ones_like(short), streamer=streamer, **PLAIN).sequences, one)
+    assert torch.equal(lm.generate(short, mask, streamer=streamer, **PLAIN).sequences, one)
     assert torch.equal(streamer.found[0], two)
     inner = Calls(lambda: model.generate(long, custom_generate=custom_generate(drafter="ngram"), **PLAIN))
-    assert torch.equal(lm.generate(short, torch.ones_like(short), streamer=inner, **PLAIN).sequences, one)
+    assert torch.equal(lm.generate(short, mask, streamer=inner, **PLAIN).sequences, one)
     assert torch.equal(inner.found[0], two)
     assert model.training
 
