@@ -152,8 +152,9 @@ class Sequences:
                     f"{whose} for {where} are no numbers (NaN): {broken} broken, so nothing can be drawn from them"
                 )
             if values_V.isposinf().any():
+                hint = "" if values_V is logits_V else ", or the temperature too low for float32"
                 raise ValueError(
-                    f"{whose} for {where} are infinite: {broken} broken, so there are no probabilities to sample from"
+                    f"{whose} for {where} are infinite: {broken} broken{hint}; no probabilities are left to draw by"
                 )
         raise ValueError(f"the logits processors forbid every token at {where}; leave at least one allowed")
 

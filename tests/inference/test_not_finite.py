@@ -437,6 +437,12 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
         ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
 
 
+def test_a_temperature_that_overflows_is_named(tiny_target):
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"scores for new token 0 of row 0 are infinite: .* the temperature too low"):
+        ours(SpeculativeLM(target), rows_of(4), do_sample=True, temperature=1e-45)
+
+
 def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     spoil(target.model)
