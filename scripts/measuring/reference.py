@@ -14,7 +14,7 @@ from transformers.generation import logits_process as known
 from headstart.inference.certificate import BestScores, NextToken, Path, counts_by_path
 from headstart.inference.logits import PREFIX_FREE
 
-ROWS = 16
+ROWS = 32
 """Paths that one forward reads."""
 
 
