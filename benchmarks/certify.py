@@ -119,8 +119,8 @@ def table(reports: dict[str, dict[str, Any]]) -> list[str]:
     """A row for each engine."""
     lines = [
         "| engine | verdict | exact answers | tokens not best | margins: median, largest | e | one-token forwards | "
-        "draws rejected | p | detectable |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "rejected tests of draws | p | surprise | detectable |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, report in reports.items():
         greedy = report["greedy"]
@@ -140,15 +140,18 @@ def table(reports: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def draws(sampling: dict[str, Any] | None) -> tuple[str, str, str]:
-    """Rejected tests, the smallest p of all positions, and the detectable total variation at all of them."""
+def draws(sampling: dict[str, Any] | None) -> tuple[str, str, str, str]:
+    """Rejected tests, the smallest p of a position, the surprise that is furthest from 0, and what is detectable."""
     if sampling is None:
-        return "-", "-", "-"
-    tested = [row for row in sampling["positions"] if row["p"] is not None]
-    rejected = sum(row["rejected"] for row in sampling["positions"])
+        return "-", "-", "-", "-"
+    positions = sampling["positions"]
+    tested = [row for row in positions if row["p"] is not None]
+    rejected = sum(row["rejected"] for row in positions)
     smallest = min((row["p"] for row in tested), default=1.0)
     detectable = max((row["detectable_everywhere"] for row in tested), default=1.0)
-    return f"{rejected} of {sampling['tests']}", f"{smallest:.2g}", f"{detectable:.2f}"
+    furthest = max(positions, key=lambda row: abs(row["nats_less_likely"]) / max(row["standard_error"], 1e-9))
+    surprise = f"{furthest['nats_less_likely']:+.2f} ± {furthest['standard_error']:.2f}"
+    return f"{rejected} of {sampling['tests']}", f"{smallest:.2g}", surprise, f"{detectable:.2f}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ p' instead of p. So X² is compared with a noncentral chi-square distribution, w
 difference measured in the engine's dtype: n Σ (2 (p' - p))² / p. Of all distributions at a total variation t from p,
 those of the least noncentrality have 4 n t²: from this follows the smallest t that is detected with a given power.
 
+What bins do not see, the surprise does: the sum of -log p over all draws of a position has the sum of the entropies as
+its mean, and a known variance. Its distribution is nearly normal, and is corrected for its skewness.
+
 Letters in tensor names: T positions of an answer, V vocabulary, K best tokens that are kept.
 """
 
@@ -36,6 +39,8 @@ POWER = 0.9
 """Probability with which the stated smallest difference would have been detected."""
 EXPECTED = 10.0
 """Least expected count of a bin, for which chi-square's distribution is close at the levels that are used."""
+ENOUGH = 100
+"""Least number of draws for a test of their surprise."""
 KEPT = 64
 """Best tokens of each position that are kept of the scores in the engine's dtype."""
 CONTENDERS = 20
@@ -229,6 +234,8 @@ class GreedyResult:
     """Quantiles of the change over all positions."""
     rounded_divergences: int
     """Positions where one-token forwards in the engine's dtype choose another token than the reference."""
+    rounded_largest: float
+    """The largest margin of those."""
     engine_only: int
     """Positions where the engine chooses another token and these forwards do not."""
     rounded_only: int
@@ -298,6 +305,7 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
         tie=tie,
         changes={name: float(changes.quantile(share)) for name, share in shares.items()} if len(changes) else {},
         rounded_divergences=rounded_count,
+        rounded_largest=max((margin for answer in answers for margin in answer.rounded_margins), default=0.0),
         engine_only=engine_only,
         rounded_only=rounded_only,
         p_more_than_rounding=p_more,
@@ -323,6 +331,8 @@ class NextToken:
     """In nats."""
     variance: float
     """Of -log p of a token drawn from it."""
+    third_moment: float
+    """Of -log p, about its mean."""
     drawn: dict[int, float]
     """Probabilities of the tokens that the engine drew."""
     first_excluded: int | None = None
@@ -344,7 +354,9 @@ class NextToken:
         p_NV = log_p_NV.exp()
         surprise_NV = torch.where(p_NV > 0, -log_p_NV, 0.0)
         entropy_N = (p_NV * surprise_NV).sum(-1)
-        variance_N = (p_NV * surprise_NV.square()).sum(-1) - entropy_N.square()
+        centred_NV = surprise_NV - entropy_N[:, None]
+        variance_N = (p_NV * centred_NV.square()).sum(-1)
+        third_moment_N = (p_NV * centred_NV.pow(3)).sum(-1)
         best = p_NV.topk(min(keep, p_NV.shape[-1]), dim=-1)
         excluded_NV = p_NV == 0
         first_excluded_N = torch.where(excluded_NV, logits_NV.double(), -torch.inf).argmax(-1).tolist()
@@ -357,7 +369,8 @@ class NextToken:
                     tokens=best.indices[index].tolist(),
                     probs=best.values[index].tolist(),
                     entropy=float(entropy_N[index]),
-                    variance=max(0.0, float(variance_N[index])),
+                    variance=float(variance_N[index]),
+                    third_moment=float(third_moment_N[index]),
                     drawn=dict(zip(tokens, of_drawn, strict=True)),
                     first_excluded=first_excluded_N[index] if any_excluded_N[index] else None,
                 )
@@ -367,8 +380,10 @@ class NextToken:
 
 @dataclass(frozen=True)
 class SamplingTest:
-    """Pearson's test of the tokens at one position, after one prompt or after all of them."""
+    """A test of the tokens at one position, after one prompt or after all of them."""
 
+    kind: Literal["tokens", "surprise"]
+    """Pearson's chi-square of their counts, or how likely they are."""
     prompt: int | None
     """None for all prompts together."""
     position: int
@@ -402,12 +417,15 @@ class Impossible:
 
 @dataclass
 class Surprise:
-    """How much less likely the drawn tokens are than the reference's own draws would be."""
+    """How much less likely the tokens drawn at a position are than the reference's own draws would be."""
 
     draws: int = 0
     excess: float = 0.0
     """Sum of -log p - entropy, in nats."""
     variance: float = 0.0
+    third_moment: float = 0.0
+    change: float = 0.0
+    """Sum of the changes of the entropies by rounding."""
 
     @property
     def mean(self) -> float:
@@ -418,6 +436,30 @@ class Surprise:
     def standard_error(self) -> float:
         """Of the mean, for an exact engine."""
         return math.sqrt(self.variance) / max(self.draws, 1)
+
+    def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:
+        """Count the tokens after one path, but for those with probability 0, which are reported by themselves."""
+        for token, draws in counts.items():
+            p = reference.drawn[token]
+            if p > 0:
+                self.draws += draws
+                self.excess += draws * (-math.log(p) - reference.entropy)
+                self.variance += draws * reference.variance
+                self.third_moment += draws * reference.third_moment
+                self.change += draws * abs(rounded.entropy - reference.entropy)
+
+    def test(self, position: int) -> SamplingTest | None:
+        """None where there are too few draws, or all are certain, for a distribution that is nearly normal."""
+        if self.draws < ENOUGH or self.variance < EXPECTED:
+            return None
+        deviation = math.sqrt(self.variance)
+        skewness = self.third_moment / deviation**3
+        z = self.excess / deviation
+        if skewness > 0:
+            z = min(z, 3 / skewness)  # further on the correction would turn back
+        normal = z - skewness / 6 * (z**2 - 1)  # Cornish and Fisher (1938)
+        allowance = (TOLERATED * self.change) ** 2 / self.variance
+        return SamplingTest("surprise", None, position, self.draws, normal**2, 1, allowance)
 
 
 @dataclass(frozen=True)
@@ -437,17 +479,21 @@ class SamplingResult:
         """Whether nothing speaks against it; `detectable_everywhere` says how much that means."""
         return not self.reasons
 
+    def of_tokens(self, position: int) -> list[SamplingTest]:
+        """Pearson's tests of a position."""
+        return [test for test in self.tests if test.position == position and test.kind == "tokens"]
+
     def detectable_everywhere(self, position: int) -> float | None:
         """Smallest total variation, the same after every prompt, that is detected with probability POWER.
 
         None where there are too few draws for a test.
         """
-        tests = [test for test in self.tests if test.position == position and test.prompt is None]
+        tests = [test for test in self.of_tokens(position) if test.prompt is None]
         return tests[0].detectable(ALPHA / len(self.tests)) if tests else None
 
     def detectable_at_one_prompt(self, position: int) -> float | None:
         """The same for a difference after one prompt, the one where least is seen of those that have a test."""
-        tests = [test for test in self.tests if test.position == position and test.prompt is not None]
+        tests = [test for test in self.of_tokens(position) if test.prompt is not None]
         return max((test.detectable(ALPHA / len(self.tests)) for test in tests), default=None)
 
 
@@ -478,7 +524,7 @@ def judge_sampling(
             for path, counts in counts_by_path(continuations, position).items():
                 exact, other = reference[prompt][path], rounded[prompt][path]
                 impossible += _impossible(prompt, path, counts, exact, other)
-                _add_surprise(surprise, counts, exact)
+                surprise.add(counts, exact, other)
                 found = path_test(counts, exact, other)
                 if found is None:
                     left_over.add(counts, exact, other)
@@ -488,9 +534,12 @@ def judge_sampling(
                 allowance += found.allowance
                 draws += found.draws
             if freedom:
-                parts.append(SamplingTest(prompt, position, draws, statistic, freedom, allowance))
+                parts.append(SamplingTest("tokens", prompt, position, draws, statistic, freedom, allowance))
         by_prompt += parts
         surprises.append(surprise)
+        likely = surprise.test(position)
+        if likely is not None:
+            pooled.append(likely)
         rest = left_over.test(position)
         everything = [*parts, rest] if rest is not None else parts
         if everything:
@@ -540,7 +589,7 @@ def path_test(counts: Mapping[int, int], reference: NextToken, rounded: NextToke
     for seen, p, other in zip(observed, expected, changed, strict=True):
         statistic += (seen - draws * p) ** 2 / (draws * p)
         allowance += draws * (TOLERATED * (other - p)) ** 2 / p
-    return SamplingTest(None, 0, draws, statistic, bins - 1, allowance)
+    return SamplingTest("tokens", None, 0, draws, statistic, bins - 1, allowance)
 
 
 @dataclass
@@ -569,12 +618,13 @@ class _LeftOver:
             return None
         statistic = (self.seen - self.expected) ** 2 / self.variance
         allowance = (TOLERATED * self.change) ** 2 / self.variance
-        return SamplingTest(None, position, self.draws, statistic, 1, allowance)
+        return SamplingTest("tokens", None, position, self.draws, statistic, 1, allowance)
 
 
 def _together(tests: Sequence[SamplingTest], position: int) -> SamplingTest:
     """Independent tests of a position as one."""
     return SamplingTest(
+        kind="tokens",
         prompt=None,
         position=position,
         draws=sum(test.draws for test in tests),
@@ -595,15 +645,6 @@ def _impossible(
     return found
 
 
-def _add_surprise(surprise: Surprise, counts: Mapping[int, int], reference: NextToken) -> None:
-    for token, draws in counts.items():
-        p = reference.drawn[token]
-        if p > 0:
-            surprise.draws += draws
-            surprise.excess += draws * (-math.log(p) - reference.entropy)
-            surprise.variance += draws * reference.variance
-
-
 def _sampling_reasons(
     result: SamplingResult, rows: Sequence[Sequence[Path]], reference: Sequence[Mapping[Path, NextToken]]
 ) -> list[str]:
@@ -619,8 +660,8 @@ def _sampling_reasons(
         where = "all prompts together" if worst.prompt is None else f"prompt {worst.prompt + 1}"
         reasons.append(
             f"{len(rejected)} of {len(result.tests)} tests reject the target's distribution; clearest at token "
-            f"{worst.position + 1} after {where}: chi-square {worst.statistic:.4g} with {worst.freedom} degrees of "
-            f"freedom, p = {worst.p_value:.1g}"
+            f"{worst.position + 1} after {where}: chi-square {worst.statistic:.4g} of the {worst.kind} with "
+            f"{worst.freedom} degrees of freedom, p = {worst.p_value:.1g}"
         )
     single = all(len(row) > 1 and len(set(row)) == 1 for row in rows)
     if reasons and single and any(distributions[()].entropy > 0.1 for distributions in reference):

@@ -533,6 +533,7 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
         "rounding": {
             "change_of_a_gap": greedy.changes,
             "one_token_forwards_not_best": greedy.rounded_divergences,
+            "one_token_forwards_largest_margin": greedy.rounded_largest,
             "engine_alone": greedy.engine_only,
             "one_token_forwards_alone": greedy.rounded_only,
             "p_more_than_rounding": greedy.p_more_than_rounding,
@@ -551,7 +552,8 @@ def _sampling_figures(
     positions = []
     for position, surprise in enumerate(sampling.surprise):
         tests = [test for test in sampling.tests if test.position == position]
-        together = [test for test in tests if test.prompt is None]
+        together = [test for test in sampling.of_tokens(position) if test.prompt is None]
+        likely = [test for test in tests if test.kind == "surprise"]
         positions.append(
             {
                 "token": position + 1,
@@ -565,6 +567,7 @@ def _sampling_figures(
                 ),
                 "rejected": sum(test.rejected for test in tests),
                 "nats_less_likely": surprise.mean,
+                "p_of_the_surprise": likely[0].p_value if likely else None,
                 "standard_error": surprise.standard_error,
                 "detectable_everywhere": sampling.detectable_everywhere(position),
                 "detectable_at_one_prompt": sampling.detectable_at_one_prompt(position),

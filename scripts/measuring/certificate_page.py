@@ -19,7 +19,8 @@ def summary(report: dict[str, Any]) -> list[str]:
     lines.append(
         f"rounding in {report['engine']['dtype']} changes a gap between two logits by {greedy['tie']:.2g} at most (e), "
         f"median {rounding['change_of_a_gap'].get('median', 0):.2g}; one-token forwards choose "
-        f"{rounding['one_token_forwards_not_best']} tokens that are not the best one"
+        f"{rounding['one_token_forwards_not_best']} tokens that are not the best one, by "
+        f"{rounding['one_token_forwards_largest_margin']:.2g} at most"
     )
     told = greedy["engine_tells"]
     if "log_prob_difference" in told:
@@ -129,13 +130,13 @@ def _sampling_page(sampling: dict[str, Any]) -> list[str]:
         "## Sampling",
         "",
         f"{sampling['draws_of_each']} continuations of each of {sampling['prompts']} prompts, {warpers}; "
-        f"{sampling['tests']} chi-square tests, a false alarm in {sampling['false_alarms']:.0%} of all certificates of "
+        f"{sampling['tests']} tests, a false alarm in {sampling['false_alarms']:.0%} of all certificates of "
         "exact engines. Detectable is the smallest total variation that is seen with probability "
         f"{sampling['power']}, if it is the same after every prompt, or after one alone. Surprise is by how many nats "
         "the drawn tokens are less likely than the target's own draws.",
         "",
-        "| token | draws | chi-square | freedom | p | rejected tests | surprise | detectable | at one prompt |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| token | draws | chi-square | freedom | p | surprise | p | rejected tests | detectable | at one prompt |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sampling["positions"]:
         cells = [
@@ -144,8 +145,9 @@ def _sampling_page(sampling: dict[str, Any]) -> list[str]:
             _figure(row["chi_square"], "{:.4g}"),
             row["freedom"],
             _figure(row["p"], "{:.2g}"),
-            row["rejected"],
             f"{row['nats_less_likely']:+.3f} ± {row['standard_error']:.3f}",
+            _figure(row["p_of_the_surprise"], "{:.2g}"),
+            row["rejected"],
             _figure(row["detectable_everywhere"], "{:.3f}"),
             _figure(row["detectable_at_one_prompt"], "{:.3f}"),
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def processed(processors: LogitsProcessorList, text_T: Tensor, logits_NV: Tensor
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if all(isinstance(each, PREFIX_FREE) for each in processors):
         nothing: Any = text_T[:0].expand(len(scores_NV), -1)
-        return cast(Tensor, processors(nothing, scores_NV.clone())) if processors else scores_NV
+        return processors(nothing, scores_NV.clone()) if processors else scores_NV
     first = len(text_T) - len(logits_NV)
     rows: list[Any] = []
     for place, scores_V in enumerate(scores_NV):

@@ -181,17 +181,31 @@ def certificate(engine, reference, rounded_reference=None, prompts=3, count=150,
     return judge_sampling(rows, exact, other, positions)
 
 
-def test_the_false_alarm_rate_is_the_stated_one():
-    logits = chain()
-    alarms = sum(not certificate(logits, logits, seed=seed).lossless for seed in range(150))
-    assert alarms <= 6, alarms  # 150 at ALPHA = 1 %: more with a probability of 0.1 %
-
-
-def test_p_values_of_an_exact_engine_are_uniform():
+@pytest.fixture(scope="module")
+def exact_engines():
+    """Certificates of an engine that samples exactly, with 150 seeds."""
     logits = chain(3)
-    values = torch.tensor([certificate(logits, logits, seed=seed).tests[1].p_value for seed in range(150)])
-    for level in (0.1, 0.5, 0.9):
-        assert float((values < level).double().mean()) == pytest.approx(level, abs=0.1)
+    return [certificate(logits, logits, prompts=2, seed=seed) for seed in range(150)]
+
+
+def test_the_false_alarm_rate_is_the_stated_one(exact_engines):
+    alarms = sum(not result.lossless for result in exact_engines)
+    assert alarms <= 6, alarms  # of 150 at ALPHA = 1 %: more with a probability of 0.1 %
+
+
+def _p_value(result, kind):
+    """That of the second token after all prompts."""
+    return next(test.p_value for test in result.tests if (test.kind, test.position) == (kind, 1))
+
+
+def test_p_values_of_an_exact_engine_are_uniform(exact_engines):
+    for kind in ("tokens", "surprise"):
+        chosen = [
+            [test for test in result.tests if test.kind == kind and test.position == 1] for result in exact_engines
+        ]
+        values = torch.tensor([tests[0].p_value for tests in chosen])
+        for level in (0.1, 0.5, 0.9):
+            assert float((values < level).double().mean()) == pytest.approx(level, abs=0.1)
 
 
 def test_rounding_is_no_difference():
@@ -213,6 +227,31 @@ def test_another_temperature_is_found(temperature):
     assert "reject the target's distribution" in result.reasons[0]
     assert (result.surprise[0].mean < 0) == (temperature < 1)
     assert abs(result.surprise[0].mean) > 4 * result.surprise[0].standard_error
+
+
+def test_unlikely_tokens_are_found_by_their_surprise_where_no_bin_tells():
+    """The likeliest token keeps its share, the others are drawn as if all were as likely."""
+    p = torch.tensor([0.5, *[0.49 / 10] * 10, *[0.01 / 489] * 489]).double()
+    q = torch.tensor([0.5, *[0.5 / 499] * 499]).double()
+    generator = torch.Generator().manual_seed(0)
+    drawn_rows = torch.multinomial(q, 120, replacement=True, generator=generator)
+    after = NextToken.after_paths(p.log()[None], p.log()[None], [range(500)], keep=30)
+    result = judge_sampling([[(token,) for token in drawn_rows.tolist()]], [{(): after[0]}], [{(): after[0]}], 1)
+    (surprise,) = [test for test in result.tests if test.kind == "surprise"]
+    assert surprise.rejected and result.surprise[0].mean > 2
+    assert not any(test.rejected for test in result.tests if test.kind == "tokens")
+
+
+def test_skewed_surprises_give_no_false_alarms():
+    """An unlikely token comes in one of a hundred draws: its surprise is far from normal."""
+    p = torch.tensor([0.99, 0.01]).double()
+    after = NextToken.after_paths(p.log()[None], p.log()[None], [range(2)], keep=2)
+    generator = torch.Generator().manual_seed(0)
+    alarms = 0
+    for _ in range(400):
+        rows = [(token,) for token in torch.multinomial(p, 400, replacement=True, generator=generator).tolist()]
+        alarms += not judge_sampling([rows], [{(): after[0]}], [{(): after[0]}], 1).lossless
+    assert alarms <= 10, alarms
 
 
 def test_a_rule_that_draws_nothing_is_named():
@@ -247,17 +286,17 @@ def test_few_draws_are_said_to_say_nothing():
 
 
 def test_bins_hold_the_expected_number_of_draws():
-    reference = NextToken([0, 1, 2, 3], [0.5, 0.3, 0.15, 0.05], 1.0, 1.0, {})
+    reference = NextToken([0, 1, 2, 3], [0.5, 0.3, 0.15, 0.05], 1.0, 1.0, 0.0, {})
     test = path_test(Counter({0: 50, 1: 30, 2: 15, 3: 5}), reference, reference)
     assert test.freedom == 2 and test.statistic == pytest.approx(0.0)  # 0, 1, and 2 with 3: 5 would be too few
     assert path_test(Counter({0: 6, 1: 4}), reference, reference) is None
-    certain = NextToken([0], [1.0], 0.0, 0.0, {})
+    certain = NextToken([0], [1.0], 0.0, 0.0, 0.0, {})
     assert path_test(Counter({0: 100}), certain, certain) is None
 
 
 def test_the_stated_difference_is_detected_with_the_stated_power():
     """The alternative of least noncentrality: half of the probability gains, half loses."""
-    reference = NextToken([0, 1, 2, 3], [0.25] * 4, math.log(4), 0.0, dict.fromkeys(range(4), 0.25))
+    reference = NextToken([0, 1, 2, 3], [0.25] * 4, math.log(4), 0.0, 0.0, {})
     draws = 400
     generator = torch.Generator().manual_seed(0)
     exact = path_test(Counter(dict.fromkeys(range(4), draws // 4)), reference, reference)

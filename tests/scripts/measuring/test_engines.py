@@ -76,6 +76,8 @@ class Server(ThreadingHTTPServer):
         if self.shown == "token_ids":
             found["token_ids"] = row
             found["logprobs"] = {"tokens": texts, "token_logprobs": values, "top_logprobs": best}
+        elif self.shown == "texts":
+            found["logprobs"] = {"tokens": texts, "token_logprobs": values, "top_logprobs": best}
         elif self.shown == "tokens":
             found["tokens"] = row
         elif self.shown == "ids in logprobs":
@@ -145,13 +147,24 @@ def config(speaking, tmp_path, server):
     )
 
 
-@pytest.mark.parametrize("shown", ["token_ids", "tokens", "ids in logprobs", "token_id:", "text"])
+FORMS = {
+    "token_ids": "token ids",
+    "tokens": "token ids",
+    "ids in logprobs": "token ids",
+    "token_id:": "token ids",
+    "texts": "token texts",
+    "text": "text",
+}
+"""How a server shows its tokens, and how they are known from that."""
+
+
+@pytest.mark.parametrize("shown", FORMS)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_every_form_of_an_answer_is_read(config, server, shown, endpoint):
     server.shown = shown
     report = certify(replace(config, endpoint=endpoint))
     assert report["verdict"] == "identical", report["reasons"]
-    assert report["engine"]["ids_by"] == ["text" if shown == "text" else "token ids"]
+    assert report["engine"]["ids_by"] == [FORMS[shown]]
     assert report["engine"]["told"] == "fake-1"
     told = report["greedy"]["engine_tells"]
     if shown == "token_ids":
@@ -191,18 +204,18 @@ def test_draws_that_are_text_alone_are_not_tested(config, server):
     assert "gives neither token ids nor log-probabilities" in report["untested"][0]
 
 
-def test_a_server_of_another_model_is_not_lossless(config, server, tmp_path):
-    for weight in (model := server.target.model).parameters():
-        weight.data = weight.data.clone()
+def test_a_server_of_another_model_is_not_lossless(config, server):
+    """Two tokens are exchanged in its LM head."""
+    weight_VD = server.target.model.lm_head.weight
+    a, b = server.tokenizer.encode("ab", add_special_tokens=False)
+    weight_VD.data[[a, b]] = weight_VD.data[[b, a]].clone()
     try:
-        layer = model.model.layers[0].mlp.down_proj.weight
-        kept = layer.data.clone()
-        layer.data *= -1
         report = certify(config)
     finally:
-        layer.data = kept
+        weight_VD.data[[a, b]] = weight_VD.data[[b, a]].clone()
     assert report["verdict"] == "not lossless"
     assert report["greedy"]["engine_tells"]["log_prob_difference"]["largest"] > 0.1
+    assert report["greedy"]["engine_tells"]["tokens_that_it_calls_best"] == report["greedy"]["tokens"]
 
 
 def test_another_split_of_the_same_text_is_no_divergence():
