@@ -98,7 +98,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body):
         self.server.asked.append(body)
-        self.server.headers.append(dict(self.headers) | {"path": self.path})
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.headers.append(headers | {"path": self.path})
         reply = self.server.reply(self.path, body)
         status, reply = reply if isinstance(reply, tuple) else (200, reply)
         data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
@@ -282,7 +283,7 @@ def test_a_server_that_is_not_there_is_told_before_the_model_is_loaded(config, m
 def test_secrets_of_a_url_are_sent_and_shown_nowhere(config, server, tmp_path, capsys):
     url = f"http://user:{SECRET}@127.0.0.1:{server.port}/v1?key={SECRET}2"
     report = certify(replace(config, server=url, output=str(tmp_path / "c.json")))
-    assert all(headers["Authorization"].startswith("Basic ") for headers in server.headers)
+    assert all(headers["authorization"].startswith("Basic ") for headers in server.headers)
     assert all(f"key={SECRET}2" in headers["path"] for headers in server.headers)
     said = capsys.readouterr()
     pages = (tmp_path / "c.json").read_text() + (tmp_path / "c.md").read_text()
