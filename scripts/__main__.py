@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": ("generating.chat", "talk to a model in the terminal, with drafts or without"),
     "trace": ("generating.trace", "record a generation as a page that plays it, or a report of what is rejected"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
+    "certify": ("certify", "certify that an engine's output is the target's own, or say what differs"),
     "verify": ("checkpoints.verify", "check a head against its target"),
     "serve-check": ("checkpoints.serve_check", "compare a head in vLLM with the same head here"),
     "push": ("checkpoints.push", "publish a head on the Hugging Face Hub"),

@@ -20,7 +20,7 @@ from headstart.heads.by_name import head_config
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
-from headstart.scripts import bench, datastore, demo, features, generate, tree
+from headstart.scripts import bench, certify, datastore, demo, features, generate, tree
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.checkpoints import export, import_head, push, serve_check, verify
 from headstart.scripts.command_line import options
@@ -42,6 +42,7 @@ COMMANDS = {
     "chat": (chat.ChatConfig, chat, "chat_on_screen"),
     "trace": (trace.TraceConfig, trace, "trace_prompts"),
     "bench": (BenchConfig, bench, "benchmark"),
+    "certify": (certify.CertifyConfig, certify, "certify"),
     "verify": (verify.VerifyConfig, verify, "verify_head"),
     "serve-check": (serve_check.ServeCheckConfig, serve_check, "serve_check"),
     "push": (push.PushConfig, push, "push_head"),
@@ -60,6 +61,7 @@ REQUIRED = {
     "chat": ["--target", "t"],
     "trace": ["--target", "t", "--head", "h", "--prompt", "p"],
     "bench": ["--target", "t", "--head", "h", "--prompts", "[p.jsonl]"],
+    "certify": ["--target", "t", "--prompts", "[p.jsonl]"],
     "verify": ["--head", "h", "--target", "t"],
     "serve-check": ["--head", "h", "--target", "t"],
     "push": ["--run", "r", "--repo", "me/head"],
@@ -203,9 +205,9 @@ DTYPES = {
     "data": ["target_dtype"],
     "features": ["target_dtype", "loop.precision"],
     "train": ["target_dtype", "loop.precision"],
-    **{command: ["dtype"] for command in ("tree", "generate", "bench", "verify")},
+    **{command: ["dtype"] for command in ("tree", "generate", "bench", "certify", "verify")},
 }
-COMPILED = ("tree", "generate", "bench")
+COMPILED = ("tree", "generate", "bench", "certify")
 
 
 @pytest.mark.parametrize("word", ["auto", "float32", "bfloat16", "float16"])
@@ -336,6 +338,8 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
         (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
         (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),
         (["bench", "--target", "t", "--prompts", "[p.jsonl]"], ["a head or a drafter is required"]),
+        (["certify", *REQUIRED["certify"], "--server", "http://u:secret@h/v1"], ["a server needs both its URL"]),
+        (["certify", *REQUIRED["certify"], "--server", "u:secret@h:80", "--model", "m"], ["what was given is none"]),
         (["train", *REQUIRED["train"], "--adapter.rank", "-1"], ["adapter", "a rank of at least 0", "not -1"]),
         (["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"], ["adapter", "optim.name adamw"]),
     ],

@@ -1,0 +1,419 @@
+"""Engines that a certificate judges: a `generate` in this process, or an OpenAI-compatible server.
+
+A server is asked with the prompts' token ids, and for those of its answer: `token_ids` (vLLM), `tokens` (llama.cpp), or
+the token ids or texts in its log-probabilities. Where it gives none of these, the answer's text is tokenized here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headstart.inference.certificate import Path
+from headstart.train.data.conversations import Messages
+
+KEY = "OPENAI_API_KEY"
+"""Environment variable that holds the server's API key, if it requires one."""
+RETRIES = 3
+"""Repetitions of a request after a transient error, with exponential backoff."""
+TOKENS = 16384
+"""Tokens of all rows that are generated at once in this process."""
+SECONDS = 600.0
+"""Longest time for one answer of a server."""
+IDS_BY = ("token ids", "token texts", "text")
+"""How the tokens of an answer are known, best first."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as messages, and as the token ids that the target's chat template makes of them."""
+
+    messages: Messages
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine generated for a prompt."""
+
+    tokens: list[int]
+    log_probs: list[float] | None = None
+    """The engine's own log-probabilities of its tokens, if it gives them."""
+    own_margins: list[float] | None = None
+    """By how much they lie below the engine's own best ones, if it gives these."""
+    ids_by: str = IDS_BY[0]
+    end_added: bool = False
+    """Whether the last token is one of the target's end tokens that the engine left out, though it says it stopped."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every engine is asked for."""
+
+    new_tokens: int
+    """Longest greedy answer."""
+    repetition_penalty: float
+    temperature: float
+    top_k: int
+    """0 for all tokens."""
+    top_p: float
+    sample_tokens: int
+    """Tokens of each sampled continuation."""
+    seed: int
+    """Of draws; a server chooses its own where it is 0."""
+
+
+class Engine(Protocol):
+    """Answers greedily, and draws continuations."""
+
+    def greedy(self, prompt: Prompt) -> Answer:
+        """The greedy answer to a prompt."""
+
+    def draws(self, prompt: Prompt, count: int) -> list[Path]:
+        """Independent continuations of a prompt; shorter ones have ended."""
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """A `generate` of this process."""
+
+    generate: Callable[..., Tensor]
+    """Prompts [batch, time] and settings of `model.generate`, to whole sequences padded on the right."""
+    asked: Asked
+    end_tokens: frozenset[int]
+    device: torch.device
+    most_rows: int = 64
+    """Rows that it generates at once, fewer after long prompts."""
+
+    def greedy(self, prompt: Prompt) -> Answer:
+        ids_1T = torch.tensor([prompt.ids], device=self.device)
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": self.asked.new_tokens,
+            "repetition_penalty": self.asked.repetition_penalty,
+        }
+        (tokens,) = self._new_tokens(ids_1T, settings)
+        return Answer(tokens)
+
+    def draws(self, prompt: Prompt, count: int) -> list[Path]:
+        ids_1T = torch.tensor([prompt.ids], device=self.device)
+        settings = {
+            "do_sample": True,
+            "max_new_tokens": self.asked.sample_tokens,
+            "temperature": self.asked.temperature,
+            "top_k": self.asked.top_k,
+            "top_p": self.asked.top_p,
+            "repetition_penalty": self.asked.repetition_penalty,
+        }
+        fitting = max(1, min(self.most_rows, TOKENS // len(prompt.ids)))
+        found: list[Path] = []
+        while len(found) < count:
+            rows = min(fitting, count - len(found))
+            found += [self._until_end(row) for row in self._new_tokens(ids_1T.expand(rows, -1), settings)]
+        return found
+
+    def _new_tokens(self, ids_BT: Tensor, settings: dict[str, Any]) -> list[list[int]]:
+        sequences_BT = self.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), **settings)
+        rows: list[list[int]] = sequences_BT[:, ids_BT.shape[1] :].tolist()
+        return rows
+
+    def _until_end(self, row: list[int]) -> Path:
+        """The tokens of a row without the padding after its end token."""
+        for place, token in enumerate(row):
+            if token in self.end_tokens:
+                return tuple(row[: place + 1])
+        return tuple(row)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server's URL, apart from what must not be shown."""
+
+    base: str
+    """URL without user, password and query."""
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    query: dict[str, object] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """Take a URL apart.
+
+        Raises:
+            ValueError: not a URL of HTTP; the message shows nothing of it that may be secret.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ValueError("server must be a URL such as http://HOST:8000/v1, with a number as its port") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("server must be a URL such as http://HOST:8000/v1; what was given is none")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        place = host if port is None else f"{host}:{port}"
+        headers = {}
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
+        base = urlunsplit((parts.scheme, place, parts.path.rstrip("/"), "", ""))
+        return cls(base, headers, dict(parse_qsl(parts.query)))
+
+
+class ServerEngine:
+    """An OpenAI-compatible server."""
+
+    def __init__(
+        self,
+        address: Address,
+        model: str,
+        endpoint: Literal["completions", "chat"],
+        asked: Asked,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: frozenset[int],
+        template: dict[str, Any],
+    ) -> None:
+        """Connect; `template` are variables for the chat template of a server that renders prompts itself.
+
+        Raises:
+            ValueError: the package openai is not installed, or the server does not serve the model.
+        """
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise ValueError("a server is asked by the package openai: pip install 'headstart[server]'") from error
+
+        self.address = address
+        self.model = model
+        self.endpoint = endpoint
+        self.asked = asked
+        self.tokenizer = tokenizer
+        self.end_tokens = end_tokens
+        self.template = template
+        self.told = ""
+        """What the server says it is."""
+        self.client = OpenAI(
+            base_url=address.base,
+            api_key=os.environ.get(KEY, "none"),
+            default_headers=address.headers,
+            default_query=address.query,
+            max_retries=RETRIES,
+            timeout=SECONDS,
+        )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        reply = self._request("get", "/models")
+        served = [row.get("id") for row in _rows(reply, "data")]
+        if self.model not in served:
+            names = ", ".join(map(str, served)) or "none"
+            raise ValueError(f"{self.address.base} does not serve {self.model!r}; choose from {names}")
+
+    def greedy(self, prompt: Prompt) -> Answer:
+        body = {"temperature": 0.0, "max_tokens": self.asked.new_tokens, **self._logprobs()}
+        (choice,) = self._choices(prompt, body)[:1]
+        return self._answer(choice)
+
+    def draws(self, prompt: Prompt, count: int) -> list[Path]:
+        """Continuations; a ValueError if the server gives text alone, whose tokens are not known for certain."""
+        found: list[Path] = []
+        while len(found) < count:
+            # vLLM on a CPU ends at some requests with a seed, and draws without one are as independent.
+            seed = {"seed": self.asked.seed + len(found)} if self.asked.seed else {}
+            body = {
+                "temperature": self.asked.temperature,
+                "top_p": self.asked.top_p,
+                "top_k": self.asked.top_k or -1,
+                "min_p": 0.0,  # llama.cpp's default is not
+                "max_tokens": self.asked.sample_tokens,
+                "n": count - len(found),
+                **seed,
+                "ignore_eos": True,  # servers may leave out an end token
+                **self._logprobs(),
+            }
+            answers = [self._answer(choice) for choice in self._choices(prompt, body)]
+            if any(answer.ids_by == IDS_BY[-1] for answer in answers):
+                raise UnknownTokens
+            found += [tuple(answer.tokens[: self.asked.sample_tokens]) for answer in answers]
+        return found[:count]
+
+    def _logprobs(self) -> dict[str, Any]:
+        return {"logprobs": True, "top_logprobs": 1} if self.endpoint == "chat" else {"logprobs": 1}
+
+    def _choices(self, prompt: Prompt, body: dict[str, Any]) -> list[Any]:
+        body = {
+            "model": self.model,
+            "repetition_penalty": self.asked.repetition_penalty,
+            "return_token_ids": True,
+            "return_tokens": True,
+            **body,
+        }
+        if self.endpoint == "chat":
+            body["messages"] = prompt.messages
+            if self.template:
+                body["chat_template_kwargs"] = self.template
+            reply = self._request("post", "/chat/completions", body)
+        else:
+            body["prompt"] = prompt.ids
+            reply = self._request("post", "/completions", body)
+        self.told = str(reply.get("system_fingerprint") or self.told)
+        choices = _rows(reply, "choices")
+        if not choices:
+            raise self._malformed(reply)
+        read = reply.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
+        if isinstance(read, list) and read != prompt.ids:
+            raise ValueError(
+                f"{self.address.base} read a prompt as {len(read)} other tokens than the target's chat template makes "
+                f"here ({len(prompt.ids)}); is it the same model, and the same chat template?"
+            )
+        return choices
+
+    def _request(self, method: Literal["get", "post"], path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that the server answers; a ValueError in one line for anything else."""
+        from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAIError
+
+        where = self.address.base
+        try:
+            if method == "get":
+                reply = self.client.get(path, cast_to=object)
+            else:
+                reply = self.client.post(path, body=body, cast_to=object)
+        except APITimeoutError as error:
+            raise ValueError(f"{where} did not answer in {SECONDS:.0f} seconds, {RETRIES + 1} times") from error
+        except APIConnectionError as error:
+            raise ValueError(f"{where} cannot be reached: {error.__cause__ or error}") from error
+        except APIStatusError as error:
+            told = " ".join(str(error.message).split())[:300]
+            raise ValueError(f"{where}{path} answered with status {error.status_code}: {told}") from error
+        except (OpenAIError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{where}{path} answered with no JSON: {type(error).__name__}") from error
+        if not isinstance(reply, dict):
+            raise self._malformed(reply)
+        return reply
+
+    def _malformed(self, reply: Any) -> ValueError:
+        shown = " ".join(str(reply).split())[:200]
+        return ValueError(f"{self.address.base} answered with what is no completion: {shown!r}")
+
+    def _answer(self, choice: dict[str, Any]) -> Answer:
+        """An answer by the best description that the server gave of its tokens."""
+        logprobs = choice.get("logprobs")
+        texts, values, best = _log_probs(logprobs)
+        finished = choice.get("finish_reason") == "stop"
+        ids = _ids(choice, logprobs, texts)
+        ids_by = IDS_BY[0]
+        if ids is None and texts is not None:
+            known = [self._id_of_text.get(text) for text in texts]
+            ids = None if None in known else [token for token in known if token is not None]
+            ids_by = IDS_BY[1]
+        if ids is None:
+            message = choice.get("message")
+            text = message.get("content") if isinstance(message, dict) else choice.get("text")
+            if not isinstance(text, str):
+                raise self._malformed(choice)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids_by = IDS_BY[2]
+        size = len(self.tokenizer)
+        if any(not 0 <= token < max(size, self.tokenizer.vocab_size) for token in ids):
+            raise ValueError(
+                f"{self.address.base} answered with token {max(ids)}, outside of the target's {size}: another model?"
+            )
+        if values is None or len(values) != len(ids):
+            values, best = None, None
+        margins = None
+        if values is not None and best is not None:
+            margins = [max(0.0, top - value) for value, top in zip(values, best, strict=True)]
+        end_added = finished and bool(self.end_tokens) and not self.end_tokens & set(ids[-1:])
+        if end_added:
+            ids = [*ids, min(self.end_tokens)]
+            values, margins = None, None
+        if not ids:
+            raise self._malformed(choice)
+        return Answer(ids, values, margins, ids_by, end_added)
+
+    @cached_property
+    def _id_of_text(self) -> dict[str, int]:
+        """Tokens by their text, those alone whose text no other one has."""
+        found: dict[str, int] = {}
+        twice = set()
+        for token in range(len(self.tokenizer)):
+            text = str(self.tokenizer.decode([token]))
+            if text in found or "\ufffd" in text or not text:
+                twice.add(text)
+            found[text] = token
+        return {text: token for text, token in found.items() if text not in twice}
+
+
+class UnknownTokens(ValueError):
+    """A server's draws are known by their text alone."""
+
+    def __init__(self) -> None:
+        super().__init__("the server gives neither token ids nor log-probabilities")
+
+
+def _rows(reply: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    rows = reply.get(key)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _ids(choice: dict[str, Any], logprobs: Any, texts: list[str] | None) -> list[int] | None:
+    """Token ids, in any of the forms in which servers give them; None where there are none."""
+    for name in ("token_ids", "tokens"):
+        if _numbers(choice.get(name), int):
+            return list(choice[name])
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
+        ids = [row.get("id") for row in content]
+        if _numbers(ids, int):
+            return ids
+    if texts and all(text.startswith("token_id:") and text[9:].isdigit() for text in texts):
+        return [int(text[9:]) for text in texts]
+    return None
+
+
+def _log_probs(logprobs: Any) -> tuple[list[str] | None, list[float] | None, list[float] | None]:
+    """Texts of an answer's tokens, their log-probabilities, and those of the best tokens; None for what is missing."""
+    if not isinstance(logprobs, dict):
+        return None, None, None
+    texts: Any = logprobs.get("tokens")
+    values: Any = logprobs.get("token_logprobs")
+    tops: Any = [_highest(row) for row in logprobs.get("top_logprobs") or [] if row is not None]
+    content = logprobs.get("content")
+    if isinstance(content, list) and all(isinstance(row, dict) for row in content):
+        texts = [row.get("token") for row in content]
+        values = [row.get("logprob") for row in content]
+        tops = [_highest(row.get("top_logprobs")) for row in content]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        texts = None
+    if not _numbers(values, float):
+        values = None
+    if not _numbers(tops, float) or values is None or len(tops) != len(values):
+        tops = None
+    return texts, values, tops
+
+
+def _highest(row: Any) -> float | None:
+    """The highest log-probability in a row of `top_logprobs`, a mapping or a list."""
+    if isinstance(row, dict):
+        values: Sequence[Any] = list(row.values())
+    elif isinstance(row, list):
+        values = [each.get("logprob") if isinstance(each, dict) else None for each in row]
+    else:
+        return None
+    return max(values) if _numbers(values, float) else None
+
+
+def _numbers(values: Any, kind: type) -> bool:
+    """Whether this is a list of numbers that is not empty."""
+    kinds = (int, float) if kind is float else (int,)
+    if not isinstance(values, (list, tuple)) or not values:
+        return False
+    return all(isinstance(value, kinds) and not isinstance(value, bool) for value in values)

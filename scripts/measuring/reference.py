@@ -1,0 +1,148 @@
+"""Scores by which a certificate judges: a whole text in one forward, token by token, and after many short paths."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import logits_process as known
+
+from headstart.inference.certificate import BestScores, NextToken, Path, counts_by_path
+from headstart.inference.logits import PREFIX_FREE
+
+ROWS = 32
+"""Paths that one forward reads."""
+
+
+def greedy_processors(repetition_penalty: float) -> LogitsProcessorList:
+    """Logits processors of greedy decoding, in transformers' order."""
+    processors = LogitsProcessorList()
+    if repetition_penalty != 1.0:
+        processors.append(known.RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    return processors
+
+
+def sampling_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
+    """Logits processors of sampling, in transformers' order."""
+    processors = greedy_processors(repetition_penalty)
+    if temperature != 1.0:
+        processors.append(known.TemperatureLogitsWarper(temperature))
+    if top_k > 0:
+        processors.append(known.TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        processors.append(known.TopPLogitsWarper(top_p))
+    return processors
+
+
+def processed(processors: LogitsProcessorList, text_T: Tensor, logits_NV: Tensor) -> Tensor:
+    """Scores after the processors, in at least float32, before each of the N tokens that follow the text's last N."""
+    scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if all(isinstance(each, PREFIX_FREE) for each in processors):
+        nothing: Any = text_T[:0].expand(len(scores_NV), -1)
+        return processors(nothing, scores_NV.clone()) if processors else scores_NV
+    first = len(text_T) - len(logits_NV)
+    rows: list[Any] = []
+    for place, scores_V in enumerate(scores_NV):
+        before_1T: Any = text_T[None, : first + place + 1]
+        rows.append(processors(before_1T, scores_V[None].clone()))
+    return torch.cat(rows)
+
+
+@torch.inference_mode()
+def whole_logits(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """Logits [T, V] before each token of an answer, by one forward over prompt and answer."""
+    text_1T = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
+    logits_1TV: Tensor = model(input_ids=text_1T, use_cache=False, logits_to_keep=len(answer)).logits
+    return logits_1TV[0]
+
+
+@torch.inference_mode()
+def one_token_scores(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    processors: LogitsProcessorList,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[list[int], BestScores]:
+    """The best scores before each token of an answer, by forwards over one token after another.
+
+    With a tokenizer the answer is known by its text alone, and may have been generated as other tokens: where the
+    model's own choice is the next piece of the text, it is taken, and the rest of the text is split anew. Returns the
+    tokens, too.
+    """
+    tokens = list(answer)
+    text = list(prompt)
+    cache = None
+    unread = list(prompt)
+    found = []
+    place = 0
+    while place < len(tokens):
+        ids_1T = torch.tensor([unread], device=model.device)
+        output = model(input_ids=ids_1T, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        scores_1V = processed(processors, torch.tensor(text, device=model.device), output.logits[0])
+        found.append(BestScores.of(scores_1V))
+        if tokenizer is not None:
+            tokens = _split_anew(tokenizer, tokens, place, int(scores_1V.argmax()))
+        unread = [tokens[place]]
+        text.append(tokens[place])
+        place += 1
+    together = BestScores(torch.cat([each.tokens_TK for each in found]), torch.cat([each.scores_TK for each in found]))
+    return tokens, together
+
+
+def _split_anew(tokenizer: PreTrainedTokenizerBase, tokens: list[int], place: int, choice: int) -> list[int]:
+    """The tokens with `choice` at `place`, if the text from there on begins with it; else as they are."""
+    if choice == tokens[place]:
+        return tokens
+    rest = str(tokenizer.decode(tokens[place:]))
+    piece = str(tokenizer.decode([choice]))
+    if not piece or "\ufffd" in piece or not rest.startswith(piece):
+        return tokens
+    return [*tokens[:place], choice, *tokenizer.encode(rest[len(piece) :], add_special_tokens=False)]
+
+
+@torch.inference_mode()
+def next_tokens(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    continuations: Sequence[Path],
+    processors: LogitsProcessorList,
+    positions: int,
+) -> dict[Path, NextToken]:
+    """The distribution of the next token after every path that the continuations of a prompt begin with."""
+    drawn: dict[Path, list[int]] = {}
+    for position in range(positions):
+        for path, counts in counts_by_path(continuations, position).items():
+            drawn[path] = list(counts)
+    ends = set(drawn)
+    for path in drawn:  # a forward over a path reads all shorter ones as well
+        if path:
+            ends.discard(path[:-1])
+    rows = sorted(ends, key=len)
+    keep = max(1, len(continuations) // 4)  # tokens beyond that cannot be expected often enough to be bins
+    cache = None
+    if len(prompt) > 1:
+        read_1T = torch.tensor([prompt[:-1]], device=model.device)
+        cache = model(input_ids=read_1T, use_cache=True, logits_to_keep=1).past_key_values
+    found: dict[Path, NextToken] = {}
+    for start in range(0, len(rows), ROWS):
+        batch = rows[start : start + ROWS]
+        longest = max(map(len, batch))
+        ids_BT = torch.tensor([[prompt[-1], *row, *[0] * (longest - len(row))] for row in batch], device=model.device)
+        copied = copy.deepcopy(cache)
+        if copied is not None:
+            copied.batch_repeat_interleave(len(batch))
+        logits_BTV = model(input_ids=ids_BT, past_key_values=copied, use_cache=copied is not None).logits
+        for row, logits_TV in zip(batch, logits_BTV, strict=True):
+            new = [length for length in range(len(row) + 1) if row[:length] not in found]
+            text_T = torch.tensor([*prompt, *row], device=model.device)
+            scores_TV = processed(processors, text_T, logits_TV[: len(row) + 1])
+            tokens = [drawn[row[:length]] for length in new]
+            several = NextToken.after_paths(scores_TV[new], logits_TV[new], tokens, keep)
+            found |= {row[:length]: each for length, each in zip(new, several, strict=True)}
+    return found

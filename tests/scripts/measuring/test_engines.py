@@ -1,0 +1,321 @@
+"""Servers as engines: what is read from their answers, and what is said of those that are malformed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+pytest.importorskip("openai")
+
+from headstart.inference import Target, load_tokenizer
+from headstart.scripts import certify as command
+from headstart.scripts.certify import CertifyConfig, certify
+from headstart.scripts.measuring import engines
+from headstart.scripts.measuring.engines import Address
+from headstart.scripts.measuring.reference import one_token_scores
+
+NEW_TOKENS = 12
+SECRET = "s3cr3t"
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as the target does; `shown` says in which form, `changed` may spoil a reply."""
+
+    daemon_threads = True
+
+    def __init__(self, target, tokenizer):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.target, self.tokenizer = target, tokenizer
+        self.shown = "token_ids"
+        self.changed = lambda reply: reply
+        self.asked, self.headers = [], []
+        self.port = self.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.lock = threading.Lock()
+
+    def reply(self, path, body):
+        if path.startswith("/v1/models"):
+            return {"data": [{"id": "served"}]}
+        if "messages" in body:
+            text = self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = body["prompt"]
+        temperature = body["temperature"]
+        ids_BT = torch.tensor([ids] * body.get("n", 1))
+        settings = (
+            {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, "top_k": 0}
+        )
+        with self.lock:
+            output = self.target.model.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                max_new_tokens=body["max_tokens"],
+                **settings,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        rows = output.sequences[:, len(ids) :].tolist()
+        log_p_BTV = torch.stack(output.logits, dim=1).log_softmax(-1)
+        choices = [self.choice(index, row, log_p_BTV[index], "messages" in body) for index, row in enumerate(rows)]
+        return self.changed({"choices": choices, "system_fingerprint": "fake-1", "prompt_token_ids": ids})
+
+    def choice(self, index, row, log_p_TV, chat):
+        found = {"index": index, "finish_reason": "length"}
+        text = self.tokenizer.decode(row)
+        found |= {"message": {"content": text}} if chat else {"text": text}
+        texts = [self.tokenizer.decode([token]) for token in row]
+        values = [float(log_p_V[token]) for log_p_V, token in zip(log_p_TV, row, strict=True)]
+        best = [{"best": float(log_p_V.max())} for log_p_V in log_p_TV]
+        if self.shown == "token_ids":
+            found["token_ids"] = row
+            found["logprobs"] = {"tokens": texts, "token_logprobs": values, "top_logprobs": best}
+        elif self.shown == "texts":
+            found["logprobs"] = {"tokens": texts, "token_logprobs": values, "top_logprobs": best}
+        elif self.shown == "tokens":
+            found["tokens"] = row
+        elif self.shown == "ids in logprobs":
+            rows = zip(row, texts, values, strict=True)
+            found["logprobs"] = {"content": [{"id": one, "token": text, "logprob": p} for one, text, p in rows]}
+        elif self.shown == "token_id:":
+            names = [f"token_id:{token}" for token in row]
+            found["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": None}
+        return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, body):
+        self.server.asked.append(body)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server.headers.append(headers | {"path": self.path})
+        reply = self.server.reply(self.path, body)
+        status, reply = reply if isinstance(reply, tuple) else (200, reply)
+        data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(reply, str) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def speaking(talking):
+    """Folder of a model that writes letters, so that its tokens have texts of their own."""
+    return talking({"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1}, 0.5)
+
+
+@pytest.fixture(scope="module")
+def parts(speaking):
+    return Target.from_pretrained(str(speaking), torch.float32, "cpu"), load_tokenizer(str(speaking))
+
+
+@pytest.fixture
+def server(parts, monkeypatch):
+    monkeypatch.setattr(engines, "RETRIES", 0)
+    with Server(*parts) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def config(speaking, tmp_path, server):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "count to 5"}\n', encoding="utf-8")
+    return CertifyConfig(
+        target=str(speaking),
+        prompts=[str(prompts)],
+        server=server.url,
+        model="served",
+        dtype="float32",
+        max_new_tokens=NEW_TOKENS,
+        samples=0,
+    )
+
+
+FORMS = {
+    "token_ids": "token ids",
+    "tokens": "token ids",
+    "ids in logprobs": "token ids",
+    "token_id:": "token ids",
+    "texts": "token texts",
+    "text": "text",
+}
+"""How a server shows its tokens, and how they are known from that."""
+
+
+@pytest.mark.parametrize("shown", FORMS)
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_every_form_of_an_answer_is_read(config, server, shown, endpoint):
+    server.shown = shown
+    report = certify(replace(config, endpoint=endpoint))
+    assert report["verdict"] == "identical", report["reasons"]
+    assert report["engine"]["ids_by"] == [FORMS[shown]]
+    assert report["engine"]["told"] == "fake-1"
+    told = report["greedy"]["engine_tells"]
+    if shown == "token_ids":
+        assert told["log_prob_difference"]["largest"] < 1e-3
+        assert told["tokens_that_it_calls_best"] == told["tokens_with_a_best_one"] == report["greedy"]["tokens"]
+    asked = server.asked[1]
+    assert ("messages" in asked) == (endpoint == "chat") and asked["temperature"] == 0
+    assert "seed" not in asked
+
+
+def test_draws_are_tested_and_those_of_another_temperature_found(config, server):
+    report = certify(replace(config, samples=150, sample_tokens=2, temperature=1.5))
+    assert report["verdict"] == "identical" and report["sampling"]["tests"] > 0
+    asked = server.asked[-1]
+    assert (asked["n"], asked["max_tokens"], asked["top_k"], asked["min_p"]) == (150, 2, -1, 0.0)
+    honest = Server.reply
+
+    def warmer(self, path, body):
+        return honest(self, path, body | {"temperature": body["temperature"] * 2} if body else body)
+
+    server.reply = warmer.__get__(server)
+    report = certify(replace(config, samples=150, sample_tokens=2, temperature=1.5))
+    assert report["verdict"] == "not lossless" and "reject the target's distribution" in report["reasons"][0]
+
+
+def test_a_server_that_gives_one_draw_at_a_time_is_asked_again(config, server):
+    honest = Server.reply
+    server.reply = (lambda self, path, body: honest(self, path, {**body, "n": 1} if body else body)).__get__(server)
+    certify(replace(config, samples=3, sample_prompts=1, seed=7))
+    assert [(body["n"], body["seed"]) for body in server.asked if body.get("temperature")] == [(3, 7), (2, 8), (1, 9)]
+
+
+def test_draws_that_are_text_alone_are_not_tested(config, server):
+    server.shown = "text"
+    report = certify(replace(config, samples=20))
+    assert report["sampling"] is None and report["verdict"] == "identical"
+    assert "gives neither token ids nor log-probabilities" in report["untested"][0]
+
+
+def test_a_server_of_another_model_is_not_lossless(config, server):
+    """Two tokens are exchanged in its LM head."""
+    weight_VD = server.target.model.lm_head.weight
+    a, b = server.tokenizer.encode("ab", add_special_tokens=False)
+    weight_VD.data[[a, b]] = weight_VD.data[[b, a]].clone()
+    try:
+        report = certify(config)
+    finally:
+        weight_VD.data[[a, b]] = weight_VD.data[[b, a]].clone()
+    assert report["verdict"] == "not lossless"
+    assert report["greedy"]["engine_tells"]["log_prob_difference"]["largest"] > 0.1
+    assert report["greedy"]["engine_tells"]["tokens_that_it_calls_best"] == report["greedy"]["tokens"]
+
+
+def test_another_split_of_the_same_text_is_no_divergence():
+    class Pairs:
+        """A tokenizer with a token for a pair of letters, which it always takes."""
+
+        def decode(self, ids):
+            return "".join({256: "ab", 97: "a", 98: "b"}.get(one, "?") for one in ids)
+
+        def encode(self, text, add_special_tokens):
+            found = []
+            while text:
+                found.append(256 if text.startswith("ab") else ord(text[0]))
+                text = text[2 if text.startswith("ab") else 1 :]
+            return found
+
+    class Says(torch.nn.Module):
+        """A model that takes single letters: a, b, b."""
+
+        device = torch.device("cpu")
+        said = iter([97, 98, 98])
+
+        def forward(self, input_ids, past_key_values, use_cache, logits_to_keep):
+            logits = torch.zeros(1, 1, 258)
+            logits[0, 0, next(self.said)] = 1.0
+            return type("Output", (), {"logits": logits, "past_key_values": None})
+
+    tokens, scores = one_token_scores(Says(), [1], [256, 98], LogitsProcessorList(), Pairs())
+    assert tokens == [97, 98, 98] and scores.tokens_TK[:, 0].tolist() == tokens
+
+
+MALFORMED = {
+    "what is no completion": {"choices": []},
+    "what is no completion: ": {"error": "x"},
+    "what is no completion: 'text": "text that is no JSON",
+    "another model": {"choices": [{"token_ids": [5, 10**9]}]},
+    "no completion: \"{'index": {"choices": [{"index": 0, "text": None}]},
+    "other tokens": {"choices": [{"text": "x"}], "prompt_token_ids": [1, 2]},
+    "status 400: .*unknown field": (400, {"error": {"message": "unknown field 'min_p'"}}),
+    "status 500": (500, "down"),
+}
+
+
+@pytest.mark.parametrize("told", MALFORMED)
+def test_malformed_answers_give_one_line(config, server, told):
+    honest = Server.reply
+    server.reply = lambda path, body: MALFORMED[told] if body else honest(server, path, body)
+    with pytest.raises(ValueError, match=told) as caught:
+        certify(config)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_another_name_is_refused_with_those_that_are_served(config):
+    with pytest.raises(ValueError, match=r"does not serve 'other'; choose from served"):
+        certify(replace(config, model="other"))
+
+
+def test_a_server_that_is_not_there_is_told_before_the_model_is_loaded(config, monkeypatch):
+    monkeypatch.setattr(Target, "from_pretrained", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9/v1 cannot be reached"):
+        certify(replace(config, server="http://127.0.0.1:9/v1"))
+
+
+def test_secrets_of_a_url_are_sent_and_shown_nowhere(config, server, tmp_path, capsys):
+    url = f"http://user:{SECRET}@127.0.0.1:{server.port}/v1?key={SECRET}2"
+    report = certify(replace(config, server=url, output=str(tmp_path / "c.json")))
+    assert all(headers["authorization"].startswith("Basic ") for headers in server.headers)
+    assert all(f"key={SECRET}2" in headers["path"] for headers in server.headers)
+    said = capsys.readouterr()
+    pages = (tmp_path / "c.json").read_text() + (tmp_path / "c.md").read_text()
+    assert SECRET not in json.dumps(report) + pages + said.out + said.err
+    server.reply = lambda path, body: (401, {"error": {"message": "no"}})
+    with pytest.raises(ValueError, match="status 401") as caught:
+        certify(replace(config, server=url))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "localhost", "ftp://h/v1", f"http://u:{SECRET}@", f"http://u:{SECRET}@h:port/v1"])
+def test_what_is_no_url_is_refused_without_being_shown(url):
+    with pytest.raises(ValueError, match="server must be a URL") as caught:
+        Address.of(url)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_url_keeps_its_port_and_path():
+    address = Address.of("https://u:p%40w@host:81/some/v1/?a=b")
+    assert (address.base, address.query) == ("https://host:81/some/v1", {"a": "b"})
+    assert "p@w" not in repr(address)
+    assert Address.of("http://[::1]:8000/v1").base == "http://[::1]:8000/v1"
+
+
+def test_the_exit_status_is_the_verdict(monkeypatch):
+    def status(verdict):
+        monkeypatch.setattr(command, "certify", lambda config: {"verdict": verdict})
+        try:
+            command.main(["--target", "t", "--prompts", "p.jsonl"])
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    assert status("identical") == status("identical up to ties") == 0
+    assert status("not lossless") == 1
