@@ -177,7 +177,7 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.scripts.measuring.engines import Prompt
     from headstart.train.data.chat_template import prompt_ids
-    from headstart.train.features.placement import SharedTarget
+    from headstart.train.loading import SharedTarget
     from headstart.train.run_folder import provenance, write_whole
 
     read = read_prompt_files(config.prompts, config.limit)

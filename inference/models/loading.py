@@ -160,7 +160,7 @@ def target_facts(source: str | Path, revision: str | None = None) -> TargetFacts
     except (OSError, ValueError):
         return None
     try:
-        generation = GenerationConfig.from_pretrained(folder, revision=revision)
+        generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
     except OSError:  # most models without a generation config have none; transformers derives it so, too
         generation = GenerationConfig.from_model_config(config)
     text = config.get_text_config()

@@ -244,7 +244,7 @@ def _marked(
         return text, None
     for form in _forms(messages):
         try:
-            (rendered,), (places,) = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[form],
                 tools=tools,
                 chat_template=template,
@@ -253,7 +253,8 @@ def _marked(
             )
         except TEMPLATE_ERRORS:
             continue
-        if rendered == text and places:
+        (own_text,), (places,) = rendered  # of one conversation
+        if own_text == text and places:
             return text, int(places[-1][0])
     return text, None
 

@@ -248,7 +248,6 @@ class _Work:
                 return
             except ValueError as error:
                 self.failure = self.failure or error
-                conversation = None
             else:
                 self._write(conversation)
             async with self.changed:
