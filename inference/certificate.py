@@ -434,7 +434,7 @@ class Surprise:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean, for an exact engine."""
+        """Standard error of the mean, for an exact engine."""
         return math.sqrt(self.variance) / max(self.draws, 1)
 
     def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:

@@ -241,7 +241,7 @@ def _reference_words(dtype: str) -> str:
 def _generate(
     config: CertifyConfig, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Generated, Weights, dict[str, Any]]:
-    """What the engine generates, the target's weights, and what the report says of the engine."""
+    """Let the engine generate; return that, the target's weights, and the report's lines about the engine."""
     from headstart.scripts.measuring.engines import Asked
 
     asked = Asked(
@@ -496,7 +496,7 @@ def _judge(
 
 
 def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the report says of the greedy answers; prompts and tokens are counted from 1."""
+    """Figures of the greedy answers for the report; prompts and tokens are counted from 1."""
     from headstart.scripts.measuring.comparison import quartiles
 
     greedy = judgement.greedy
@@ -546,7 +546,7 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
 def _sampling_figures(
     sampling: SamplingResult, config: CertifyConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """What the report says of the draws; prompts and tokens are counted from 1."""
+    """Figures of the draws for the report; prompts and tokens are counted from 1."""
     from headstart.inference.certificate import ALPHA, POWER
 
     positions = []

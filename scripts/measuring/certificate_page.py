@@ -9,7 +9,7 @@ WEAK = 0.3
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """What a user needs to know, a line for each fact."""
+    """The facts that a user needs, a line for each."""
     greedy = report["greedy"]
     lines = [
         f"greedy: {greedy['exact_answers']} of {greedy['answers']} answers are the target's own; "

@@ -44,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine generated for a prompt."""
+    """An answer that an engine generated."""
 
     tokens: list[int]
     log_probs: list[float] | None = None
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """What every engine is asked for."""
+    """Settings that every engine is asked for."""
 
     new_tokens: int
     """Longest greedy answer."""
