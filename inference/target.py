@@ -29,7 +29,7 @@ from .kv_cache import Pool, StateShape, TreeCache
 from .models.changes import WeightWatch
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
-from .models.interface import ForwardInterface, try_forward
+from .models.interface import CacheInterface, cache_interface, first_block_index
 from .models.loading import (
     MAPS,
     check_model_options,
@@ -297,19 +297,25 @@ class Target:
         return TreeCache(self.state_shapes, batch_size, self.device, tokens, rows, self.pool)
 
     @cached_property
-    def interface(self) -> ForwardInterface:
-        """Arguments and outputs of the model's forward, found by forwards over one token."""
+    def cache_interface(self) -> CacheInterface:
+        """How the model takes and returns its KV cache, found by a forward over one token."""
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return try_forward(self.model, self.info.num_layers, input_ids=token_11)
+        return cache_interface(self.model, input_ids=token_11)
 
     @property
     def state_shapes(self) -> list[StateShape]:
         """Shapes of each layer's keys, then of the values."""
-        return self.interface.state_shapes if self.packed is None else self.packed.state_shapes
+        return self.cache_interface.state_shapes if self.packed is None else self.packed.state_shapes
+
+    @cached_property
+    def first_block_index(self) -> int:
+        """The index of the state after block 0 in `output_hidden_states`, found by forwards over one token."""
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        return first_block_index(self.model, self.info.num_layers, input_ids=token_11)
 
     def hidden_state_indices(self, layers: tuple[int, ...]) -> list[int]:
         """The model's indices of these feature layers, for `output_hidden_states`."""
-        return [self.interface.first_block + layer % self.info.num_layers for layer in layers]
+        return [self.first_block_index + layer % self.info.num_layers for layer in layers]
 
     @cached_property
     def computes_logits(self) -> bool:
@@ -497,7 +503,7 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Logits and features of a forward; this function is compiled."""
         indices = self.hidden_state_indices(layers)
-        given_cache: dict[str, Any] = {self.interface.cache_name: cache}
+        given_cache: dict[str, Any] = {self.cache_interface.name: cache}
         output = (self.packed_model or self.model)(
             input_ids=tokens_BN,
             attention_mask=masks,

@@ -69,6 +69,10 @@ def generate(model, **arguments):
 """Source of the file that makes a head's repository a decoding method of transformers."""
 
 
+FEW_LAYERS = 64
+"""Layers, or heads, that are built in no time, so that a file with too few tensors is told which it lacks."""
+
+
 def load_head(
     source: str | Path,
     target: TargetInfo | None = None,
@@ -298,7 +302,7 @@ def build_unloaded(name: str, options: dict[str, Any], target: TargetInfo, tenso
     """
     for option in ("num_layers", "num_heads"):
         number = options.get(option)
-        if isinstance(number, int) and number > tensors:
+        if isinstance(number, int) and number > max(tensors, FEW_LAYERS):
             raise ValueError(f"{option} is {number}, and the file holds {tensors} tensors: fewer than one for each")
     try:
         with torch.device("meta"):

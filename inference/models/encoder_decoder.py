@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..kv_cache import TreeCache
 from ..target import Target, TargetOutput
 from ..tree import DraftTree
-from .interface import ForwardInterface, try_forward
+from .interface import CacheInterface, cache_interface
 from .loading import config_of
 
 FAMILIES = ("t5", "mt5")
@@ -94,9 +94,9 @@ class Seq2SeqTarget(Target):
         return cache
 
     @cached_property
-    def interface(self) -> ForwardInterface:
+    def cache_interface(self) -> CacheInterface:
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return try_forward(self.model, 0, input_ids=token_11, decoder_input_ids=token_11)
+        return cache_interface(self.model, input_ids=token_11, decoder_input_ids=token_11)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=self.device)
@@ -116,7 +116,7 @@ class Seq2SeqTarget(Target):
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
-        given_cache = {self.interface.cache_name: EncoderDecoderCache(cache, cache.cross_attention)}
+        given_cache = {self.cache_interface.name: EncoderDecoderCache(cache, cache.cross_attention)}
         output = self.model(
             encoder_outputs=self.encoded,
             attention_mask=self.encoded_mask,

@@ -7,7 +7,6 @@ Versions name the KV cache differently (`past_key_values`, then `cache`), and co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,51 +22,65 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 @dataclass(frozen=True)
-class ForwardInterface:
-    """How a model's forward takes and returns its KV cache, and how it counts hidden states."""
+class CacheInterface:
+    """How a model's forward takes and returns its KV cache."""
 
-    cache_name: str
-    """The argument that takes the KV cache, and the output that returns it."""
+    name: str
+    """The argument that takes it, and the output that returns it."""
     state_shapes: list[StateShape]
     """Shapes of each layer's keys, then of the values."""
-    first_block: int
-    """The entry of `hidden_states` with the state after block 0, where `output_hidden_states` lists indices.
-
-    That of block i is `first_block + i`; the last one is the state after the final norm.
-    """
 
 
-def try_forward(model: PreTrainedModel, layers: int, **one_token: Tensor) -> ForwardInterface:
-    """The interface of a decoder with this number of layers, by forwards over one token.
-
-    Args:
-        model: a causal LM, or an encoder-decoder.
-        layers: number of blocks that `output_hidden_states` tells of; 0 not to ask for states.
-        one_token: the inputs, such as `input_ids` [1, 1].
+def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterface:
+    """The interface of a model's cache, by a forward over one token, such as `input_ids` [1, 1].
 
     Raises:
-        ValueError: the model has no cache that it returns and takes by one name, or its hidden states are not those of
-            its blocks.
+        ValueError: the model has no cache that it returns and takes by one name.
     """
     with torch.no_grad():
         output = model(**one_token, use_cache=True)
-        cache_name = _cache_name(model, output)
-        cache = output[cache_name]
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        states = [layer.keys for layer in cache.layers]
-        states += [layer.values for layer in cache.layers]
-        shapes = [StateShape(state.shape[1], state.shape[3], state.dtype, state.device) for state in states]
+    name = _cache_name(model, output)
+    cache = output[name]
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    states = [layer.keys for layer in cache.layers]
+    states += [layer.values for layer in cache.layers]
+    shapes = [StateShape(state.shape[1], state.shape[3], state.dtype, state.device) for state in states]
+    return CacheInterface(name, shapes)
 
-        def hidden_states(chosen: bool | list[int]) -> tuple[Tensor | None, ...]:
-            """The states that a forward returns for this choice of `output_hidden_states`."""
+
+def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) -> int:
+    """The entry of `hidden_states` with the state after block 0, where `output_hidden_states` lists indices.
+
+    That of block i is i entries on; the last one is the state after the final norm. Found by comparing with the states
+    that a forward over one token returns if all are asked for.
+
+    Raises:
+        ValueError: the model's hidden states are not those of its `layers` blocks.
+    """
+
+    def hidden_states(chosen: bool | list[int]) -> tuple[Tensor | None, ...]:
+        """The states that the forward returns for this choice of `output_hidden_states`."""
+        with torch.no_grad():
             returned: tuple[Tensor | None, ...] = model(
                 **one_token, use_cache=False, output_hidden_states=chosen
             ).hidden_states
-            return returned
+        return returned
 
-        first_block = _first_block(type(model).__name__, layers, hidden_states) if layers else 0
-    return ForwardInterface(cache_name, shapes, first_block)
+    everything = hidden_states(True)  # the embedding, then the state after each block
+    if len(everything) == layers + 1:
+        # Both ways of counting return all entries up to the last one, with None where a state was not asked for.
+        index = len(hidden_states([0])) - layers
+        if index in (0, 1):
+            state = hidden_states([index])[index]
+            expected = everything[1]
+            if state is not None and expected is not None and _same(state, expected):
+                return index
+    raise ValueError(
+        f"{type(model).__name__} returns {len(everything)} hidden states for {layers} blocks, and with "
+        "output_hidden_states=[index] none of them is the state after the first block, so features of its blocks "
+        "cannot be found"
+    )
 
 
 def filled_cache(inputs: dict[str, Any]) -> Cache | None:
@@ -94,22 +107,6 @@ def _cache_name(model: PreTrainedModel, output: Any) -> str:
     raise ValueError(
         f"{name} returns its KV cache as {returned[0]!r} and takes none of that name; its forward takes "
         f"{', '.join(taken)}"
-    )
-
-
-def _first_block(name: str, layers: int, hidden_states: Callable[[bool | list[int]], tuple[Any, ...]]) -> int:
-    """The entry of the state after block 0 where indices are listed, compared with the states that are all returned."""
-    everything = hidden_states(True)  # the embedding, then the state after each block
-    if len(everything) == layers + 1:
-        # Both ways of counting return all entries up to the last one, with None where a state was not asked for.
-        index = len(hidden_states([0])) - layers
-        if index in (0, 1):
-            state = hidden_states([index])[index]
-            if state is not None and _same(state, everything[1]):
-                return index
-    raise ValueError(
-        f"{name} returns {len(everything)} hidden states for {layers} blocks, and with output_hidden_states=[index] "
-        "none of them is the state after the first block, so features of its blocks cannot be found"
     )
 
 

@@ -258,9 +258,12 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
     literal = tree.startswith("[")
     if literal or Path(tree).is_file():
         try:
-            return TreeShape.from_paths(json.loads(tree if literal else Path(tree).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, TypeError) as error:
+            paths = json.loads(tree if literal else Path(tree).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
             raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}") from error
+        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+            raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]")
+        return TreeShape.from_paths(paths)
     raise ValueError(
         f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, a JSON "
         "file of paths, or drawn: or independent: and one of these that is not dynamic, or stop:0.4: and a chain"

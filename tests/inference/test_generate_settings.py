@@ -393,7 +393,7 @@ def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, v
 def test_a_started_cache_and_embeddings_are_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     method = custom_generate(a_head(target))
-    name = target.interface.cache_name
+    name = target.cache_interface.name
     with torch.no_grad():
         cache = target.model(ROWS[0][None], use_cache=True)[name]
     with pytest.raises(ValueError, match="a KV cache with 3 tokens cannot be continued"):

@@ -369,6 +369,8 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, rate, tokenize
         settings["suppress_tokens"] = [UNSAID, *settings.get("suppress_tokens", ())]
     suppressed = [*settings.get("suppress_tokens", ()), *settings.get("begin_suppress_tokens", ())]
     assume(chosen["forced_eos_token_id"] not in suppressed)  # a token both forced and forbidden leaves none
+    if chosen["no_repeat_ngram_size"] == 1:  # each token once: there must be enough of them
+        assume(max(case["lengths"]) + chosen["max_new_tokens"] + len(set(suppressed)) + 1 < VOCAB)
     if "stop_strings" in settings:
         settings["tokenizer"] = tokenizer
     rows = [

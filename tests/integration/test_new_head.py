@@ -194,7 +194,7 @@ def test_without_its_row_a_head_is_unknown(
         listed.setitem(HEADS, "bigram", BigramHead)
         save_head(build_head("bigram", {}, tiny_target(vocab_size=VOCAB).info), tmp_path / "head", CheckpointMetadata())
     known = re.escape(", ".join(sorted(HEADS)))
-    with pytest.raises(ValueError, match=f"^unknown head 'bigram'; choose from {known}$"):
+    with pytest.raises(ValueError, match=rf"config\.json: unknown head 'bigram'; choose from {known}$"):
         load_head(tmp_path / "head")
 
 

@@ -16,6 +16,7 @@ from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts.demo import Budget, DemoConfig, demo
+from headstart.train.data import answers
 from headstart.train.data import self_made as selfmade
 
 LIKELY = {"<|im_end|>": 0.05, **dict.fromkeys("abcdefghijklmnopqrst", 0.05)}
@@ -36,7 +37,8 @@ def talker(talking):
 def config(talker, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "say a word"}\n')
-    monkeypatch.setattr(selfmade, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
+    for module in (selfmade, answers):
+        monkeypatch.setattr(module, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
     return DemoConfig(
         minutes=1, target=str(talker), output=str(tmp_path / "demo"), prompts=str(prompts), head=str(talker / "head")
     )
@@ -59,9 +61,9 @@ SLOW = """
 import functools, sys, time
 from transformers import LlamaForCausalLM
 from headstart.scripts.__main__ import main
-from headstart.train.data import self_made
+from headstart.train.data import answers, self_made
 from headstart.train.console import console
-self_made.distinct_share = lambda _: 1.0
+answers.distinct_share = self_made.distinct_share = lambda _: 1.0
 stage, rule, forward, slow = sys.argv.pop(1), console.rule, LlamaForCausalLM.forward, []
 
 def told(title):

@@ -620,7 +620,7 @@ def test_a_second_start_tokenizes_nothing_and_sigterm_to_the_group_stops_a_run_w
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped at step" in said
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.train.data.token_cache.encode", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr("headstart.train.data.token_cache.whole_sequences", lambda *_: pytest.fail("tokenized again"))
         train(changed(options, data={"workers": 1}))
     assert same_outcome(folder, undisturbed)
 

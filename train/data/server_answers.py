@@ -326,7 +326,7 @@ class _Work:
         except ValueError as error:
             raise _ServerFailed(
                 f"{server.name} answered prompt {number} with {_shown(sent)}, which is no chat completion: {error}"
-            ) from error
+            ) from None  # the error itself holds what the server sent
         if reply.is_empty:
             return None
         gives_tokens = self.tokenizer is not None and bool(reply.prompt and reply.tokens)

@@ -75,7 +75,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     set_model_state_dict(model, weights, options=options)
     target = Target(model.eval().requires_grad_(False), str(config.target))
     target.provenance = broadcast_object_list(provenance)[0]
-    target.interface  # noqa: B018  # by forwards, for which all processes must be here
+    target.first_block_index  # noqa: B018  # by forwards, for which all processes must be here
     return target
 
 

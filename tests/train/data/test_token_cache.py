@@ -270,7 +270,9 @@ def test_a_limit_on_what_is_held_out_counts(config, opened, changed):
 
 def test_a_run_that_began_before_there_was_a_limit_goes_on_without_one(config, changed):
     assert as_begun(config) == config
-    (Path(config.output) / "checkpoints" / "step-00000001").mkdir(parents=True)
+    checkpoint = Path(config.output) / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text("{}")
     options = dataclasses.asdict(config)
     for before, limit in (({"held_out_limit": 7}, 1000), ({}, None)):
         del options["data"]["held_out_limit"]

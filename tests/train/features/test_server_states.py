@@ -43,6 +43,7 @@ def served(target, examples, tmp_path):
     folder = tmp_path / "served"
     folder.mkdir()
     seen = []
+    assert target.first_block_index == 1  # found by forwards of its own, once
     hooks = [target.modules.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))]
     hooks += [
         block.register_forward_pre_hook(lambda module, given, **_: seen.append(given[0]), with_kwargs=False)
