@@ -200,6 +200,15 @@ class TreeCache(Cache):
             after_LBGSE = block[:, : len(unused_BS), :, shortest : self.capacity]
             after_LBGSE.masked_fill_(unused_BS.to(block.device)[None, :, None, :, None], 0)
 
+    def erase_next(self, count: int) -> None:
+        """Zero the `count` slots after each row's committed tokens, without asking the device for their number."""
+        if count <= 0:
+            return
+        slots_BC = self.lengths_B[:, None] + counting(count, self.lengths_B.device)
+        rows_B1 = counting(len(slots_BC), self.lengths_B.device, column=True)
+        for block in self.blocks:
+            block[:, rows_B1.to(block.device), :, slots_BC.to(block.device)] = 0
+
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only; an index may repeat."""
         rows = len(rows_R)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -244,6 +245,10 @@ def score_accepted(
     """
     rows, tokens_BN = sequences.active, tree.tokens_BN.tolist()  # sync: these processors run on the host
     scored: list[list[int]] = [[0] for _ in rows]  # the nodes of each row's path so far
+
+    def score(slot: int, i: int) -> Tensor:
+        return scores_BNV[slot, scored[slot][i]]
+
     growing = list(range(len(rows)))
     while growing:
         result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
@@ -255,7 +260,7 @@ def score_accepted(
             if lengths[slot] == known:
                 continue
             more = [tokens_BN[slot][node] for node in path[1 : known + 1]]
-            if sequences.ends(row, more, scores_BNV[slot], scored[slot][-1]):
+            if sequences.ends(row, more, partial(score, slot)):
                 continue
             node = path[known]
             text_T = sequences.text(row, more)

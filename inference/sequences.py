@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -68,8 +69,8 @@ class Sequences:
         prompt = self.prompts[row]
         return torch.cat([prompt, torch.tensor([*self.rows[row], *more], dtype=prompt.dtype, device=prompt.device)])
 
-    def ends(self, row: int, tokens: list[int], scores_NV: Tensor, node: int | Tensor) -> bool:
-        """Whether the row ends with the last of `tokens`, which follow its new tokens; its scores are those of `node`.
+    def ends(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> bool:
+        """Whether the row ends with the last of `tokens`, which follow its new tokens; the i-th has scores_of(i), [V].
 
         To be asked about one token after the other, as often as needed: each criterion is asked once.
         """
@@ -79,7 +80,7 @@ class Sequences:
             if self.criteria:
                 scores = None
                 if self.scores is not None:  # as transformers passes them: all so far, in float32
-                    self._shown_scores[row] += (scores_NV[node][None].float(),)
+                    self._shown_scores[row] += (scores_of(len(tokens) - 1)[None].float(),)
                     scores = self._shown_scores[row]
                 text_1T = self.text(row, tokens)[None]
                 found = [bool(criterion(text_1T, scores)) for criterion in self.criteria]  # as there, all of them
@@ -114,11 +115,15 @@ class Sequences:
         Raises:
             ValueError: the target's scores after the newest token are invalid, and why.
         """
+
+        def score(slot: int, i: int) -> Tensor:
+            return scores_BNV[slot, step.path_BA[slot, i]]
+
         for slot, (row, tokens) in enumerate(zip(rows, step.tokens, strict=True)):
             if not tokens:
                 root = step.path_BA[slot, 0]
                 self._refuse(row, step.output.logits_BNV[slot, root], scores_BNV[slot, root])
-            count = self._append(row, tokens, scores_BNV[slot], step.path_BA[slot])
+            count = self._append(row, tokens, partial(score, slot))
             for kept, values_BNV in ((self.scores, scores_BNV), (self.logits, step.output.logits_BNV)):
                 if kept is not None:
                     kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
@@ -128,11 +133,11 @@ class Sequences:
         for callback in self.callbacks:
             callback(self)
 
-    def _append(self, row: int, tokens: list[int], scores_NV: Tensor, path_A: Tensor) -> int:
-        """Append tokens, whose scores are those of the path's nodes, up to where the row ends; return how many."""
+    def _append(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> int:
+        """Append tokens, of which the i-th has scores_of(i), up to where the row ends; return how many."""
         count = 0
         for count in range(1, len(tokens) + 1):
-            if self.ends(row, tokens[:count], scores_NV, path_A[count - 1]):
+            if self.ends(row, tokens[:count], scores_of):
                 self.ended.add(row)
                 self.leaving.add(row)
                 break

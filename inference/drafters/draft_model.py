@@ -31,6 +31,8 @@ class AssistantState:
     """Tokens of the longest row."""
     root_BV: Tensor
     """Logits after the newest token."""
+    nodes: int
+    """Nodes of the largest draft tree."""
     seen_BWM: Tensor | None = None
     """Attention mask of the newest frontier over the drafted nodes; None before the root was expanded."""
     depths_BM: Tensor | None = None
@@ -44,6 +46,7 @@ class AssistantState:
         if tokens is None:
             return self
         self.cache.lengths_B = self.cache.lengths_B.clamp(max=tokens)
+        self.cache.erase_uncommitted(tokens)
         return dataclasses.replace(self, longest=min(self.longest, tokens))
 
     def replace(self, rows_R: Tensor, other: AssistantState) -> AssistantState:
@@ -76,7 +79,7 @@ class AssistantModel:
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
     ) -> AssistantState:
         root_BV = torch.zeros(batch_size, self.draft_vocab_size, dtype=self.model.dtype, device=self.model.device)
-        return AssistantState(self.model.new_cache(batch_size), 0, root_BV)
+        return AssistantState(self.model.new_cache(batch_size), 0, root_BV, nodes)
 
     def observe(
         self, state: AssistantState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
@@ -88,20 +91,16 @@ class AssistantModel:
         # After a chunk of a prompt there is always more, so its logits are not wanted.
         wanted = accepted <= self.max_depth + 2
         kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
+        cache = state.cache
+        # The drafts of the round before may hold NaN, which a weight of 0 does not remove.
+        cache.erase_next(min(state.nodes, cache.capacity - state.longest))
+        output = self.model.forward_chain(within(self.model, tokens_BA), state.longest, cache, (), kept_K)
+        cache.advance(lengths_B)
         root_BV = state.root_BV
-        for _ in range(2):
-            output = self.model.forward_chain(within(self.model, tokens_BA), state.longest, state.cache, (), kept_K)
-            if wanted:
-                root_BV = output.logits_BNV.take_along_dim(last_B1[..., None], dim=1)[:, 0, : self.draft_vocab_size]
-            # sync: right after the loop's own, for which all has been computed
-            before_B = state.cache.lengths_B
-            read = torch.stack([before_B.min(), (before_B + lengths_B).max(), root_BV.isnan().any().long()])
-            shortest, longest, spoiled = read.tolist()
-            if not spoiled:
-                break
-            state.cache.erase_uncommitted(shortest)  # the drafts of the round before may hold NaN
-        state.cache.advance(lengths_B)
-        return AssistantState(state.cache, longest, root_BV)
+        if wanted:
+            root_BV = output.logits_BNV.take_along_dim(last_B1[..., None], dim=1)[:, 0, : self.draft_vocab_size]
+        longest = int(cache.lengths_B.max())  # sync: right after the loop's own, for which all has been computed
+        return AssistantState(cache, longest, root_BV, state.nodes)
 
     def expand(self, state: AssistantState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, AssistantState]:
         batch, width = tokens_BW.shape
