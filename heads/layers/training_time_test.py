@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
@@ -191,10 +192,15 @@ def by_flex(
     """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
     whole_rows = test.sequences_BT is None
     mask = _causal_blocks(query_BHTE.shape[2], query_BHTE.device) if whole_rows else test.block_mask
-    out_BHTE, more = attention(
-        query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
-    return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, more.lse, *keys[1:], *values[1:])
+    out_BHTE, more = attention(query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse())
+    lse_BHT = more if isinstance(more, Tensor) else more.lse
+    return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
+
+
+def _with_lse() -> dict[str, Any]:
+    """The option by which flex_attention returns the log-sum-exp of scores; torch 2.8 has an older one."""
+    request = getattr(flex_module, "AuxRequest", None)
+    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
 def _spread(states_BGTE: Tensor, heads: int) -> Tensor:
