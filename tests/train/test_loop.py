@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import errno
 import hashlib
+import importlib.metadata
 import json
 import os
 import random
@@ -110,7 +111,7 @@ def test_a_runs_folder_holds_its_options_its_log_and_heads_that_load(undisturbed
         best = max(trees, key=lambda tree: trees[tree]["acceptance_length"])
         assert tree_policy(metadata.tree).size == trees[best]["nodes"]
         assert metadata.training["config"]["optim"]["lr"] == options.optim.lr
-        assert metadata.training["versions"]["torch"] == torch.__version__
+        assert metadata.training["versions"]["torch"] == importlib.metadata.version("torch")
         assert {"hardware", "git_revision"} <= metadata.training.keys()
         assert (undisturbed / name / "README.md").is_file()
 
