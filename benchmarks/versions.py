@@ -28,6 +28,10 @@ VERSIONS = {
     "newest": ("transformers", "torch"),
 }
 """What to install, by name of the environment: the lower bounds of pyproject.toml, what peers pin, the newest."""
+SHOWN = 20
+"""Lines of a version's errors that are printed."""
+FACTS = "tests/integration/test_versions.py"
+"""Tests that save features and counts."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 
@@ -53,27 +57,23 @@ def install(name: str, requirements: list[str], log: Path) -> Path:
 
 
 def run_tests(python: Path, facts: Path, reference: Path | None, log: Path, jobs: str) -> str:
-    """Run the tests; return pytest's last line."""
+    """Run the tests and save the version's facts; return pytest's last lines.
+
+    Without a `reference` to compare with, only the tests that save facts run: the others are those of `make test`.
+    """
     facts.unlink(missing_ok=True)
     environment = os.environ | {"HEADSTART_FACTS": str(facts), "OMP_NUM_THREADS": "1"}
+    pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=600"]
+    commands = [[*pytest, FACTS]]  # by one process, which writes a file
     if reference is not None:
         environment["HEADSTART_REFERENCE"] = str(reference)
-    serial = [
-        str(python),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--timeout=600",
-        "tests/integration/test_versions.py",
-    ]
-    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.versions" in path.read_text()]
-    others = [str(path.relative_to(ROOT)) for path in marked if path.name != "test_versions.py"]
-    parallel = [*serial[:-1], "-m", "versions", "-n", jobs, *others]
+        marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.versions" in path.read_text()]
+        names = [str(path.relative_to(ROOT)) for path in marked]
+        names.remove(FACTS)
+        commands.append([*pytest, "-m", "versions", "-n", jobs, *names])
     lines = []
     with log.open("a") as output:
-        for command in (serial, parallel):  # facts are written by one process
+        for command in commands:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             output.write(done.stdout + done.stderr)
             lines.append(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output")
@@ -124,6 +124,8 @@ def main() -> None:
         result = run_tests(python, facts, reference, log, options.jobs)
         rows.append(row(python, name, facts, result))
         print(rows[-1], f"({time.monotonic() - began:.0f} s; {log})", flush=True)
+        wrong = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+        print("".join(f"{line}\n" for line in wrong[:SHOWN]), end="", flush=True)
         failed |= "failed" in result or "error" in result or "passed" not in result
     print("\n| | transformers | torch | Python | tests | features | rounds of the shipped head |\n" + "|---" * 7 + "|")
     print("\n".join(rows))
