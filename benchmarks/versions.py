@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-versions"
 VERSIONS = {
-    "oldest": ("transformers==5.10.1", "torch==2.8.0", "huggingface_hub==1.5.0", "safetensors==0.4.3", "numpy==1.26.4"),
+    "oldest": ("transformers==5.10.1", "torch==2.8.0", "huggingface_hub==1.5.0", "safetensors==0.4.3", "numpy==2.0.2"),
     "5.17": ("transformers==5.17.0", "torch==2.11.0"),
     "5.19": ("transformers==5.19.0", "torch==2.13.0"),
     "5.23": ("transformers==5.23.0", "torch==2.13.0"),
