@@ -38,6 +38,7 @@ from ..inference.tuning.machine import measured_once, positive, seconds_in_turns
 from .config import TrainConfig, dtype_of
 from .console import Stopped, StopRequest
 from .data.batches import Share
+from .optim import check_muon
 
 GROUPS: list[Any] = []
 """Process groups that were joined. DDP drops its own reference while it holds Python's lock: if that were the last one,
@@ -107,6 +108,8 @@ def check_engine(engine: str, config: TrainConfig) -> None:
         raise ValueError(
             "ZeRO-3 saves nothing here: the losses read the whole head in every forward; choose ZeRO-2 or FSDP2"
         )
+    if config.optim.name == "muon":
+        check_muon()
     if engine not in ("one process", "DDP") and config.optim.name == "muon":
         raise ValueError(
             f"Muon needs whole matrices, which {engine} shards; choose optim.name adamw, one process or DDP"

@@ -6,14 +6,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from .config import OptimConfig
 
+Muon: Any = getattr(torch.optim, "Muon", Optimizer)
+"""Torch's Muon, since torch 2.9; `check_muon` refuses it before that."""
 
-class Float32Muon(Muon):
+
+def check_muon() -> None:
+    """Refuse Muon with a torch that has none.
+
+    Raises:
+        ValueError: naming the version that is needed and the one that is installed.
+    """
+    if Muon is Optimizer:
+        raise ValueError(
+            f"optim.name muon needs torch 2.9 or newer, and {torch.__version__} is installed; choose optim.name adamw"
+        )
+
+
+class Float32Muon(Muon):  # type: ignore[misc]
     """Torch's Muon, iterated in float32: a hundred times faster on a CPU that emulates bfloat16 products."""
 
     @torch.no_grad()
@@ -53,6 +68,7 @@ class MuonAdamW(Optimizer):
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], config: OptimConfig) -> None:
         self.parts: dict[str, Optimizer] = {}
         if matrices:
+            check_muon()
             emulated = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
             in_float32 = emulated and all(matrix.device.type == "cpu" for matrix in matrices)
             self.parts["muon"] = (Float32Muon if in_float32 else Muon)(

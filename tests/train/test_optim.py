@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 
 from headstart.heads import HEADS, build_head
+from headstart.train import optim
 from headstart.train.config import OptimConfig
 from headstart.train.console import Stopped
 from headstart.train.loop import train
@@ -191,3 +192,11 @@ def test_muon_iterates_in_float32_where_bfloat16_is_emulated(supported, wanted, 
     for device, kind in (("cpu", wanted), ("meta", torch.optim.Muon)):
         matrices = [torch.nn.Parameter(torch.zeros(2, 2, device=device))]
         assert type(MuonAdamW(matrices, [], MUON).parts["muon"]) is kind
+
+
+def test_muon_is_refused_with_a_torch_that_has_none(monkeypatch):
+    monkeypatch.setattr(optim, "Muon", torch.optim.Optimizer)
+    with pytest.raises(
+        ValueError, match=r"muon needs torch 2\.9 or newer, and .* is installed; choose optim\.name adamw"
+    ):
+        optim.check_muon()
