@@ -28,11 +28,11 @@ def check_muon() -> None:
         )
 
 
-class Float32Muon(Muon):  # type: ignore[misc]
+class Float32Muon(Muon):
     """Torch's Muon, iterated in float32: a hundred times faster on a CPU that emulates bfloat16 products."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         assert closure is None
         for group in self.param_groups:
             matrices: list[Tensor] = []
@@ -81,7 +81,7 @@ class MuonAdamW(Optimizer):
         self.param_groups = groups  # the parts' own, not copies: a schedule changes them
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         assert closure is None
         for part in self.parts.values():
             part.step()
