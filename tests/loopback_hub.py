@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             known = repo in self.server.repos
             self.server.repos.setdefault(repo, {})
             self.server.commits.setdefault(repo, [hashlib.sha1(repo.encode()).hexdigest()])
-            if asked.get("visibility") == "private":
+            if asked.get("visibility") == "private" or asked.get("private"):  # the client of version 1 says it so
                 self.server.private.add(repo)
             self.answer({"url": f"{self.server.url}/{repo}"}, 409 if known else 200)
         elif self.path == "/api/validate-yaml":

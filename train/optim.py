@@ -81,7 +81,7 @@ class MuonAdamW(Optimizer):
         self.param_groups = groups  # the parts' own, not copies: a schedule changes them
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for part in self.parts.values():
             part.step()
