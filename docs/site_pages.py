@@ -105,4 +105,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links to folders beside docs/ hold in the repository, and on the site, where `on_files` puts them into it."""
-    return markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../examples/", "](examples/")
+    markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../examples/", "](examples/")
+    return markdown.replace("](../docs/", "](../")  # of pages of benchmarks/
