@@ -18,9 +18,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import headstart.train.data.server_answers  # noqa: F401  # its imports are not measured
 from headstart.inference import load_tokenizer
 from headstart.train.config import SelfMadeConfig
-from headstart.train.data import server_answers  # noqa: F401  # its imports are not measured
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.self_made import make_conversations
 
