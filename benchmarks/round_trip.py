@@ -50,7 +50,7 @@ def answer_length(row: dict[str, Any]) -> int:
 
 
 def difference(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], stripped: bool) -> str:
-    """What is different after the way through text; "none" if nothing is."""
+    """The difference that the way through text makes, in words; "none" without one."""
     written = [token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own]
     messages = row["messages"]
     if stripped:
