@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers.draft_cache import DraftCache, KVEntries, counting
+from .layers.constants import counting
+from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import check_ids
 
 LONGEST_DRAFT = 1024
@@ -176,10 +177,6 @@ class DraftState:
     confidence_BW: Tensor | None = field(default=None, kw_only=True)
     """Logits of a head's own estimate of its acceptance rate after each node of the frontier, if it makes one."""
     cache: DraftCache | None = field(default=None, kw_only=True)
-
-    def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors, without those of the cache, each with its dimension that differs between generations: the batch."""
-        return [(value, 0) for value in vars(self).values() if isinstance(value, Tensor)]
 
     def select(self, rows_R: Tensor) -> Self:
         """The state of some rows."""

@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..heads.layers.draft_cache import counting
+from ..heads.layers.constants import counting
 from .logits import Sampler
 from .tree import DraftTree
 from .tuning.tree_spec import TreeKind

@@ -187,23 +187,19 @@ def _decode_with(
     from headstart.inference import SpeculativeLM
     from headstart.scripts.measuring.comparison import answer_settings, in_turns
 
-    compiled = config.compile is True
     engines = {
-        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.modules, compiled))
+        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.modules))
         for policy in policies
     }
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
+def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules) -> Drafter:
     """Build the drafter of a tree, once for each, so that nothing is compiled twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 
-    drafter = tree_drafter(head, policy, modules)
-    if compiled:
-        drafter.compile()
-    return drafter
+    return tree_drafter(head, policy, modules)
 
 
 def explain_chains(config: TreeConfig) -> list[Explained]:
@@ -220,6 +216,5 @@ def explain_chains(config: TreeConfig) -> list[Explained]:
         raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
     target, draft = lm.target, lm.drafter.head
     lengths = range(1, min(draft.max_depth, LONGEST) + 1)
-    compiled = target.graph is not None
-    chains = {length: _drafter(draft, TreeShape.chain(length), target.modules, compiled) for length in lengths}
+    chains = {length: _drafter(draft, TreeShape.chain(length), target.modules) for length in lengths}
     return explain(target, draft, chains, prompts, answer_settings(config.max_new_tokens, config.temperature))

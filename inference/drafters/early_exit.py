@@ -69,7 +69,7 @@ class EarlyExitChain(HeadDrafter):
         longest = self.depth if self.budget is None else min(self.depth, self.budget // len(roots_B) - 1)
         gumbel_BKD = self.gumbel_noise(longest) if self._gumbel is not None and longest > 0 else None
         for depth in range(longest):
-            logits_B1V, state = self.head.expand(state, tokens[-1][:, None], parents_B1)
+            logits_B1V, state = self.runner(self.head.expand, (), state, tokens[-1][:, None], parents_B1)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
             estimated_BW = getattr(state, "confidence_BW", None)  # which other models' states lack

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM, loop
+from headstart.inference import SpeculativeLM
 from headstart.inference.sequences import Sequences
 
 VOCAB = 20
@@ -49,7 +49,7 @@ def prompts(count, vocab=VOCAB):
 @pytest.mark.parametrize(("tree", "apart"), [("chain:3", 1), ("dynamic:9:3:3", 64)])
 def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""
-    monkeypatch.setattr(loop, "APART_ON_CPU", apart)
+    monkeypatch.setattr(target.engine, "least_padding", apart)
     rows = prompts(11)
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
     settings |= {"pad_token_id": 0}

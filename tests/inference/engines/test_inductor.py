@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.compiled import cpu_kernels
-from headstart.inference.compiled import graphs as compiled
-from headstart.inference.compiled.graphs import CompiledFunction
+from headstart.inference.engines import cpu_kernels
+from headstart.inference.engines import inductor as compiled
+from headstart.inference.engines.inductor import CompiledFunction
 from headstart.inference.drafters.by_name import make_drafter
 
 CPU = torch.device("cpu")
