@@ -254,7 +254,7 @@ def holds_tensors(value: Any) -> bool:
         return False
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
-        if isinstance(part, Tensor | list | CACHES) or holds_tensors(part):
+        if isinstance(part, (Tensor, list, *CACHES)) or holds_tensors(part):
             return True
     return False
 
@@ -288,9 +288,14 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         if target.data_ptr() == tensor.data_ptr() or not tensor.nbytes:
             continue
         if tensor.is_contiguous():
-            to.append(target.view(-1).view(torch.uint8))
-            source.append(tensor.view(-1).view(torch.uint8))
+            to.append(as_bytes(target))
+            source.append(as_bytes(tensor))
         else:
             target.copy_(tensor)
     if to:
         torch._foreach_copy_(to, source)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes, in a row."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
