@@ -33,7 +33,16 @@ CACHES = (TreeCache, DraftCache)
 
 
 class Graph(Protocol):
-    """A recording of the operations of one call."""
+    """A recording of the operations of one call.
+
+    Graphs of one pool share memory: a replay overwrites what others of the pool returned.
+    """
+
+    def __init__(self, pool: Any, device: torch.device) -> None: ...
+
+    @staticmethod
+    def new_pool() -> Any:
+        """A pool, to be used as long as one of its graphs exists."""
 
     def record(self, call: Callable[[], Any]) -> Any:
         """Record a call, without running its operations, and return its result, which has no values yet."""
@@ -43,12 +52,16 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph. Those of one `pool` share memory: each may overwrite what another returned."""
+    """A CUDA graph."""
 
-    def __init__(self, pool: str, device: torch.device) -> None:
+    def __init__(self, pool: Any, device: torch.device) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.stream, pools = _recording_place(device)
-        self.pool = pools.setdefault(pool, torch.cuda.graph_pool_handle())
+        self.pool = pool
+        self.stream = _recording_stream(device)
+
+    @staticmethod
+    def new_pool() -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Any]) -> Any:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -77,12 +90,12 @@ class CudaGraph:
 
 
 @functools.cache
-def _recording_place(device: torch.device) -> tuple[torch.cuda.Stream, dict[str, Any]]:
-    """The stream on which graphs of a device are recorded, whose workspaces they share, and their memory pools."""
-    return torch.cuda.Stream(device), {}
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which graphs of a device are recorded, which share its workspaces."""
+    return torch.cuda.Stream(device)
 
 
-GRAPHS: dict[str, Callable[[str, torch.device], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, type[Graph]] = {"cuda": CudaGraph}
 """What records, by type of device."""
 
 
@@ -117,6 +130,8 @@ class GraphRunner(Runner):
         self.left_by: dict[int, Callable[..., Any]] = {}
         """By the address of a large result, the function whose recording left it there."""
         self.unrecordable: set[Any] = set()
+        self.pools: dict[Callable[..., Any], Any] = {}
+        """Memory of each function's recordings."""
 
     def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
         """The result of `function(*fixed, *inputs)`; see `Runner`. It is valid until the function is called again."""
@@ -164,6 +179,7 @@ class GraphRunner(Runner):
         self.recordings.clear()
         self.called.clear()
         self.left_by.clear()
+        self.pools.clear()
 
     def _left_elsewhere(self, tensor: Tensor, function: Callable[..., Any]) -> Hashable:
         """Where a large tensor lies that a recording of another function has left, and will leave there again.
@@ -190,7 +206,10 @@ class GraphRunner(Runner):
             for tensor, place in zip(given.tensors, read_in_place, strict=True)
         ]
         rebuilt = given.rebuilt(own)
-        graph = GRAPHS[self.device.type](getattr(function, "__qualname__", ""), self.device)
+        make_graph = GRAPHS[self.device.type]
+        if function not in self.pools:
+            self.pools[function] = make_graph.new_pool()
+        graph = make_graph(self.pools[function], self.device)
         with recording() as used, restored(fixed):
             result = graph.record(lambda: function(*fixed, *rebuilt))
         return Recording(graph, own, result, (function, fixed, rebuilt, used))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -231,24 +232,41 @@ def _transferred(source: torch.Tensor, to: torch.device) -> None:
         _note("uploads")
 
 
+class SimPool:
+    """Memory that recordings share."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[SimGraph] = weakref.WeakSet()
+        self.order = 0
+        self.used = False
+
+
 class SimGraph:
     """A recording of operations, as strict as a CUDA graph: it is replayed on the memory that it was recorded with.
 
-    While it records it refuses to wait, to upload, to draw random numbers, and to use a number of the host's that lies
-    in a tensor. What the operations write to is set back afterwards, and what they make holds nothing usable before the
-    first replay.
+    While it records it refuses to wait, to upload and to draw random numbers. What the operations write to is set back
+    afterwards, and what they make holds nothing usable before the first replay. Nor does what was made by graphs that
+    were recorded in the same pool later, once this one is replayed: there it may lie on what this one uses meanwhile.
+    A pool whose graphs are all gone must not be used again.
     """
 
-    def __init__(self, pool: str, device: torch.device) -> None:
+    def __init__(self, pool: SimPool, device: torch.device) -> None:
+        self.pool = pool
         self.steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self.made: dict[int, torch.Tensor] = {}
         """Tensors that the operations make, by the address of their memory."""
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Tensors from outside that they write to, with what these held."""
 
+    @staticmethod
+    def new_pool() -> SimPool:
+        return SimPool()
+
     def record(self, call: Callable[[], Any]) -> Any:
         global _recorder
         assert _recorder is None
+        assert not self.pool.used or len(self.pool.graphs) > 0, "a pool must not outlive its graphs"
+        self.pool.used = True
         _recorder = self
         try:
             return call()
@@ -256,8 +274,14 @@ class SimGraph:
             _recorder = None
             for tensor, held in self.before.values():
                 tensor.copy_(held)
-            for tensor in self.made.values():
-                tensor.fill_(POISON.get(tensor.dtype, 2**40) if tensor.dtype != torch.bool else True)
+            self.pool.order += 1
+            self.order = self.pool.order
+            self.pool.graphs.add(self)
+            self.poison()
+
+    def poison(self) -> None:
+        for tensor in self.made.values():
+            tensor.fill_(POISON.get(tensor.dtype, 2**40) if tensor.dtype != torch.bool else True)
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -284,6 +308,9 @@ class SimGraph:
 
     def replay(self) -> None:
         _note("launches")
+        for graph in list(self.pool.graphs):
+            if graph.order > self.order:
+                graph.poison()
         for func, args, kwargs, new in self.steps:
             result = func(*args, **kwargs)
             if not new:
