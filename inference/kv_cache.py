@@ -17,6 +17,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ BUCKET = 256
 """Slots by which the capacity grows."""
 LEAST_DOUBLING = 1024
 """Slots of the smallest cache whose capacity doubles."""
+Growth = Literal["buckets", "doubling", "room"]
 MEMINFO = Path("/proc/meminfo")
 """Linux's table of memory."""
 POOLED = 2
@@ -118,8 +120,9 @@ class TreeCache(Cache):
         self._rows, self._room = max(rows, batch_size), (tokens // BUCKET + 1) * BUCKET if tokens else 0
         self.capacity = 0
         """Slots that forwards attend to."""
-        self.doubles = False
-        """Whether the capacity doubles when it grows, so that a recorded forward serves many lengths of text."""
+        self.growth: Growth = "buckets"
+        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or to
+        all the room there is, where attention reads no more than what is in use."""
         self.bucketed_length = 0
         """Slots that hold all rows and the next forward's tokens, rounded up to whole steps."""
         self.blocks: list[Tensor] = []
@@ -158,8 +161,10 @@ class TreeCache(Cache):
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
         capacity = (self.bucketed_length // BUCKET + 1) * BUCKET  # never equal to the length: equal sizes would
         if not self.blocks or capacity > self.capacity:  # specialise a compiled function
-            if self.doubles:
+            if self.growth != "buckets":
                 capacity = max(LEAST_DOUBLING, 1 << (capacity - 1).bit_length())
+            if self.growth == "room":
+                capacity = max(capacity, self._room)
             self._grow(capacity)
         new_N = counting(drafted + new_tokens, self.lengths_B.device)
         self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}

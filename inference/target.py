@@ -41,6 +41,7 @@ from .models.loading import (
 )
 from .tree import DraftTree
 
+
 class CurrentLMHead(nn.Module):
     """A target's LM head for a drafter, which holds it while the target is compiled, or compiled again."""
 

@@ -132,9 +132,7 @@ def _unit_rows(nodes: int, device: torch.device) -> Tensor:
 
 
 @constants
-def _static(
-    shape: TreeShape, batch: int, device: torch.device
-) -> tuple[Tensor, Tensor, TreeStructure]:
+def _static(shape: TreeShape, batch: int, device: torch.device) -> tuple[Tensor, Tensor, TreeStructure]:
     """Parents, sizes and structure of the trees of a static shape."""
     paths = [(), *shape.paths]
     above = [[path[: len(other)] == other for other in paths] for path in paths]

@@ -10,6 +10,8 @@ Letters in tensor names: B batch, N queries, H query heads, G heads of keys and 
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,18 +34,50 @@ WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 """All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of prompts keep changing."""
 
 
-def marked(mask: Tensor, calls: list[torch.nn.Module] | None = None) -> Tensor:
-    """The same mask [B, 1, N, S], or with its rows repeated for every head of a group, for our attention.
+@dataclass(frozen=True)
+class TreeSlots:
+    """What the nodes of a tree attend to, without a mask of all slots; see `tree_kernel.tree_attention`."""
 
-    With `calls`, each layer that asks for attention with this mask is added to it.
-    """
-    setattr(mask, MARK, calls)
+    ancestors_BNM: Tensor
+    depths_BM: Tensor
+    lengths_B: Tensor
+    window: int | None
+
+
+@dataclass
+class Mark:
+    """Says that a mask is ours, and how it is to be read."""
+
+    slots: TreeSlots | None = None
+    """What the mask stands for, if it has no values; None for a causal one."""
+    layers: list[torch.nn.Module] | None = None
+    """Each layer that asks for attention with the mask is added here."""
+
+
+def marked(mask: Tensor, mark: Mark | None = None) -> Tensor:
+    """The same additive mask [B, 1, N, S], or with its rows repeated for every head of a group, for our attention."""
+    setattr(mask, MARK, mark or Mark())
     return mask
 
 
 def causal_mask(tokens: int, slots: int) -> Tensor:
     """Stands for the causal mask of the last `tokens` of `slots`; it has no values that other code could use."""
     return marked(torch.empty(1, 1, tokens, slots, device="meta"))
+
+
+def tree_mask(slots: TreeSlots) -> Tensor:
+    """Stands for the mask of the nodes of a tree."""
+    batch, nodes, uncommitted = slots.ancestors_BNM.shape
+    return marked(torch.empty(batch, 1, nodes, uncommitted, device="meta"), Mark(slots))
+
+
+def has_tree_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether the tree kernel serves such tensors here."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from .tree_kernel import LARGEST_HEAD  # imports Triton
+
+    return dtype in (torch.float16, torch.bfloat16, torch.float32) and head_size <= LARGEST_HEAD
 
 
 def attention(
@@ -64,13 +98,19 @@ def attention(
     if not hasattr(attention_mask, MARK):
         return sdpa_attention_forward(module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options)
     assert attention_mask is not None
-    calls = getattr(attention_mask, MARK)
-    if calls is not None:
-        calls.append(module)
+    mark: Mark = getattr(attention_mask, MARK)
+    if mark.layers is not None:
+        mark.layers.append(module)
     unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
     if unsupported:
         raise ValueError(f"{type(module).__name__} asks for {unsupported[0]}: load it with attn_implementation='eager'")
     scale = options.get("scaling")
+    if mark.slots is not None:
+        from .tree_kernel import tree_attention  # imports Triton
+
+        seen = mark.slots
+        given = (seen.ancestors_BNM, seen.depths_BM, seen.lengths_B, scale, seen.window)
+        return tree_attention(query_BHNE, key_BGSE, value_BGSE, *given), None
     if attention_mask.is_meta:
         output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scale)
     else:

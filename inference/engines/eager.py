@@ -19,7 +19,7 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
 from ..tree import DraftTree, framed
-from .attention import WITHOUT_PLANS, causal_mask, marked
+from .attention import WITHOUT_PLANS, Mark, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
 
@@ -66,7 +66,8 @@ class EagerEngine(Engine):
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         cache = super().new_cache(batch_size, self.runner.room(tokens), rows)
-        cache.doubles = self.runner.replays
+        if self.runner.replays:
+            cache.growth = "room" if self.tree_kernel else "doubling"
         return cache
 
     @cached_property
@@ -91,17 +92,25 @@ class EagerEngine(Engine):
         target = self.target
         if self.spread or self.model.config._attn_implementation != "sdpa":
             return False
-        calls: list[nn.Module] = []
+        layers: list[nn.Module] = []
         with torch.inference_mode():
-            cache = self.new_cache(1)
+            cache = super().new_cache(1)
             cache.reserve(1, 0)
             visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 1:] = False
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), calls)
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=layers))
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
             cache.release()
-        return len(calls) == target.info.num_layers
+        return len(layers) == target.info.num_layers
+
+    @cached_property
+    def tree_kernel(self) -> bool:
+        """Whether trees are attended to by the kernel that reads the slots in use alone."""
+        target = self.target
+        if not self.runner.replays or not has_tree_kernel(target.device, target.dtype, target.info.head_dim):
+            return False
+        return len(set(self.state_shapes)) == 1 and self.own_attention
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -123,8 +132,9 @@ class EagerEngine(Engine):
         # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
         last = size - kept[0] if kept else 1
         wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
+        positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
         with self._kernels():
-            logits_BKV, features_BNF = self._model_forward(tokens_BT, cache.slots_BN, masks, cache, layers, wanted)
+            logits_BKV, features_BNF = self._model_forward(tokens_BT, positions_BT, masks, cache, layers, wanted)
         if self.spread:  # logits from the first wanted position to the last token
             logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
         cache.advance(torch.full_like(cache.lengths_B, size))
@@ -177,11 +187,15 @@ class EagerEngine(Engine):
         # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
-        positions_BN, visible = visible_slots(self.target, framed_BNX, depths_BM, lengths_B, slots)
+        if self.tree_kernel:
+            positions_BN = node_positions(self.target, depths_BM, lengths_B, new)
+            masks = self._tree_masks(framed_BNX[:, :, 1:-1], depths_BM, lengths_B)
+        else:
+            positions_BN, visible = visible_slots(self.target, framed_BNX, depths_BM, lengths_B, slots)
+            masks = self._masks(visible)
         kept: int | Tensor = 0
         if kept_K is not None and not self.spread:
             kept = kept_K
-        masks = self._masks(visible)
         logits_BNV, features_BNF = self._forward_over_nodes(tokens_BN, positions_BN, masks, cache, layers, kept)
         if kept_K is not None and self.spread:
             logits_BNV = logits_BNV[:, kept_K]
@@ -216,8 +230,7 @@ class EagerEngine(Engine):
         output = self.model(
             input_ids=tokens_BN,
             attention_mask=masks,
-            # A node beyond the last position is never returned, but must not break an embedding table.
-            position_ids=positions_BN.clamp(max=target.max_positions - 1),
+            position_ids=positions_BN,
             **given_cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
@@ -238,19 +251,26 @@ class EagerEngine(Engine):
         if self.flex:
             masks: dict[str, Any] = {kind: _block_mask(visible_BNS) for kind, visible_BNS in visible.items()}
             return masks if len(masks) > 1 else next(iter(masks.values()))
-        return self._additive_masks(visible, None)
+        return self._additive_masks(visible, Mark() if self.own_attention else None)
 
-    def _additive_masks(self, visible: dict[str, Tensor], calls: list[nn.Module] | None) -> Masks:
-        """4-D masks; with `calls` marked to note in it the layers that get one, else marked if `own_attention`."""
+    def _tree_masks(self, ancestors_BNM: Tensor, depths_BM: Tensor, lengths_B: Tensor) -> Masks:
+        """Masks without values, for the tree kernel."""
+        masks = {}
+        for kind in self.target.attention_kinds:
+            window = self.target.config.sliding_window if kind == "sliding_attention" else None
+            masks[kind] = tree_mask(TreeSlots(ancestors_BNM, depths_BM, lengths_B, window))
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _additive_masks(self, visible: dict[str, Tensor], mark: Mark | None) -> Masks:
+        """4-D masks with a mark, for our attention, or without one."""
         info = self.target.info
         heads = info.num_attention_heads // info.num_key_value_heads
-        ours = calls is not None or self.own_attention
         masks: dict[str, Tensor] = {}
         for kind, visible_BNS in visible.items():
             mask_B1NS = torch.where(visible_BNS[:, None], *_mask_values(self.target.dtype, visible_BNS.device))
-            if ours and heads * visible_BNS.shape[1] <= FEW:  # once for all layers: see `masked_attention`
+            if mark is not None and heads * visible_BNS.shape[1] <= FEW:  # once for all layers: see `masked_attention`
                 mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
-            masks[kind] = marked(mask_B1NS, calls) if ours else mask_B1NS
+            masks[kind] = mask_B1NS if mark is None else marked(mask_B1NS, mark)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -266,7 +286,7 @@ def visible_slots(
     else:  # a column of `framed_BNX` for each slot
         column_BS = (counting(slots, device, 1) - lengths_B1).clamp(0, nodes + 1)
         visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
-    positions_BN = (lengths_B1 + depths_BM[:, nodes - new :]).clamp(max=target.max_positions - 1)
+    positions_BN = node_positions(target, depths_BM, lengths_B, new)
     visible = dict.fromkeys(target.attention_kinds, visible_BNS)
     if "sliding_attention" in visible:
         slots_S = counting(slots, device)
@@ -275,6 +295,15 @@ def visible_slots(
         slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < nodes), node_positions_BS, slots_S)
         visible["sliding_attention"] = in_window(target, positions_BN, slot_positions_BS, visible_BNS)
     return positions_BN, visible
+
+
+def node_positions(target: Target, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
+    """Position ids [B, N] of the last `new` of M nodes.
+
+    A node beyond the last position is never returned, but must not break an embedding table.
+    """
+    depths_BN = depths_BM[:, depths_BM.shape[1] - new :]
+    return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
 
 
 def in_window(target: Target, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:

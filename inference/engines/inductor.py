@@ -91,6 +91,7 @@ class InductorEngine(EagerEngine):
     def __init__(self, target: Target, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
         self.name = f"compiled, {self.name}"
+        self.tree_kernel = False
         self.compiled = CompiledFunction(self._model_forward, f"the forward of {target.name!r}")
 
     def _forward_over_nodes(

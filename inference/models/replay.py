@@ -126,7 +126,9 @@ class ReplayEngine(Engine):
         """Prefill: the tokens are committed, and their features come from the table."""
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
-        chain_BTT = torch.ones(size, size, dtype=torch.bool, device=self.target.device).tril().expand(len(tokens_BT), -1, -1)
+        chain_BTT = (
+            torch.ones(size, size, dtype=torch.bool, device=self.target.device).tril().expand(len(tokens_BT), -1, -1)
+        )
         depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
         output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
         cache.advance(torch.full_like(cache.lengths_B, size))
