@@ -121,8 +121,8 @@ class TreeCache(Cache):
         self.capacity = 0
         """Slots that forwards attend to."""
         self.growth: Growth = "buckets"
-        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or to
-        all the room there is, where attention reads no more than what is in use."""
+        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or
+        to all the room there is, where attention reads no more than what is in use."""
         self.bucketed_length = 0
         """Slots that hold all rows and the next forward's tokens, rounded up to whole steps."""
         self.blocks: list[Tensor] = []

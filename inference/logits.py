@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
-from ..heads.layers.decoder_layer import at_least_fp32
 from ..heads.layers.constants import constants, counting
+from ..heads.layers.decoder_layer import at_least_fp32
 from .engines import cpu_kernels
 from .tree import DraftTree
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ...heads import DraftHead, DraftState, TargetModules
-from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.constants import constants, counting
+from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.draft_cache import STEP, DraftCache
 from ..engines.base import Engine, Runner
 from ..target import Target

@@ -88,7 +88,7 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa; with a mask of ours, our attention: returns [B, N, H, E], and no weights.
+    """Transformers' sdpa; with a mask of ours, our attention: returns [B, N, H, E], and no weights.
 
     Slots beyond the mask are not read.
 

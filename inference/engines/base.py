@@ -145,6 +145,7 @@ class Engine(ABC):
 
     def renew_head(self, head: DraftHead, force: bool = False) -> None:
         """Copy the weights of a `draft_head` again if they have changed, or with `force`."""
+        assert not self.copies_weights
 
     def renew(self) -> None:
         """The target's weights or active adapters have changed."""

@@ -63,7 +63,7 @@ class PackedLinearEngine(EagerEngine):
 
 
 class CpuEngine(Engine):
-    """A decoder that runs as a whole in the kernels, which hold a copy of its weights in their shortest exact format."""
+    """A decoder that runs as a whole in the kernels: they hold a copy of its weights in their shortest exact format."""
 
     least_padding = PADDING_ON_CPU
     copies_weights = True

@@ -40,7 +40,10 @@ class CompiledFunction:
     """A function of tensors, compiled at the first call of each variant."""
 
     def __init__(self, function: Callable[..., Any], what: str) -> None:
-        """Prepare to compile a function, named `what` in warnings; what it reads beside its arguments must not change."""
+        """Prepare to compile a function, named `what` in warnings.
+
+        What it reads beside its arguments must not change.
+        """
         self.function, self.what = function, what
 
         def traced(*arguments: Any) -> Any:

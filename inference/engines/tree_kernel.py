@@ -1,9 +1,10 @@
 """Attention of a tree's nodes over a long text, as a Triton kernel: it reads the slots in use and no others.
 
-A mask over all slots rules out the fast kernels of torch, and makes the number of slots a shape, of which a CUDA graph
-knows one. Here the committed tokens are read without a mask, in parts that run side by side; the nodes' own slots, which
-follow them, by the tree's ancestors. Each part leaves its output and the logarithm of its weights' sum, by which a second
-kernel adds the parts up (Flash-Decoding; in exact arithmetic the softmax over all slots). Lengths lie on the device.
+A mask over all slots rules out torch's fast kernels, and makes the number of slots a shape, of which a CUDA graph knows
+one. Here the committed tokens are read without a mask, in parts that run side by side, and the nodes' own slots, which
+follow them, by the tree's ancestors. Each part leaves its output and the logarithm of its weights' sum, by which a
+second kernel adds the parts up (Flash-Decoding; in exact arithmetic the softmax over all slots). Lengths lie on the
+device.
 
 Letters in tensor names: B batch, H query heads, G heads of keys and values, R rows of a group (its query heads times N
 nodes), N new nodes, M uncommitted nodes, S slots, E head size.

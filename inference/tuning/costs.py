@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from ...heads import DraftHead
 from ...heads.base import dtype_name
-from ..engines.cpu_decoder import is_packed
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
+from ..engines.cpu_decoder import is_packed
 from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..target import Target

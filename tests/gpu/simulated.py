@@ -166,7 +166,7 @@ def _raw(value: Any) -> Any:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket is aten.to:  # which inference mode leaves whole: a copy, or nothing
         return func.decompose(*args, **kwargs)
-    if _recorder is None:
+    if _recorder is None and not _is_view(func):
         _note("launches")
     if not _silent:
         _note("operations")
@@ -212,6 +212,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return SimTensor(value, device.index or 0) if same is None else same
 
     return pytree.tree_map(wrapped, result)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns a part of what it is given, for which no kernel runs."""
+    aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _copied(tensor: torch.Tensor, asked: torch.device | None, options: dict[str, Any]) -> torch.Tensor:

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 if DEVICE != "cuda":
     pytest.skip("the kernel is for CUDA", allow_module_level=True)
 
-from headstart.inference.engines.tree_kernel import tree_attention
+from headstart.inference.engines.tree_kernel import tree_attention  # noqa: E402 - imports Triton
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 

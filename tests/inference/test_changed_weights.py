@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, custom_generate, refresh
+from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.engines.cpu import PackedLinearEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.engines.cpu_kernels import PackedLinear
-from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.models.changes import SAMPLED, WeightWatch
 
 VOCAB = 64

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
+from headstart.inference.loop import similar_lengths
 from headstart.inference.sequences import Sequences
 
 VOCAB = 20
@@ -119,7 +120,7 @@ def test_prompts_are_read_apart_where_that_saves_padding(target, lengths, shared
     first = torch.zeros(shared, dtype=torch.int64)
     rows = [torch.cat([first, torch.full((length - shared,), row + 1)]) for row, length in enumerate(lengths)]
     sequences = Sequences(rows, 4, frozenset())
-    assert loop.similar_lengths(sequences, [*range(len(rows))], target) == expected
+    assert similar_lengths(sequences, [*range(len(rows))], target) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "plain"])

@@ -7,7 +7,7 @@ import torch
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.logits import PrecomputedSampler
-from headstart.inference.verify import RULES, greedy
+from headstart.inference.verify import RULES
 
 
 def test_every_number_that_was_drawn_is_used_once():

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from headstart.heads import HEADS, build_head
 from headstart.heads.layers.draft_cache import masked_attention
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
-from headstart.inference.engines.cpu import CpuEngine
-from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
 from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.engines.cpu import CpuEngine
+from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.logits import RandomSampler
 from headstart.inference.loop import padded_prompts
 from headstart.inference.tracing.record import Recorder

@@ -8,8 +8,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference import SpeculativeLM, tree_policy
-from headstart.inference.engines import cpu_kernels
 from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.engines import cpu_kernels
 from headstart.inference.logits import PositionNoise, PositionSampler, RandomSampler, exponential
 
 VOCAB, NEW = 20, 24

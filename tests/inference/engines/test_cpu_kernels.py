@@ -24,12 +24,12 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from headstart.heads import build_head
 from headstart.inference import Drafter, SpeculativeLM, Target
+from headstart.inference.drafters.base import NoDraft
 from headstart.inference.engines import cpu_decoder, cpu_kernels
 from headstart.inference.engines.cpu import CpuEngine, PackedLinearEngine
-from headstart.inference.engines.eager import EagerEngine
 from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
-from headstart.inference.drafters.base import NoDraft
+from headstart.inference.engines.eager import EagerEngine
 from headstart.inference.tree import framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
