@@ -29,10 +29,11 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
+from .draft_positions import DraftPositions
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import Objective, draft_loss
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The linear maps of a layer whose outputs are added to the residual stream."""

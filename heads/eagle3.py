@@ -29,12 +29,13 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
+from .draft_positions import DraftPositions
 from .eagle import LayersConfig
 from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, draft_loss
+from .losses import draft_loss
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_positions import DraftPositions
 from .layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from .layers.draft_vocab import most_frequent
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, draft_loss
+from .losses import draft_loss
 from .medusa import MedusaConfig
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_positions import DraftPositions
 from .layers.draft_vocab import most_frequent
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import Objective, draft_loss
 
 
 @dataclass(frozen=True)

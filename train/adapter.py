@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ..heads import DraftHead, HeadOutput, TargetFeatures
-from ..heads.losses import DraftPositions, Objective, draft_loss
+from ..heads.draft_positions import DraftPositions
+from ..heads.losses import Objective, draft_loss
 from ..inference import Target
 from .config import AdapterConfig
 from .data.batches import Batch

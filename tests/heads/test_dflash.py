@@ -10,7 +10,8 @@ from block_heads import INFO, TIME, VOCAB, batch, build, modules
 from torch import nn
 
 from headstart.heads import DFlashHead, build_head
-from headstart.heads.losses import LOSSES, DraftPositions
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.losses import LOSSES
 from headstart.inference import SpeculativeLM, Target
 
 OPTIONS = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads import DSparkHead, TargetFeatures, build_head
-from headstart.heads.losses import DraftPositions
+from headstart.heads.draft_positions import DraftPositions
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.logits import RandomSampler

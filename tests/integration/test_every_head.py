@@ -18,9 +18,9 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from headstart.heads import HEADS, CheckpointMetadata, DraftHead, Eagle3Head, EagleHead, TargetFeatures, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
+from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.layers import training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
-from headstart.heads.losses import DraftPositions
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.verify import point_mass

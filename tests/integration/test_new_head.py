@@ -26,7 +26,8 @@ from headstart.heads import (
     build_head,
 )
 from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.heads.losses import DraftPositions, Objective, draft_loss
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.losses import Objective, draft_loss
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig

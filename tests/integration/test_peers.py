@@ -22,7 +22,7 @@ from headstart.heads import DraftHead, TargetFeatures, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.import_formats import import_head
-from headstart.heads.losses import DraftPositions
+from headstart.heads.draft_positions import DraftPositions
 
 PEERS = Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"
