@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,81 +41,12 @@ from .draft_positions import DraftPositions
 from .layers.chunk_size import VOCABULARY_ON_CPU, chunk_elements
 from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
+from .objective import Objective
 
-LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
-"""Losses over the vocabulary."""
-NEED_HEAD = {
-    "smooth_l1": "predicts no features",
-    "confidence": "does not estimate its acceptance rate",
-}
-"""Losses that only some heads have, and what is said of the others."""
-NEED_MASS = {"tv", "lk_alpha", "lk_lambda", "confidence"}
-"""Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
 NEED_ENTROPY = {"kl", "lk_lambda"}
 """Losses with the target's entropy, which does not depend on the draft."""
 FEWEST = 64
 """Minimum number of positions in a chunk, however large the vocabulary."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A weighted mix of losses, and the weights of depths: options of every head that is trained on them."""
-
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a token's
-    log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the true token
-    (arXiv:2605.18810)."""
-    decay: float = 0.8
-    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens to which its distribution is truncated, renormalised where the loss
-    renormalises; null for the whole draft vocabulary."""
-    d_pace_smoothing: float = 0.0
-    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep tokens count early."""
-
-    @property
-    def over_vocabulary(self) -> list[str]:
-        """The weighted losses that this module computes: all but smooth_l1."""
-        return [name for name, weight in self.loss.items() if weight > 0 and name in LOSSES]
-
-    def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
-        """Number of the target's logits that are computed at a position."""
-        if self.needs_mass:
-            return vocab_size
-        return 0 if self.over_vocabulary in ([], ["ce"]) else draft_vocab_size
-
-    @property
-    def needs_mass(self) -> bool:
-        """Whether a loss uses the target's probabilities as they are, and so its logits of the whole vocabulary."""
-        return any(self.loss.get(name, 0) > 0 for name in NEED_MASS)
-
-    def check(self, head: str, *own: str) -> None:
-        """Refuse losses and weights that the head cannot be trained on, with a ValueError that names them.
-
-        `own` are losses from `NEED_HEAD` that it can have.
-        """
-        valid = ", ".join((*LOSSES, *own))
-        for name, weight in self.loss.items():
-            if name in NEED_HEAD and name not in own:
-                raise ValueError(f"{head} cannot have the loss {name!r}: it {NEED_HEAD[name]}; choose from {valid}")
-            if name not in (*LOSSES, *own):
-                raise ValueError(f"unknown {head} loss {name!r}; choose from {valid}")
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight < 0:
-                raise ValueError(f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}")
-        if not any(self.loss.values()):
-            raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
-        if self.depth_weights not in ("decay", "d_pace"):
-            raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
-        if not 0 <= self.d_pace_smoothing <= 1:
-            raise ValueError(f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}")
-        if self.decay <= 0:
-            raise ValueError(f"{head} decay must be above 0, not {self.decay}")
-        if self.target_top_k is not None and self.target_top_k < 1:
-            raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
-        if self.target_top_k is not None and self.loss.get("reverse_kl"):
-            raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
 
 
 class BlockTerms(NamedTuple):

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
+from ..heads.objective import Objective
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
@@ -89,6 +90,7 @@ class Evaluation:
 def evaluate(
     target: Target,
     head: DraftHead,
+    objective: Objective,
     held_out: list[Example],
     config: EvalConfig,
     accelerator: Accelerator,
@@ -102,7 +104,7 @@ def evaluate(
     served, together = copy.deepcopy(head).to(target.dtype).eval(), is_sharded(target)
     examples, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
     batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
-    sums = distributed(accelerator, batches, partial(sums_of, target, served), stop, together)
+    sums = distributed(accelerator, batches, partial(sums_of, target, served, objective), stop, together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
@@ -137,19 +139,25 @@ def teacher_forced(
 ) -> tuple[list[float], list[list[float]]]:
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
     batches = [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
-    return means(sums_of(target, head, batches), head.max_depth)
+    objective = head.default_objective(head.config)
+    return means(sums_of(target, head, objective, batches), head.max_depth)
 
 
 @torch.no_grad()
 def sums_of(
-    target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = lambda: None
+    target: Target,
+    head: DraftHead,
+    objective: Objective,
+    batches: Sequence[list[Example]],
+    between: Callable[[], None] = lambda: None,
 ) -> list[Sums]:
     """Sum a head's losses and hits over each batch; `between` is called before each."""
     ranks, sums = min(RANKS, head.draft_vocab_size), []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
             between()
-            output = head(online_features(target, head, collate(examples), target.dtype), ranks=ranks)
+            features = online_features(target, head, collate(examples), target.dtype)
+            output = head(features, objective, ranks)
             sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
             bar.update(bar.done + len(examples))
     return sums

@@ -35,14 +35,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
-from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules, build_head
-from ..heads.by_name import head_config
+from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
+from ..heads.objective import Objective
 from ..inference import Target, load_tokenizer
 from ..inference.models.loading import target_facts
 from ..inference.models.replay import ReplayTarget
-from .config import TrainConfig, dtype_of, head_options
+from .config import TrainConfig, dtype_of
 from .console import ProgressBar, Stopped, StopRequest, log
 from .data.bad_rows import settle_unused_rows
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
@@ -62,6 +62,7 @@ from .engines import actual_engine, alone, autocast, end_together, from_main, pr
 from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
 from .features.online import OnlineFeatures, feature_source
 from .features.placement import is_sharded, load_target
+from .head import head_of, objective_of
 from .loading import SharedTarget
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
@@ -185,7 +186,7 @@ def run_steps(
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
     cached, adapted = config.features.mode == "cached", config.adapter.rank > 0
-    flops = count_flops(target, head, training[:SAMPLE], cached, adapted)
+    flops = count_flops(target, head, inputs.objective, training[:SAMPLE], cached, adapted)
     state = build_state(run, share, inputs, config, steps)
     torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
     progress = run.resume(actual_engine(state.module))
@@ -273,6 +274,7 @@ class Inputs:
 
     target: Target
     head: DraftHead
+    objective: Objective
     tokenizer: PreTrainedTokenizerBase
     provenance: dict[str, Any]
     """Identity of target and tokenizer, saved with the head."""
@@ -297,8 +299,7 @@ def load_inputs(
 
     Rows that cannot be used are written to a file in `folder`, if one is given.
     """
-    kind, options = head_options(config)
-    head_config(kind, options)  # mistakes in the options or the data are reported before a model is loaded
+    objective = objective_of(config)  # mistakes in the options are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
     tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
     check_renders(tokenizer, sources, config.target)
@@ -311,7 +312,7 @@ def load_inputs(
     target = known if isinstance(known, Target) else loaded_target(config, accelerator, shared)
     if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
-    head = build_head(kind, options, target.info)
+    head = head_of(config, target.info)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
@@ -333,7 +334,7 @@ def load_inputs(
     lengths = lengths_of(training)
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
     replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
-    return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered), replay)
+    return Inputs(target, head, objective, tokenizer, provenance, training, held_out, order, float(covered), replay)
 
 
 def loaded_target(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None) -> Target:
@@ -403,7 +404,7 @@ def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfi
     if config.adapter.rank > 0:
         from .adapter import JointModule  # imports peft, which takes a second
 
-        trained = joint = JointModule(inputs.target, inputs.head, config.adapter)
+        trained = joint = JointModule(inputs.target, inputs.head, inputs.objective, config.adapter)
         adapted = joint.peft
         slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
     trained = trained.to(accelerator.device)
@@ -444,7 +445,7 @@ def gradients(
         accelerator.sync_gradients = last  # gradients are exchanged once a step
         with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
-            given = (batch, adapt) if state.adapted else (features(batch),)
+            given = (batch, adapt) if state.adapted else (features(batch), state.inputs.objective)
             clock.part("head")
             with autocast(accelerator, state.config.loop.precision):
                 output = module(*given)
@@ -493,11 +494,11 @@ def evaluate_and_save(
     """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last."""
     run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
     accelerator, target = run.accelerator, inputs.target
-    copy = build_head(*head_options(config), target.info)
+    copy = head_of(config, target.info)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
-    found = evaluate(inputs.replay or target, copy, inputs.held_out, config.eval, accelerator, stop)
+    found = evaluate(inputs.replay or target, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop)
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []
     with stop.at_once(alone(accelerator)):

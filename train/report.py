@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoints.files import json_ready
+from ..heads.objective import Objective
 from ..inference import Target
 from .console import duration, log, number
 from .data.batches import collate
@@ -239,7 +240,9 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], cached: bool, adapted: bool) -> float:
+def count_flops(
+    target: Target, head: DraftHead, objective: Objective, examples: Sequence[Example], cached: bool, adapted: bool
+) -> float:
     """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
@@ -250,7 +253,7 @@ def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], ca
         with FlopCounterMode(display=False) as of_target:
             features = online_features(target, head, batch, next(head.parameters()).dtype)
         with FlopCounterMode(display=False) as of_head:
-            head(features)
+            head(features, objective)
     target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)
     return (target_flops + 3 * of_head.get_total_flops()) / max(int(batch.loss_mask_BT.sum()), 1)
 

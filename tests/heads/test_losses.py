@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from headstart.heads import HeadOutput, TargetFeatures, TargetModules, losses
 from headstart.heads.draft_positions import DraftPositions
-from headstart.heads.losses import LOSSES, NEED_HEAD, Objective, draft_loss
+from headstart.heads.losses import draft_loss
+from headstart.heads.objective import LOSSES, NEED_HEAD, Objective
 
 WIDTH, TARGET_WIDTH, VOCAB, ROWS = 5, 6, 21, 64
 """A draft's states may be narrower than the target's; no chunk is smaller than ROWS."""
@@ -675,9 +676,9 @@ def test_what_cannot_be_trained_on_is_refused_by_name(objective: Any, message: s
 
 
 def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
-    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", "smooth_l1")
+    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", ("smooth_l1",))
     with pytest.raises(ValueError, match=r"unknown eagle loss 'l1'; choose from .*, smooth_l1"):
-        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", "smooth_l1")
+        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", ("smooth_l1",))
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -239,7 +239,8 @@ def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(undisturb
         ("optim.lr", {"optim": {"lr": 0.5}}, "0.003", "0.5"),
         ("loop.batch_size", {"loop": {"batch_size": 3}}, "4", "3"),
         ("head.num_heads", {"head": {"type": "medusa", "num_heads": 5}}, "2", "5"),
-        ("head.decay", {"head": {"type": "medusa", "num_heads": 2, "decay": 0.25}}, "None", "0.25"),
+        ("head.bias", {"head": {"type": "medusa", "num_heads": 2, "bias": False}}, "None", "False"),
+        ("objective.decay", {"objective": {"decay": 0.25}}, "None", "0.25"),
     ],
 )
 def test_a_folder_with_a_run_of_other_options_is_refused(undisturbed, options, name, change, before, now, changed):
