@@ -133,7 +133,6 @@ def compare(
     from headstart.heads.by_name import head_name
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.model_card import Listing, served_depth
-    from headstart.heads.checkpoints.quantized import unread_by
     from headstart.heads.checkpoints.save_load import load_head, publishable
     from headstart.inference import Target, load_tokenizer
     from headstart.train.data.chat_template import prompt_ids
@@ -148,7 +147,7 @@ def compare(
         length = draft_length or served_depth(vars(head.config))
         if length > head.max_depth:
             raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
-        if reason := unread_by(head).get("vllm"):
+        if reason := head.unread_by.get("vllm"):
             log.info(f"vLLM does not read {name}, by its card: {reason}")
         loaded.append(head)
         runs.append({"method": kind, "draft_length": length})
