@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from headstart.console import console, log
 from headstart.scripts.command_line import DecodingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import log
 
 if TYPE_CHECKING:
     from headstart.heads import CheckpointMetadata, DraftHead

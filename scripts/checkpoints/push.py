@@ -12,9 +12,9 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import CommandOptions
-from headstart.train.console import log
 
 
 @dataclass(frozen=True)

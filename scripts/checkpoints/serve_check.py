@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from headstart.console import console, log, printable
+from headstart.options import CommandOptions
 from headstart.scripts.checkpoints.verify import PROMPTS, misreadings
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import console, log, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,9 +190,9 @@ def here(
     target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[list[int]], Side]:
     """New tokens of each prompt [1, T], and the rounds of a chain that drafts `length` tokens."""
+    from headstart.console import counted
     from headstart.inference import SpeculativeLM, Stats
     from headstart.scripts.measuring.comparison import answer_settings
-    from headstart.train.console import counted
 
     lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
     settings = answer_settings(max_new_tokens, temperature=0)
