@@ -18,10 +18,10 @@ from common import TARGET, arguments, ratio, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headstart.console import console
 from headstart.inference import SpeculativeLM, Target, load_tokenizer, loop
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles
-from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES

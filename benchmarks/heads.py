@@ -23,6 +23,7 @@ import torch
 from common import TARGET, Side, arguments, compared, encoded, ours, ratio, remembered, save, stock
 from torch import Tensor
 
+from headstart.console import console
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
@@ -30,7 +31,6 @@ from headstart.inference.tuning.tree_search import default_dynamic_tree
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.config import TrainConfig
-from headstart.train.console import console
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_conversations, read_prompts
 from headstart.train.evaluate import summary

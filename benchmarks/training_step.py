@@ -28,6 +28,7 @@ from common import arguments, save
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from headstart.console import console
 from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
@@ -35,7 +36,6 @@ from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.config import TrainConfig
-from headstart.train.console import console
 from headstart.train.data.batches import Batch, Order, collate
 from headstart.train.engines import autocast, resolved
 from headstart.train.features.cached import FORMATS, FeatureCache

@@ -17,11 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from headstart.console import ProgressBar, Stopped, StopRequest, console, log, number
 from headstart.scripts.command_line import SpeculativeOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import ProgressBar, Stopped, StopRequest, console, log, number
 
 if TYPE_CHECKING:
     from torch import Tensor

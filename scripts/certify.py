@@ -16,11 +16,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from headstart.console import Stopped, StopRequest, console, counted, log
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import Stopped, StopRequest, console, counted, log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import log
 
 if TYPE_CHECKING:
     from headstart.inference.drafters.ngram_index import Datastore

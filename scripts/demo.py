@@ -15,21 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from headstart.console import StopRequest, console, duration, log
+from headstart.options import CommandOptions
 from headstart.scripts.bench import BenchConfig, benchmark, print_report
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig, stream_answer
-from headstart.train.config import (
-    TYPE_CHECKING,
-    CommandOptions,
-    DataConfig,
-    EvalConfig,
-    LoopConfig,
-    SelfMadeConfig,
-    TrainConfig,
-)
-from headstart.train.console import StopRequest, console, duration, log
+from headstart.train.config import DataConfig, EvalConfig, LoopConfig, SelfMadeConfig, TrainConfig
 
 if TYPE_CHECKING:
     from headstart.train.loading import SharedTarget

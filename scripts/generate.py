@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from headstart.console import console, log
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from torch import Tensor

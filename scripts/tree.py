@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from headstart.console import console, log
 from headstart.scripts.command_line import DecodingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
     from headstart.inference.drafters.base import Drafter
     from headstart.inference.drafters.tree_policies import DraftModel
-    from headstart.scripts.measuring.draft_length import Explained
     from headstart.scripts.measuring.tree_costs import Costs, Shape
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -40,7 +38,7 @@ TIMED_PROMPTS = 3
 class TreeConfig(DecodingOptions):
     """The draft tree that is fastest for a head on this machine."""
 
-    required = ("target", "prompts")
+    required = ("target", "head", "prompts")
     minimum: ClassVar[dict[str, float]] = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
 
     head: str = ""
@@ -53,30 +51,11 @@ class TreeConfig(DecodingOptions):
     """Tokens of each answer."""
     nodes: int | None = None
     """Size of the tree, the root counted; null for the one that is fastest here."""
-    stopper: bool = False
-    """Train an early-exit classifier too, which ends a chain where the next draft would hardly be accepted."""
-    explain: bool = False
-    """Print what chains of each length gain, by the formulas and measured, and write nothing."""
-    drafter: str | None = None
-    """With --explain, in place of a head: ngram:ORDER, random, or model:NAME (a smaller model)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.drafter is not None and not self.explain:
-            raise ValueError(f"drafter {self.drafter!r} has no tree to find; give --explain with it")
-        if not self.head and self.drafter is None:
-            raise ValueError("option 'head' is required and was not given")
-        if self.explain and self.stopper:
-            raise ValueError("explain writes nothing, so a stopper would be lost; choose one of them")
 
 
 def main(arguments: list[str]) -> None:
-    """Parse, then find the tree or explain chains."""
-    config = options(TreeConfig, "tree", __doc__, arguments)
-    if config.explain:
-        explain_chains(config)
-    else:
-        calibrate(config)
+    """Parse, then find the tree."""
+    calibrate(options(TreeConfig, "tree", __doc__, arguments))
 
 
 def calibrate(config: TreeConfig) -> TreePolicy:
@@ -104,7 +83,6 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     from headstart.inference.tuning.machine import machine_key
     from headstart.scripts.measuring import tree_costs
     from headstart.scripts.measuring.comparison import answer_settings, answered
-    from headstart.scripts.measuring.early_exit import train_stopper
     from headstart.train.evaluate import summary, teacher_forced
     from headstart.train.run_folder import provenance
 
@@ -128,10 +106,6 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
         for name, kind in kinds.items()
     }
-    if config.stopper:
-        step = timed[None].round_parts
-        stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, settings, step)
-        tried["stopping"] = stopping
     stats = _decode_with(target, head, [None, *tried.values()], prompts, config)
     speeds = {
         policy: each.acceptance_length / sum(each.round_parts.values())  # tokens per second, without the prefill
@@ -204,22 +178,3 @@ def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compi
     if compiled:
         drafter.compile()
     return drafter
-
-
-def explain_chains(config: TreeConfig) -> list[Explained]:
-    """Print the gain of chains of each length, by the formulas and measured."""
-    from headstart.inference import TreeShape
-    from headstart.inference.drafters.tree_policies import HeadDrafter
-    from headstart.scripts.measuring.comparison import answer_settings, load_with_prompts, read_prompt_files
-    from headstart.scripts.measuring.draft_length import LONGEST, explain
-
-    messages, tree = read_prompt_files(config.prompts, config.limit), "auto" if config.head else f"chain:{LONGEST}"
-    lm, encoded = load_with_prompts(config, messages, tree=tree, fallback=False)
-    prompts = list(itertools.chain(*encoded.values()))
-    if not isinstance(lm.drafter, HeadDrafter):
-        raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
-    target, draft = lm.target, lm.drafter.head
-    lengths = range(1, min(draft.max_depth, LONGEST) + 1)
-    compiled = target.graph is not None
-    chains = {length: _drafter(draft, TreeShape.chain(length), target.modules, compiled) for length in lengths}
-    return explain(target, draft, chains, prompts, answer_settings(config.max_new_tokens, config.temperature))

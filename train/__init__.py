@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..extras import named
 
 if TYPE_CHECKING:
+    from ..console import Stopped, show_on_console
     from .config import (
         AdapterConfig,
         DataConfig,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         TrackingConfig,
         TrainConfig,
     )
-    from .console import Stopped, show_on_console
     from .loop import Callback, train
     from .run_folder import Progress
 
@@ -50,8 +50,8 @@ __all__ = [
 
 _MODULES = {
     "Callback": "loop",
-    "Stopped": "console",
-    "show_on_console": "console",
+    "Stopped": ".console",
+    "show_on_console": ".console",
     "train": "loop",
     "Progress": "run_folder",
 }

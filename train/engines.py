@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..console import Stopped, StopRequest
 from ..heads.base import dtype_name
-from ..inference.models.dtypes import SLOW, fits, own_dtype
+from ..inference.models.dtypes import SLOW, dtype_named, fits, own_dtype
 from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
-from .config import TrainConfig, dtype_of
-from .console import Stopped, StopRequest
+from .config import TrainConfig
 from .data.batches import Share
 from .optim import check_muon
 
@@ -205,7 +205,7 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return nullcontext()
-    return torch.autocast(accelerator.device.type, dtype_of(precision), enabled=precision == "bfloat16")
+    return torch.autocast(accelerator.device.type, dtype_named(precision), enabled=precision == "bfloat16")
 
 
 def from_main(accelerator: Accelerator, value: Value) -> Value:

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..console import ProgressBar, StopRequest
 from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from ..heads.objective import Objective
@@ -29,7 +30,6 @@ from ..inference.stats import RoundRecord
 from ..inference.tracing.pieces import text_pieces
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
-from .console import ProgressBar, StopRequest
 from .data.batches import collate
 from .data.chat_template import Example
 from .engines import distributed

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..console import log
 from ..inference import SpeculativeLM, Target, load_tokenizer
-from .console import log
 from .data.chat_template import check_tokenizer
 
 

@@ -35,15 +35,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
+from ..console import ProgressBar, Stopped, StopRequest, log
 from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..heads.objective import Objective
 from ..inference import Target, load_tokenizer
+from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import target_facts
 from ..inference.models.replay import ReplayTarget
-from .config import TrainConfig, dtype_of
-from .console import ProgressBar, Stopped, StopRequest, log
+from .config import TrainConfig
 from .data.bad_rows import settle_unused_rows
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
 from .data.chat_template import Example, data_origin, warn_of_unread_variables
@@ -497,7 +498,7 @@ def evaluate_and_save(
     copy = head_of(config, target.info)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
-    copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
+    copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
     found = evaluate(inputs.replay or target, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop)
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []

@@ -17,12 +17,13 @@ from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
 
+from ..console import console, log
 from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules, build_head
 from ..heads.losses import positions_at_once
 from ..heads.objective import Objective
 from ..inference import Target
-from .config import TrainConfig, dtype_of, head_options
-from .console import console, log
+from ..inference.models.dtypes import dtype_named
+from .config import TrainConfig, head_options
 from .data.batches import Share
 from .engines import check_engine, formats, with_formats
 from .features.online import cache_bytes
@@ -75,7 +76,7 @@ def plan_run(config: TrainConfig) -> Plan:
     rows = max(1, step_rows // (processes * share.forwards))
     here = torch.device("cpu") if processes == 1 and not torch.accelerator.is_available() else torch.device("cuda")
     config = with_formats(config, *formats(config, here))
-    dtype = dtype_of(config.target_dtype)
+    dtype = dtype_named(config.target_dtype)
     model = empty_model(config, dtype)
     target = Target(model, config.target)
     with init_empty_weights():

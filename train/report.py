@@ -17,11 +17,11 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..console import duration, log, number
 from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
 from ..inference import Target
-from .console import duration, log, number
 from .data.batches import collate
 from .data.chat_template import Example
 from .evaluate import Evaluation, Sample, summary

@@ -29,11 +29,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
+from ..console import log
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
 from ..inference.models.loading import default_device
 from ..inference.tuning import machine
 from .config import TrainConfig
-from .console import log
 
 PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
 """Packages whose versions are saved with every result."""

@@ -21,9 +21,9 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 
+from ..console import log
 from ..heads.checkpoints.files import json_ready
 from .config import TrainConfig
-from .console import log
 from .evaluate import Sample
 from .run_folder import flat
 

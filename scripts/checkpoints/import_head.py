@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import CommandOptions
-from headstart.train.console import log
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from headstart.console import console, log, printable
+from headstart.options import CommandOptions
 from headstart.scripts.checkpoints.verify import PROMPTS, misreadings
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import console, log, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,6 @@ def compare(
     from headstart.heads.by_name import head_name
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.model_card import Listing, served_depth
-    from headstart.heads.checkpoints.quantized import unread_by
     from headstart.heads.checkpoints.save_load import load_head, publishable
     from headstart.inference import Target, load_tokenizer
     from headstart.train.data.chat_template import prompt_ids
@@ -148,7 +147,7 @@ def compare(
         length = draft_length or served_depth(vars(head.config))
         if length > head.max_depth:
             raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
-        if reason := unread_by(head).get("vllm"):
+        if reason := head.unread_by.get("vllm"):
             log.info(f"vLLM does not read {name}, by its card: {reason}")
         loaded.append(head)
         runs.append({"method": kind, "draft_length": length})
@@ -191,9 +190,9 @@ def here(
     target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[list[int]], Side]:
     """New tokens of each prompt [1, T], and the rounds of a chain that drafts `length` tokens."""
+    from headstart.console import counted
     from headstart.inference import SpeculativeLM, Stats
     from headstart.scripts.measuring.comparison import answer_settings
-    from headstart.train.console import counted
 
     lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
     settings = answer_settings(max_new_tokens, temperature=0)

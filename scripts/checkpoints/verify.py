@@ -12,11 +12,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
+from headstart.console import console, log
 from headstart.scripts.command_line import TargetOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from headstart.heads import DraftHead

@@ -10,11 +10,11 @@ import contextlib
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from headstart.console import console, log
+from headstart.options import template_variables
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING, template_variables
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.console import ProgressBar, counted
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import DecodingOptions
-from headstart.train.console import ProgressBar, counted
 from headstart.train.data.chat_template import Example, check_lengths, prompt_ids
 from headstart.train.data.conversations import Messages, read_prompts
 from headstart.train.loading import SharedTarget

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.console import counted
 from headstart.heads import DraftHead
 from headstart.inference import DynamicShape, Stats, Target, TreePolicy, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
@@ -23,7 +24,6 @@ from headstart.inference.target import TargetOutput
 from headstart.inference.tuning.costs import forward_seconds
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
-from headstart.train.console import counted
 from headstart.train.data.chat_template import Example
 
 TIMED, TIMED_DEPTH, TIMED_WIDTHS = 8, 4, (2, 8)

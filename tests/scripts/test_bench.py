@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart.console import Stopped
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.stats import PARTS, RoundRecord
 from headstart.scripts import bench as benchmarking
 from headstart.scripts.bench import SIDES, BenchConfig, ComparedPrompt, benchmark, figures, print_report
-from headstart.train.console import Stopped
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import read_prompts
 

@@ -313,18 +313,59 @@ def test_the_configs_that_are_shipped_are_valid(path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_named(run, command):
-    status, _, errors = run(command, *REQUIRED[command], "--colour", "red")
-    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
-    assert status == 2 and "--colour" in line
+def test_an_unknown_option_is_answered_in_three_lines(run, command):
+    status, shown, errors = run(command, *REQUIRED[command], "--colour", "red")
+    first, second, third = errors.splitlines()
+    assert (status, shown, first) == (2, "", "error: unknown option --colour")
+    assert second.startswith(("the nearest: --", "no valid option has a similar name"))
+    assert third == f"`headstart {command} --help` lists all options"
+
+
+@pytest.mark.parametrize(
+    ("given", "unknown", "nearest"),
+    [
+        (["generate", "--promt", "hi"], "--promt", "--prompt"),
+        (["generate", "--promp", "hi"], "--promp", "--prompt"),  # not taken as an abbreviation
+        (["generate", "--max-new-token=3"], "--max-new-token", "--max_new_tokens"),
+        (["bench", "--promts", "a.jsonl", "b.jsonl"], "--promts", "--prompts"),
+        (["train", "--lr", "1e-3"], "--lr", "--optim.lr"),
+        (["train", "--loop.batchsize", "3"], "--loop.batchsize", "--loop.batch_size"),
+        (["train", "--adapter", "{rnak: 8}"], "adapter.rnak", "--adapter.rank"),
+        (["generate", "--temprature", "1", "--topk", "4"], "--temprature, --topk", "--temperature, --top_k"),
+    ],
+)
+def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, nearest):
+    status, _, errors = run(*given)
+    first, second, _ = errors.splitlines()
+    assert status == 2 and first == f"error: unknown option {unknown}"
+    assert second.startswith(f"the nearest: {nearest}")
+
+
+def test_help_and_refusals_import_no_torch():
+    """Nor does the parser, which would run the imports for type checkers if it were left to resolve the types."""
+    code = (
+        "import contextlib, sys\n"
+        "from headstart.scripts import __main__ as entry\n"
+        "for command in entry.COMMANDS:\n"
+        "    for arguments in (['--colour', 'red'], ['--config', '/no/such.yaml'], ['--help']):\n"
+        "        if (command, arguments) == ('train', ['--help']):\n"
+        "            continue  # it lists the options of every head\n"
+        "        sys.argv = ['headstart', command, *arguments]\n"
+        "        with contextlib.suppress(SystemExit):\n"
+        "            entry.main()\n"
+        "        loaded = {'torch', 'transformers', 'headstart.heads', 'headstart.inference'} & set(sys.modules)\n"
+        "        assert not loaded, (command, arguments, loaded)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("text", "name"), [("colour: red", "colour"), ("optim: {rate: 1}", "rate")])
 def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
     (tmp_path / "options.yaml").write_text(text)
     status, _, errors = run("train", *REQUIRED["train"], "--config", str(tmp_path / "options.yaml"))
-    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
-    assert status == 2 and name in line
+    first, _, third = errors.splitlines()
+    assert status == 2 and first.startswith("error: unknown option ") and name in first and "--help" in third
 
 
 @pytest.mark.parametrize(

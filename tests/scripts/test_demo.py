@@ -62,7 +62,7 @@ import functools, sys, time
 from transformers import LlamaForCausalLM
 from headstart.scripts.__main__ import main
 from headstart.train.data import answers, self_made
-from headstart.train.console import console
+from headstart.console import console
 answers.distinct_share = self_made.distinct_share = lambda _: 1.0
 stage, rule, forward, slow = sys.argv.pop(1), console.rule, LlamaForCausalLM.forward, []
 

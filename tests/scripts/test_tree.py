@@ -14,15 +14,13 @@ from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
 from headstart.inference.drafters.adaptive import candidate_trees
-from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
 from headstart.inference.stats import RoundRecord, Stats
 from headstart.inference.tuning.costs import RoundCosts
 from headstart.inference.tuning.machine import machine_key
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length
-from headstart.inference.tuning.tree_spec import EarlyExitShape
 from headstart.scripts import tree as module
-from headstart.scripts.measuring import early_exit, tree_costs
+from headstart.scripts.measuring import tree_costs
 from headstart.scripts.measuring.tree_costs import Costs, dynamic_lengths, measured_costs, timed_trees
 from headstart.scripts.tree import TreeConfig, calibrate
 from headstart.train.data.chat_template import Example, prompt_ids
@@ -219,16 +217,6 @@ def test_sampling_is_calibrated_too(config, head):
     torch.manual_seed(0)
     calibrate(changed(config, temperature=1.0, nodes=4))
     assert tree_policy(load_head(head)[1].tree).size == 4
-
-
-def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, taught, monkeypatch):
-    rated(monkeypatch, EarlyExitShape)
-    trained = EarlyExitShape(2, 0.3, weights=(1.25, -0.5, -0.1, 2.0))
-    monkeypatch.setattr(early_exit, "train_stopper", lambda *_: (trained, 1.5, 100.0))
-    policy = calibrate(changed(config, nodes=5, stopper=True))
-    assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
-    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
-    assert isinstance(drafter, EarlyExitChain) and drafter.shape == policy
 
 
 def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):

@@ -24,10 +24,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
+from headstart.console import Stopped
 from headstart.scripts.command_line import options, run
 from headstart.train import engines, evaluate, loop
 from headstart.train.config import TrainConfig
-from headstart.train.console import Stopped
 from headstart.train.features import online as features
 
 RANK = os.environ["RANK"]

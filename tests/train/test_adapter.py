@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from headstart.console import Stopped
 from headstart.heads import DraftHead, MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.objective import Objective
@@ -24,7 +25,6 @@ from headstart.scripts.generate import GenerateConfig
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
-from headstart.train.console import Stopped
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_examples

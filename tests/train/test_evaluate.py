@@ -9,13 +9,13 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
+from headstart.console import StopRequest
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, Target, TreeShape, tree_policy
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.train.config import EvalConfig
-from headstart.train.console import StopRequest
 from headstart.train.data.chat_template import Example
 from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, summary, teacher_forced
 

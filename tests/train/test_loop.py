@@ -24,6 +24,7 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from headstart.console import Stopped, StopRequest
 from headstart.heads import build_head
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
@@ -31,7 +32,6 @@ from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tr
 from headstart.scripts.command_line import options as options_of
 from headstart.train import evaluate, loop
 from headstart.train.config import FeaturesConfig, TrainConfig
-from headstart.train.console import Stopped, StopRequest
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_examples

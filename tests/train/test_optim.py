@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
+from headstart.console import Stopped
 from headstart.heads import HEADS, build_head
 from headstart.train import optim
 from headstart.train.config import OptimConfig
-from headstart.train.console import Stopped
 from headstart.train.loop import train
 from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer
 

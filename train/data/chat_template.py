@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ...console import log
 from ...heads.checkpoints.save_load import differences
 from ...inference import tokenizer_provenance
-from ..config import template_variables
-from ..console import log
+from ...options import template_variables
 
 GIVEN_BY_TRANSFORMERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 """Variables and functions that transformers gives to every chat template."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...console import log
 from ..config import KindConfig, PromptMixConfig
-from ..console import log
 from ..run_folder import write_whole
 from .conversations import check_conversation, open_file, user_turns
 

@@ -23,13 +23,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from ...console import ProgressBar, Stopped, StopRequest, log
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM, tokenizer_provenance
 from ...inference.models.loading import target_facts
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ..config import SelfMadeConfig
-from ..console import ProgressBar, Stopped, StopRequest, log
 from ..loading import SharedTarget, load_speculative_lm
 from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults

@@ -27,10 +27,11 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from openai import APIError, AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerBase
 
+from ...console import ProgressBar, Stopped, StopRequest, log
 from ...heads.checkpoints.public import public_url
 from ...inference import load_tokenizer, tokenizer_provenance
-from ..config import SelfMadeConfig, template_variables
-from ..console import ProgressBar, Stopped, StopRequest, log
+from ...options import template_variables
+from ..config import SelfMadeConfig
 from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import (

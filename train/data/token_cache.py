@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...console import console
 from ...inference import tokenizer_provenance
 from ...inference.tuning.machine import cache_folder, usable_cores
-from ..config import template_variables
-from ..console import console
+from ...options import template_variables
 from ..run_folder import check_options, write_whole
 from .chat_template import Example, whole_sequences
 from .conversations import RowReader, Source, check_row, format_of

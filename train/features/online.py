@@ -15,10 +15,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ...console import ProgressBar, Stopped, StopRequest, log
 from ...heads import DraftHead, TargetFeatures
 from ...inference import Target
 from ..config import FeaturesConfig, TrainConfig
-from ..console import ProgressBar, Stopped, StopRequest, log
 from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of

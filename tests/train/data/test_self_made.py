@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 
+from headstart.console import Stopped
 from headstart.inference import load_tokenizer, tokenizer_provenance
 from headstart.inference.monitoring import Monitor
 from headstart.train.config import SelfMadeConfig
-from headstart.train.console import Stopped
 from headstart.train.data import self_made as selfmade
 from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.conversations import check_conversation, distinct_share

@@ -16,12 +16,11 @@ from types import FrameType
 from typing import ClassVar, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bars
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
-log = logging.getLogger("headstart.train")
+log = logging.getLogger("headstart.console")
 """The package's logger. Commands show its messages on the console; any other program handles them as all its logging,
 and sees only warnings if it configures none."""
 # The first process of a launch reports; warnings come from all processes.
@@ -34,9 +33,9 @@ CONTROLS = re.compile(
     r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
     re.DOTALL,
 )
-"""Characters that do something to a terminal, but for tabs and line feeds."""
+"""Characters that control a terminal, except tabs and line feeds."""
 LINE_SECONDS = 10.0
-"""Seconds between two lines about work in progress, where the output is no terminal."""
+"""Seconds between two lines about work in progress, where the output is not a terminal."""
 Item = TypeVar("Item")
 
 
@@ -76,73 +75,84 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 class ProgressBar:
-    """Work of known size: a bar in a terminal; elsewhere a line in the log every `LINE_SECONDS`, from a thread.
+    """Work of known size: a bar in a terminal, elsewhere a line in the log at most every `LINE_SECONDS`.
 
-    A bar is drawn only after `show_on_console`. Nested work adds a bar below its parent's; lines report the innermost.
+    A bar is drawn only after `show_on_console`. Nested work adds a bar below its parent's.
     """
 
-    _open: ClassVar[list[ProgressBar]] = []
-    _bars: ClassVar[Bars]
-    _drawn: ClassVar[bool] = False
-    _ended: ClassVar[threading.Event]
-    _lines: ClassVar[threading.Thread]
+    _bars: ClassVar[Progress | None] = None
+    """The display that nested bars share."""
+    _last_line: ClassVar[float] = 0.0
+    """Time of the last line in the log."""
 
     def __init__(self, what: str, total: float, done: float = 0) -> None:
         """Describe the work: the unit that is counted, its total, and the number done by an earlier start."""
-        self.what, self.total, self.done, self.note = what, total, done, ""
+        self.what = what
+        self.total = total
+        self.done = done
+        self.note = ""
         self.shown = os.environ.get("RANK", "0") == "0"  # only the first process of a launch shows progress
-        self._first, self._began = done, time.monotonic()
+        self._first = done
+        self._began = time.monotonic()
+        self._task: TaskID | None = None
+        self._is_outermost = False
 
     def update(self, done: float | None = None, note: str | None = None) -> None:
-        """Set the number done so far and the note that follows the rate; None keeps either."""
-        self.done = self.done if done is None else done
-        self.note = self.note if note is None else note
-        if self.shown and self._drawn:
-            self._bars.update(self._task, completed=self.done, total=self.total, note=self.line())
+        """Set the number done so far and the note that follows the remaining time; None keeps either."""
+        if done is not None:
+            self.done = done
+        if note is not None:
+            self.note = note
+        if not self.shown:
+            return
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=self.done, total=self.total, note=self.note)
+        elif time.monotonic() - ProgressBar._last_line >= LINE_SECONDS:
+            ProgressBar._last_line = time.monotonic()
+            log.info(f"{self.what}: {self.line()}")
 
     def line(self) -> str:
         """Format count, rate, remaining time and note."""
-        seconds, made = time.monotonic() - self._began, self.done - self._first
+        seconds = time.monotonic() - self._began
+        made = self.done - self._first
         parts = [f"{int(self.done):,}/{int(self.total):,}"]
         if made > 0:
             rate = made / seconds
             parts.append(f"{rate:,.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min")
             parts.append(f"{duration((self.total - self.done) / rate)} left")
-        else:
-            parts.append(f"{duration(seconds)} so far")
-        return "  ".join([*parts, self.note] if self.note else parts)
+        if self.note:
+            parts.append(self.note)
+        return "  ".join(parts)
 
     def __enter__(self) -> ProgressBar:
         self._began = time.monotonic()
         if not self.shown:
             return self
-        if not self._open:
-            ProgressBar._bars = Bars(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), console=console
+        if self._bars is None and console.is_terminal and shown_on_console():
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
             )
-            ProgressBar._ended = threading.Event()
-            ProgressBar._lines = threading.Thread(target=self._log_lines, args=(self._ended,), daemon=True)
-            ProgressBar._drawn = console.is_terminal and shown_on_console()
-            self._bars.start() if self._drawn else self._lines.start()
-        self._task = self._bars.add_task(self.what, total=self.total, completed=int(self.done), note="")
-        self._open.append(self)
+            ProgressBar._bars = Progress(*columns, console=console)
+            ProgressBar._bars.start()
+            self._is_outermost = True
+        if self._bars is not None:
+            self._task = self._bars.add_task(self.what, total=self.total, completed=int(self.done), note="")
+        else:
+            ProgressBar._last_line = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.shown:
+        if self._bars is None or self._task is None:
             return
-        self._open.remove(self)
-        if self._open:
+        if self._is_outermost:
+            self._bars.stop()
+            ProgressBar._bars = None
+        else:
             self._bars.remove_task(self._task)
-            return
-        self._ended.set()
-        self._bars.stop() if self._drawn else self._lines.join()
-
-    @classmethod
-    def _log_lines(cls, ended: threading.Event) -> None:
-        while not ended.wait(LINE_SECONDS):
-            for work in cls._open[-1:]:
-                log.info(f"{work.what}: {work.line()}")
 
 
 def counted(items: Sequence[Item], what: str) -> Iterator[Item]:
