@@ -372,12 +372,12 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def default_objective(cls, config: Any) -> Objective:
-        """What a head with this config is trained on unless the training says otherwise."""
+        """Return the objective of a head with this config unless the training options name another."""
         return Objective()
 
     @classmethod
     def extra_losses(cls, config: Any) -> tuple[str, ...]:
-        """Losses of `objective.NEED_HEAD` that a head with this config can be trained on."""
+        """Name the losses of `objective.NEED_HEAD` that a head with this config can be trained on."""
         return ()
 
     @abstractmethod

@@ -65,7 +65,7 @@ BY_POSITION = ("hidden_ND", "latent_NR", "confidence_N")
 
 @dataclass(frozen=True)
 class Draft:
-    """What the draft of one depth is computed from: all that its loss may be differentiated by."""
+    """Inputs of the draft at one depth: all that its loss may be differentiated by."""
 
     hidden_ND: Tensor
     """Input of the LM head."""
@@ -124,7 +124,7 @@ class TargetProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class Truth:
-    """What judges the drafts of one depth."""
+    """Target distribution, true tokens and weights by which the drafts of one depth are judged."""
 
     target: TargetProbs | None
     """None if no loss needs the target's distribution."""
@@ -372,7 +372,7 @@ def _truths(
     target: TargetDistribution | None,
     objective: Objective,
 ) -> list[Truth]:
-    """What judges a chunk of positions, by depth."""
+    """The truth at a chunk of positions, by depth."""
     rows_NK = positions.rows_NK[rows]
     judged_NK = positions.valid_NK[rows]
     true_NK = features.tokens_BT.flatten()[rows_NK + 1]

@@ -1,4 +1,4 @@
-"""What a head is trained on: losses with their weights, and the weights of depths.
+"""The objective of training a head: losses with their weights, and the weights of depths.
 
 An objective is an option of training. The losses are defined in `losses.py`.
 """

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from headstart.console import ProgressBar, Stopped, StopRequest, console, log, number
+from headstart.console import ProgressBar, console, log, number
 from headstart.scripts.command_line import SpeculativeOptions, options
+from headstart.stopping import StopFlag, Stopped, stop_on_signals
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import SpeculativeLM, Stats, Target
-    from headstart.train.loading import SharedTarget
 
 SIDES = ("generate", "plain", "speculative")
 WELL_COVERED = 0.95
@@ -88,10 +85,11 @@ def main(arguments: list[str]) -> None:
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
-def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> dict[str, Any]:
-    """Compare the three sides on as many prompts, but at least one, as fit before the deadline; print and write.
+def benchmark(config: BenchConfig) -> dict[str, Any]:
+    """Compare the three sides on each prompt; print the report and write it.
 
-    `deadline` is a value of `time.monotonic`; `shared` is given if other commands of this process use the target, too.
+    Raises:
+        Stopped: Ctrl-C or SIGTERM; the report is of the prompts before.
     """
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
@@ -99,10 +97,10 @@ def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTar
     from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
     from headstart.train.run_folder import provenance
 
-    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit), shared)
+    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit))
     config = config.as_loaded(fast)
-    with StopRequest() as stop:
-        compared = _compare(fast, encoded, _sides(fast, config), deadline, stop)
+    with stop_on_signals() as stop:
+        compared = _compare(fast, encoded, _sides(fast, config), stop)
         every, greedy = [row for rows in compared.values() for row in rows], config.temperature == 0
         report = {
             "options": dataclasses.asdict(config),
@@ -163,30 +161,26 @@ def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
 
 
 def _compare(
-    fast: SpeculativeLM, encoded: dict[str, list[Tensor]], sides: dict[str, Side], deadline: float, stop: StopRequest
+    fast: SpeculativeLM, encoded: dict[str, list[Tensor]], sides: dict[str, Side], stop: StopFlag
 ) -> dict[str, list[ComparedPrompt]]:
-    """Answer the prompts until the deadline or a request to stop, but at least one."""
+    """Answer the prompts, until a stop is wanted."""
     from headstart.inference.tuning.machine import turns
 
     vocabulary_D = _draft_vocabulary(fast)
     compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
     log.info("each side answers the first prompt once, to be warm")
-    with stop.at_once():
-        for side in sides.values():
-            side(next(iter(encoded.values()))[0])
-    began = time.monotonic()
-    with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar, suppress(Stopped):
+    for side in sides.values():
+        side(next(iter(encoded.values()))[0])
+    with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar:
         for path, prompts in encoded.items():
             for place, input_ids in enumerate(prompts):
-                each = (time.monotonic() - began) / max(bar.done, 1)
-                if bar.done and time.monotonic() + each > deadline:
-                    return compared
-                with stop.at_once():
-                    found = _compare_one(fast.target, vocabulary_D, input_ids, sides, turns(SIDES, place))
+                if stop.wanted:
+                    break
+                found = _compare_one(fast.target, vocabulary_D, input_ids, sides, turns(SIDES, place))
                 compared[path].append(found)
                 bar.update(bar.done + 1, Path(path).name)
     if not any(compared.values()):
-        raise Stopped("stopped before a prompt was answered")
+        raise Stopped("stopped before a prompt was answered; the same command starts over")
     return compared
 
 

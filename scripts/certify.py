@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from headstart.console import Stopped, StopRequest, console, counted, log
+from headstart.console import console, counted, log
 from headstart.scripts.command_line import SamplingOptions, options
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def main(arguments: list[str]) -> None:
     config = options(CertifyConfig, "certify", __doc__, arguments)
     try:
         report = certify(config)
-    except Stopped as stopped:
-        print(stopped)
+    except KeyboardInterrupt:
+        print("stopped before the engine was judged; the same command starts over")
         sys.exit(130)  # a pipeline must not take it for a certificate
     if report is not None and report["verdict"] == "not lossless":
         sys.exit(1)
@@ -176,21 +176,17 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.scripts.measuring.engines import Prompt
     from headstart.train.data.chat_template import prompt_ids
-    from headstart.train.loading import SharedTarget
+    from headstart.train.loading import load_chat_tokenizer
     from headstart.train.run_folder import provenance, write_whole
 
     read = read_prompt_files(config.prompts, config.limit)
-    tokenizer = SharedTarget(config.target, config.dtype).tokenizer
+    tokenizer = load_chat_tokenizer(config.target)
     prompts = []
     for rows in read.values():
         for messages in rows:
             prompts.append(Prompt(messages, prompt_ids(tokenizer, messages, config.thinking)[0].tolist()))
-    with StopRequest() as stop, stop.at_once():
-        try:
-            generated, weights, about = _generate(config, prompts, tokenizer)
-            judgement = _judge(config, prompts, generated, weights, tokenizer)
-        except Stopped as stopped:
-            raise Stopped("stopped before the engine was judged; the same command starts over") from stopped
+    generated, weights, about = _generate(config, prompts, tokenizer)
+    judgement = _judge(config, prompts, generated, weights, tokenizer)
     greedy, sampling = judgement.greedy, judgement.sampling
     reasons = [*greedy.reasons, *(sampling.reasons if sampling is not None else [])]
     if about["lossy"]:

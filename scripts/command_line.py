@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.console import Stopped, printable, show_on_console
+from headstart.console import printable, show_on_console
 from headstart.options import CommandOptions, Dtype, template_variables
+from headstart.stopping import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.inference import SpeculativeLM
-    from headstart.train.loading import SharedTarget
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -70,14 +70,14 @@ class DecodingOptions(TargetOptions):
         super().__post_init__()
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
 
-    def load(self, shared: SharedTarget | None = None, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
         from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
         from headstart.train.loading import load_speculative_lm
 
         names = ("allow_adapter", "compile", "drafter", "fallback", "lossy", "tree", "verifier")
         options = {name: value for name, value in vars(self).items() if name in names} | more
-        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
+        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
         warn_of_unread_variables(tokenizer, self.thinking, self.template_kwargs)
         return lm, tokenizer

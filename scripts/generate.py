@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import GenerateOutput
-    from headstart.train.loading import SharedTarget
 
 Answer = TypeVar("Answer", "Tensor", "GenerateOutput")
 
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> None:
     stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
 
 
-def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) -> dict[str, float]:
+def stream_answer(config: GenerateConfig) -> dict[str, float]:
     """Stream the answer to one prompt, print the rate, and return tokens per second by side."""
     import torch
     from transformers import TextStreamer
@@ -51,7 +50,7 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
     from headstart.scripts.measuring.comparison import answer_settings, first_difference, stock_settings
     from headstart.train.data.chat_template import prompt_ids
 
-    lm, tokenizer = config.load(shared)
+    lm, tokenizer = config.load()
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
     input_ids = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs).to(target.device)

@@ -235,7 +235,7 @@ class FeaturesConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the head is trained on; null for the default of its kind."""
+    """Losses of the head and weights of depths; null for the default of its kind."""
 
     loss: dict[str, float] | None = None
     """Losses and their weights, such as {kl: 1.0, ce: 0.1}: ce, soft_ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, and

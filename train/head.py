@@ -1,4 +1,4 @@
-"""The head of a training config, and what it is trained on."""
+"""The head of a training config, and its objective."""
 
 from __future__ import annotations
 

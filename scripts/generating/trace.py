@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from headstart.inference import SpeculativeLM
     from headstart.inference.tracing import Trace
-    from headstart.train.loading import SharedTarget
 
 NODES, DEPTH = 16, 5
 """Size and depth of the tree that is drafted where none is named, as far as the head goes."""
@@ -65,7 +64,7 @@ def main(arguments: list[str]) -> None:
     trace_prompts(options(TraceConfig, "trace", __doc__, arguments))
 
 
-def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> list[Trace]:
+def trace_prompts(config: TraceConfig) -> list[Trace]:
     """Record each prompt, with drafts and plainly; write the page or the report."""
     from headstart.inference.tracing.report import trace_report
     from headstart.inference.tracing.trace import write_whole
@@ -77,7 +76,7 @@ def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> li
     files = {config.prompt: [[{"role": "user", "content": config.prompt}]]}
     if config.prompts:
         files = read_prompt_files(config.prompts, config.limit)
-    lm, tokenizer = config.load(shared)
+    lm, tokenizer = config.load()
     encoded = []
     for name, rows in files.items():
         ids = [prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs) for messages in rows]

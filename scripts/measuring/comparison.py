@@ -16,7 +16,6 @@ from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import DecodingOptions
 from headstart.train.data.chat_template import Example, check_lengths, prompt_ids
 from headstart.train.data.conversations import Messages, read_prompts
-from headstart.train.loading import SharedTarget
 
 Key = TypeVar("Key")
 
@@ -30,10 +29,10 @@ def read_prompt_files(paths: Sequence[str], limit: int | None) -> dict[str, list
 
 
 def load_with_prompts(
-    config: DecodingOptions, prompts: dict[str, list[Messages]], shared: SharedTarget | None = None, **more: Any
+    config: DecodingOptions, prompts: dict[str, list[Messages]], **more: Any
 ) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
     """Load a model that drafts, and encode the prompts of every file as token ids [1, time] on its device."""
-    lm, tokenizer = config.load(shared, **more)
+    lm, tokenizer = config.load(**more)
     encoded = {}
     for path, rows in prompts.items():
         ids = [prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs) for messages in rows]

@@ -15,13 +15,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headstart.console import Stopped
 from headstart.heads import DraftHead, MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Stats, Target, custom_generate, load_tokenizer
 from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
 from headstart.scripts.generate import GenerateConfig
+from headstart.stopping import Stopped
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
