@@ -55,8 +55,9 @@ from .target import Target
 from .tracing.pieces import TextStream
 from .tracing.record import Recorder
 from .tracing.trace import Trace, trace_of
-from .tuning.costs import RoundCosts, measured_costs
+from .tuning.costs import measured_costs
 from .tuning.machine import check_threads
+from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy, is_lossy, top_down_rule
 

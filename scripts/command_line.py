@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 import typing
 import warnings
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.inference import SpeculativeLM
-    from headstart.train.loading import SharedTarget
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -70,14 +70,14 @@ class DecodingOptions(TargetOptions):
         super().__post_init__()
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
 
-    def load(self, shared: SharedTarget | None = None, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
-        from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
-        from headstart.train.loading import load_speculative_lm
+        from headstart.inference.chat_template import warn_of_other_data, warn_of_unread_variables
+        from headstart.inference.load import load_speculative_lm
 
         names = ("allow_adapter", "compile", "drafter", "fallback", "lossy", "tree", "verifier")
         options = {name: value for name, value in vars(self).items() if name in names} | more
-        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
+        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
         warn_of_unread_variables(tokenizer, self.thinking, self.template_kwargs)
         return lm, tokenizer
@@ -280,9 +280,11 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
 def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Run a command; an error ends it with one line on standard error.
 
-    The exit status is 2 after a user's mistake, 1 after a failing disk, and 0 after a request to stop.
+    The exit status is 2 after a user's mistake, 1 after a failing disk, 0 after a stop from which the same command
+    resumes, and 130 after any other.
     """
     show_on_console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops a command as Ctrl-C does
     shown = warnings.formatwarning
     warnings.formatwarning = lambda *given: printable(shown(*given))
     try:
@@ -293,6 +295,9 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     except Stopped as stopped:
         print(stopped)
         gc.freeze()  # Python's last garbage collection takes a second, or several on a busy machine
+    except KeyboardInterrupt:
+        print("stopped")
+        sys.exit(130)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Threads of torch's gloo may abort a process while its interpreter ends (pytorch/pytorch#179291).
         atexit._run_exitfuncs()

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..console import log
 from ..inference import SpeculativeLM, Target, load_tokenizer
-from .data.chat_template import check_tokenizer
+from ..inference.chat_template import check_tokenizer
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,24 @@ from headstart.heads.by_name import head_config
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
-from headstart.scripts import bench, certify, datastore, demo, features, generate, tree
+from headstart.scripts import (
+    bench,
+    certify,
+    chat,
+    datastore,
+    demo,
+    export,
+    features,
+    generate,
+    import_head,
+    push,
+    serve_check,
+    trace,
+    tree,
+    verify,
+)
 from headstart.scripts.bench import BenchConfig
-from headstart.scripts.checkpoints import export, import_head, push, serve_check, verify
 from headstart.scripts.command_line import options
-from headstart.scripts.generating import chat, trace
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
 from headstart.train.config import AdapterConfig, PromptMixConfig, SelfMadeConfig, TrainConfig

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from ...console import ProgressBar, Stopped, StopRequest, log
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM, tokenizer_provenance
+from ...inference.chat_template import prompt_ids, render
 from ...inference.models.loading import target_facts
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
@@ -35,7 +36,6 @@ from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
 from .bad_rows import settle_rejected_prompts
-from .chat_template import prompt_ids, render
 from .conversations import RESUME_ADVICE, distinct_share
 from .token_cache import UnusedRow
 

@@ -25,7 +25,7 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
-from headstart.inference.tuning.costs import RoundCosts
+from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
 

@@ -22,10 +22,11 @@ from helpers import build_tokenizer
 
 from headstart.console import Stopped
 from headstart.inference import tokenizer_provenance
+from headstart.inference.chat_template import prompt_ids
 from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import server_answers as served
-from headstart.train.data.chat_template import encode, prompt_ids
+from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import check_row, open_source, read_conversations
 from headstart.train.data.self_made import make_conversations
 

@@ -14,10 +14,10 @@ from headstart.heads.checkpoints.files import read_weights
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.models import dtypes
-from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
-from headstart.scripts.checkpoints.import_head import ImportConfig, import_foreign
-from headstart.scripts.checkpoints.load_target import original_target
-from headstart.scripts.checkpoints.push import PushConfig, push_head
+from headstart.scripts.export import ExportConfig, export_foreign
+from headstart.scripts.import_head import ImportConfig, import_foreign
+from headstart.scripts.load_target import original_target
+from headstart.scripts.push import PushConfig, push_head
 
 OPTIONS = {
     "cut": {},

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headstart.console import console, log, printable
 from headstart.options import CommandOptions
-from headstart.scripts.checkpoints.verify import PROMPTS, misreadings
 from headstart.scripts.command_line import options
+from headstart.scripts.verify import PROMPTS, misreadings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,7 @@ def compare(
     from headstart.heads.checkpoints.model_card import Listing, served_depth
     from headstart.heads.checkpoints.save_load import load_head, publishable
     from headstart.inference import Target, load_tokenizer
-    from headstart.train.data.chat_template import prompt_ids
+    from headstart.inference.chat_template import prompt_ids
 
     runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
     loaded = []
@@ -209,7 +209,7 @@ def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
 
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.train.data.chat_template import prompt_ids
+    from headstart.inference.chat_template import prompt_ids
 
     assert found.theirs is not None
     target, tokenizer = Target.from_pretrained(config.target, torch.float32, "cpu"), load_tokenizer(config.target)

@@ -46,7 +46,7 @@ def import_foreign(config: ImportConfig) -> None:
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.import_formats import TargetParts, import_head
     from headstart.heads.checkpoints.save_load import save_head
-    from headstart.scripts.checkpoints.load_target import embedding_of, original_target
+    from headstart.scripts.load_target import embedding_of, original_target
 
     refuse_foreign(config.output, HEAD)
     folder = local_folder(config.head, config.revision, config.token)
