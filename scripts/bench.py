@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,7 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 
 def main(arguments: list[str]) -> None:
     """Run `headstart bench` with these command-line arguments."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is reported, as after Ctrl-C
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 

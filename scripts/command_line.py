@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import sys
 import typing
 import warnings
@@ -284,7 +283,6 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     resumes, and 130 after any other.
     """
     show_on_console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops a command as Ctrl-C does
     shown = warnings.formatwarning
     warnings.formatwarning = lambda *given: printable(shown(*given))
     try:

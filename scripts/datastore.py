@@ -35,7 +35,7 @@ class DatastoreConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and build."""
+    """Run `headstart datastore` with these command-line arguments."""
     build_datastore(options(DatastoreConfig, "datastore", __doc__, arguments))
 
 

@@ -31,8 +31,10 @@ from headstart.train.config import DataConfig, EvalConfig, LoopConfig, SelfMadeC
 PROMPT = "How does a sailing boat move against the wind?"
 FIRST_TOKENS = 64
 """Tokens of the first answer."""
+FIRST_CONVERSATIONS = 16
+"""Conversations that are made in any case, by which the speed is measured."""
 BATCH = 32
-"""Conversations that are generated at the same time."""
+"""Further ones that are generated at the same time."""
 CONVERSATIONS_PER_MINUTE = 32
 """Upper limit: more could not be trained on `EPOCHS` times in the same time."""
 VOCABULARY = 2048
@@ -49,6 +51,8 @@ TRAINING_SHARE = 0.65
 """Share of the time left after that for training, its trial and its evaluation."""
 RESERVE = 0.85
 """Share of the time of a stage that is planned for: speeds vary."""
+LEAST_SECONDS = 60.0
+"""Seconds after which a comparison is stopped even if there is no time left for it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class DemoConfig(CommandOptions):
 
 def main(arguments: list[str]) -> None:
     """Run `headstart demo` with these command-line arguments."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the time spent is kept, as after Ctrl-C
     demo(options(DemoConfig, "demo", __doc__, arguments))
 
 
@@ -164,34 +169,36 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
 
 
 def conversations(config: DemoConfig, folder: Path, budget: Budget, seconds: float) -> list[str]:
-    """Make a batch of conversations, and then as many as fit into the rest of the time; return the files."""
+    """Make a few conversations, and then as many as fit into the rest of the time; return the files."""
     from headstart.train.data.self_made import make_conversations
 
     began = time.monotonic()
-    batch = SelfMadeConfig(
+    few = SelfMadeConfig(
         target=config.target,
         head=config.head,
         output=str(folder / "conversations.jsonl"),
-        conversations=BATCH,
-        batch_size=BATCH,
+        conversations=FIRST_CONVERSATIONS,
+        batch_size=FIRST_CONVERSATIONS,
         answer_tokens=128,
         temperature=0.0,
     )
-    make_conversations(batch)
+    make_conversations(few)
     taken = time.monotonic() - began
-    most = CONVERSATIONS_PER_MINUTE * config.minutes - BATCH
-    count = budget.once("more_conversations", lambda: int(min(most, BATCH * (RESERVE * seconds / taken - 1))))
+    most = CONVERSATIONS_PER_MINUTE * config.minutes - FIRST_CONVERSATIONS
+    fitting = FIRST_CONVERSATIONS * (RESERVE * seconds / taken - 1)
+    count = budget.once("more_conversations", lambda: int(min(most, fitting)))
     if count < 1:
-        return [batch.output]
-    more = dataclasses.replace(batch, output=str(folder / "more.jsonl"), conversations=count, seed=1)
+        return [few.output]
+    output = str(folder / "more_conversations.jsonl")
+    more = dataclasses.replace(few, output=output, conversations=count, batch_size=BATCH, seed=1)
     if "conversations_are_made" not in budget.kept:
         with time_limit(seconds - taken):
             make_conversations(more)
         budget.once("conversations_are_made", lambda: True)
     made = Path(more.output)
     if made.exists() and made.stat().st_size > 0:
-        return [batch.output, more.output]
-    return [batch.output]
+        return [few.output, more.output]
+    return [few.output]
 
 
 def train_heads(config: DemoConfig, folder: Path, sources: list[str], budget: Budget, seconds: float) -> Path:
@@ -267,9 +274,9 @@ def compare(config: DemoConfig, head: str, path: Path, rates: dict[str, float], 
         max_new_tokens=tokens,
         output=str(path),
     )
-    with time_limit(seconds) as is_over:
+    with time_limit(max(seconds, LEAST_SECONDS)) as is_over:
         report = benchmark(bench)
         if report["stopped"] and not is_over.is_set():
             raise KeyboardInterrupt
-    budget.once(path.stem, lambda: True)
-    log.info(f"head: {head}; all figures: {path}")
+        budget.once(path.stem, lambda: True)
+        log.info(f"head: {head}; all figures: {path}")

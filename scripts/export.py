@@ -51,7 +51,7 @@ class ExportConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and export."""
+    """Run `headstart export` with these command-line arguments."""
     export_foreign(options(ExportConfig, "export", __doc__, arguments, first="head"))
 
 

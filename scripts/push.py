@@ -47,7 +47,7 @@ class PushConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and push."""
+    """Run `headstart push` with these command-line arguments."""
     push_head(options(PushConfig, "push", __doc__, arguments, first="run"))
 
 

@@ -34,7 +34,7 @@ def checked(target, head):
 def test_a_healthy_head_is_said_to_be_so(trained, capsys):
     checked(*trained)
     said = capsys.readouterr().out
-    assert "healthy: " in said and "drafts along a fixed text: 0% differ from those saved, 0.000" in said
+    assert "healthy: " in said and "drafts along a fixed text: 0% differ from those saved, by 0.000" in said
 
 
 def altered(name, change):
