@@ -72,7 +72,7 @@ class DecodingOptions(TargetOptions):
         from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
         from headstart.train.loading import load_speculative_lm
 
-        names = ("allow_adapter", "compile", "drafter", "fallback", "lossy", "tree", "verifier")
+        names = ("acceptance", "allow_adapter", "compile", "drafter", "fallback", "lossy", "tree")
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
@@ -93,7 +93,7 @@ class SpeculativeOptions(DecodingOptions):
     """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
     or a JSON file of paths; the prefix `drawn:` samples the children without replacement instead of taking the top k,
     `independent:` with replacement; several separated by |, of which each round takes the one that has been fastest."""
-    verifier: str = "auto"
+    acceptance: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical[:EPSILON:DELTA], which is LOSSY."""
     lossy: bool = False

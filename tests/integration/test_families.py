@@ -390,7 +390,7 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, rate, tokenize
     else:
         head = drafting(case["family"], case["source"]) if case["source"] in OPTIONS else None
         options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
-        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, verifier="point_mass", **options)
+        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, acceptance="point_mass", **options)
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
     with planted(target.model, case["planted"]):
         if case["written"] is not None and len(rows) == 1 and case["source"] != "oracle":

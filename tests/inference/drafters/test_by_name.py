@@ -108,7 +108,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
 
 
 @pytest.mark.parametrize(
-    ("word", "tree", "verifier", "new"),
+    ("word", "tree", "acceptance", "new"),
     [
         ("ngram:2", "drawn:chain:2", "auto", 3),
         ("ngram:3", "drawn:chain:1", "token", 3),
@@ -124,14 +124,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
         ("hybrid", "chain:1", "auto", 3),
     ],
 )
-def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, tree, verifier, new):
+def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, tree, acceptance, new):
     target = tiny_target(vocab_size=3)
     prompt = torch.tensor([1, 2, 1, 2, 1])
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
 
     def run(draw):
         drafter = source(word, target, tiny_target, tree, 3)
-        rule = choose_rule(verifier, drafter.kind, lossy=False)
+        rule = choose_rule(acceptance, drafter.kind, lossy=False)
         return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
 
     found = tools.every_branch(run)
