@@ -118,7 +118,6 @@ class SpeculativeLM:
         self.round_callbacks: list[Callable[[Sequences], None]] = []
         """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
         generation."""
-        self.listeners, self.round_listeners = self.callbacks, self.round_callbacks  # earlier names
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
         self._variants: dict[str, SpeculativeLM] = {}
@@ -133,10 +132,10 @@ class SpeculativeLM:
         cls,
         target: str | Path | PreTrainedModel | Target,
         head: str | Path | DraftHead | None = None,
-        dtype: torch.dtype | str = "auto",
+        dtype: torch.dtype | str = "fastest",
         tree: TreeSpec = "auto",
         acceptance: str = "auto",
-        device: str | torch.device | None = None,
+        device_map: str | int | torch.device | dict[str, Any] | None = None,
         revision: str | None = None,
         head_revision: str | None = None,
         lossy: bool = False,
@@ -152,8 +151,8 @@ class SpeculativeLM:
             target: a source for `Target.from_pretrained`, or a loaded target.
             head: a checkpoint folder, a Hub id, or a head; None for a drafter without a head, or for autoregressive
                 decoding.
-            dtype: dtype of target and head if they are loaded here; "auto" for the fastest on this machine that keeps
-                the model's accuracy (see `dtypes`), float32 for a GGUF file.
+            dtype: dtype of target and head if they are loaded here; "auto" for the checkpoint's own, "fastest" for the
+                fastest one on this machine that is as exact (see `dtypes`), float32 for a GGUF file.
             tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
                 chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more.
                 Of several trees separated by |, each round takes the one that has been fastest so far.
@@ -174,13 +173,13 @@ class SpeculativeLM:
         Raises:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
-        auto_dtype = isinstance(target, str | Path) and dtype == "auto"
+        auto_dtype = isinstance(target, str | Path) and dtype == "fastest"
         check_model_options(model_kwargs)
         if isinstance(target, Target):
-            refuse_loading_options(target.dtype, dtype, device, revision, model_kwargs)
+            refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:
             target_class = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
-            target = target_class.from_pretrained(target, dtype, device, revision, **model_kwargs)
+            target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
         if target.device.type == "cpu":
             check_threads()
         if compile == "auto":
@@ -300,7 +299,6 @@ class SpeculativeLM:
             ValueError: names an empty or too long prompt, a tree or acceptance rule that does not fit, or an
                 unsupported setting.
         """
-        max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
         lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
         lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
         recorder = Recorder() if trace else None

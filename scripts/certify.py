@@ -107,10 +107,10 @@ class CertifyConfig(SamplingOptions):
         if not self.server or not self.model:
             raise ValueError("a server needs both its URL (server) and the target's name there (model)")
         Address.of(self.server)
-        if self.dtype == "auto":
+        if self.dtype in ("fastest", "auto"):
             raise ValueError(
-                "dtype 'auto' cannot be resolved for a server: say in which one it computes (float32, bfloat16, "
-                "float16), as rounding is judged by it"
+                f"dtype {self.dtype!r} cannot be resolved for a server: say in which one it computes (float32, "
+                "bfloat16, float16), as rounding is judged by it"
             )
 
     @property

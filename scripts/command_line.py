@@ -39,8 +39,9 @@ class TargetOptions(CommandOptions):
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
-    dtype: Dtype = "auto"
-    """Data type of target and head; auto takes the fastest one here that is accurate enough for the model."""
+    dtype: Dtype = "fastest"
+    """Data type of target and head; fastest takes the fastest one here that is as exact as the checkpoint's own, auto
+    the checkpoint's own."""
 
 
 @dataclass(frozen=True)

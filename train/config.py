@@ -15,14 +15,14 @@ TYPE_CHECKING = False  # not typing's: jsonargparse would run the imports below 
 if TYPE_CHECKING:
     import torch
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Look up a dtype by its name in configs and on the command line, among which "auto" is none."""
+    """Look up a dtype by its name in configs and on the command line, where "fastest" and "auto" are not accepted."""
     import torch  # not before options are parsed: importing it takes seconds
 
-    names = get_args(Dtype)[1:]
+    names = get_args(Dtype)[2:]
     if name not in names:
         raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(names)}")
     return getattr(torch, name)
@@ -85,8 +85,9 @@ class SelfMadeConfig(CommandOptions):
     batch_size: int = 16
     """Conversations generated at the same time, by each server if there are several; a finished one makes room for the
     next."""
-    target_dtype: Dtype = "auto"
-    """Data type of the model's weights; auto takes the fastest one here that is accurate enough for the model."""
+    target_dtype: Dtype = "fastest"
+    """Data type of the model's weights; fastest takes the fastest one here that is as exact as the checkpoint's own,
+    auto the checkpoint's own."""
     temperature: float = 0.8
     """Sampling temperature of answers; 0 for greedy decoding."""
     answer_tokens: int = 256
@@ -484,8 +485,9 @@ class TrainConfig(CommandOptions):
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
     """`type`, a name in the HEADS table, and that head's own options."""
-    target_dtype: Dtype = "auto"
-    """Dtype of the frozen model's weights; auto takes the checkpoint's own, or float32 where that is faster."""
+    target_dtype: Dtype = "fastest"
+    """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where that is faster, auto
+    the checkpoint's own."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
     """whole on every process; shard: each of its blocks sharded over the processes; spread: for one process, its blocks
     on one device after the other."""
@@ -582,7 +584,7 @@ class TrainConfig(CommandOptions):
                 f"loop.precision {loop.precision!r} is none to train in; choose from auto, float32, bfloat16 "
                 "(gradients underflow in float16; target_dtype may be float16)"
             )
-        if loop.precision == "float32" and self.target_dtype not in ("auto", "float32"):
+        if loop.precision == "float32" and self.target_dtype not in ("fastest", "auto", "float32"):
             raise ValueError(
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
                 "would otherwise run on rounded features"

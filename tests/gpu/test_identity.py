@@ -38,7 +38,7 @@ def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
     torch.manual_seed(seed)
     settings = {"do_sample": False, "pad_token_id": 0, **settings}
     mask = (prompts != 0).long()
-    return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, slots=slots, **settings)
+    return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, max_batch_size=slots, **settings)
 
 
 def both(on_cpu, there, kind=None, drafter=None, **options):

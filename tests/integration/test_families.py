@@ -404,7 +404,9 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, rate, tokenize
                 truths = [stock(target, row, **settings).tolist() for row in rows]
             if case["source"] == "oracle":
                 lm.drafter.truths = truths
-            output = lm.generate(padded, attention_mask=mask, slots=slots, past_key_values=past, **settings, **seeded())
+            output = lm.generate(
+                padded, attention_mask=mask, max_batch_size=slots, past_key_values=past, **settings, **seeded()
+            )
     found = output.sequences[:, padded.shape[1] :].tolist()
     width = max(map(len, truths))
     ends = settings.get("eos_token_id") or settings.get("stop_strings")

@@ -83,7 +83,9 @@ def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, 
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     for _ in range(2):  # the second time with what the first has left
-        written = lm.generate(padded, attention_mask=mask, slots=slots, **settings).sequences[:, padded.shape[1] :]
+        written = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings).sequences[
+            :, padded.shape[1] :
+        ]
         for row, found in zip(rows, written.tolist(), strict=True):
             stock = target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)
             expected = stock[0, len(row) :].tolist()
@@ -102,7 +104,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
     for sampling in (False, True):
         generator = torch.Generator().manual_seed(0)
         settings = {"max_new_tokens": 1 + 4 * (depth + 1), "do_sample": sampling, "pad_token_id": 0}
-        stats = lm.generate(padded, attention_mask=mask, slots=slots, generator=generator, **settings).stats
+        stats = lm.generate(padded, attention_mask=mask, max_batch_size=slots, generator=generator, **settings).stats
         if not sampling or tree.startswith("drawn"):
             assert {record.returned for row in stats.rows for record in row} == {depth + 1}
 
