@@ -82,7 +82,7 @@ def answer(side: Any, prompts: list[Tensor], batch: int, target: Target, setting
         if isinstance(side, Target):
             sequences = side.model.generate(ids, attention_mask=mask, **settings)
         else:
-            sequences = side.generate(ids, attention_mask=mask, slots=batch, **settings).sequences
+            sequences = side.generate(ids, attention_mask=mask, max_batch_size=batch, **settings).sequences
         for row in sequences[:, ids.shape[1] :].tolist():
             ends = [place for place, token in enumerate(row) if token in target.end_tokens]
             tokens += ends[0] + 1 if ends else len(row)

@@ -104,7 +104,7 @@ def judged(
         for i in bins.unique().tolist()
     ]
     drafter = tree_drafter(lead.head, SampledShape(TreeShape.chain(depth)), target.modules)
-    lm = SpeculativeLM(target, drafter, verifier="token")
+    lm = SpeculativeLM(target, drafter, acceptance="token")
     runs = [lm.generate(ids, generator=seeded(target, 1000 + i), **settings).stats for i, ids in enumerate(prompts)]
     return Row(
         overlaps_PK.mean(0).tolist(),

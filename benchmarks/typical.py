@@ -51,7 +51,7 @@ def main() -> None:
         "exact": side(sampling),
         "exact, again": side(sampling),
     }
-    sides |= {f"typical:{each}": side(sampling, verifier=f"typical:{each}", lossy=True) for each in THRESHOLDS}
+    sides |= {f"typical:{each}": side(sampling, acceptance=f"typical:{each}", lossy=True) for each in THRESHOLDS}
     lines = [
         f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens at temperature "
         f"{args.temperature}, tree {args.tree}."

@@ -23,7 +23,7 @@ class RoundRecord:
     """One row's part in one round."""
 
     accepted: int
-    """Drafted tokens that the verifier accepted."""
+    """Drafted tokens that were accepted."""
     returned: int
     """Tokens that were returned to the user: accepted + 1, or fewer in a row's last round."""
     drafted: int = 0

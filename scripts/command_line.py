@@ -41,8 +41,9 @@ class TargetOptions(CommandOptions):
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
-    dtype: Dtype = "auto"
-    """Data type of target and head; auto takes the fastest one here that is accurate enough for the model."""
+    dtype: Dtype = "fastest"
+    """Data type of target and head; fastest takes the fastest one here that is as exact as the checkpoint's own, auto
+    the checkpoint's own."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class DecodingOptions(TargetOptions):
         from headstart.inference.chat_template import warn_of_other_data, warn_of_unread_variables
         from headstart.inference.load import load_speculative_lm
 
-        names = ("allow_adapter", "compile", "drafter", "fallback", "lossy", "tree", "verifier")
+        names = ("acceptance", "allow_adapter", "compile", "drafter", "fallback", "lossy", "tree")
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
@@ -95,7 +96,7 @@ class SpeculativeOptions(DecodingOptions):
     """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
     or a JSON file of paths; the prefix `drawn:` samples the children without replacement instead of taking the top k,
     `independent:` with replacement; several separated by |, of which each round takes the one that has been fastest."""
-    verifier: str = "auto"
+    acceptance: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical[:EPSILON:DELTA], which is LOSSY."""
     lossy: bool = False

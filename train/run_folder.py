@@ -149,7 +149,7 @@ def earlier_options(folder: Path) -> dict[str, Any]:
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the options with "auto" replaced by the dtypes with which the run began, if it resumes.
+    """Return the options with "fastest" and "auto" replaced by the dtypes with which the run began, if it resumes.
 
     A run that began before held_out_limit existed has no limit.
     """
@@ -161,8 +161,8 @@ def as_begun(config: TrainConfig) -> TrainConfig:
         data = dataclasses.replace(data, held_out_limit=None)
     if loop.precision == "auto":
         loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
-    if target_dtype == "auto":
-        target_dtype = before.get("target_dtype", "auto")
+    if target_dtype in ("fastest", "auto"):
+        target_dtype = before.get("target_dtype", target_dtype)
     return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
 
 

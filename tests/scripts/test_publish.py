@@ -133,7 +133,7 @@ def test_mistakes_are_told(taught, made, tmp_path):
 def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught, tmp_path, monkeypatch):
     AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
     monkeypatch.setattr(dtypes, "against_float32", lambda dtype: 3.0)
-    assert Target.from_pretrained(tmp_path / "rounded", device="cpu").dtype == torch.float32
+    assert Target.from_pretrained(tmp_path / "rounded", device_map="cpu").dtype == torch.float32
     assert original_target(str(tmp_path / "rounded")).dtype == torch.bfloat16
     assert original_target(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16
 

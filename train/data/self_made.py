@@ -101,7 +101,7 @@ class _Output:
         self.seen = set(state["seen"])
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
-        if config.target_dtype == "auto":
+        if config.target_dtype in ("fastest", "auto"):
             self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
@@ -442,7 +442,7 @@ def _continue(
             attention_mask=mask_BT.long().to(device),
             max_new_tokens=new_tokens,
             generator=generator,
-            slots=slots,
+            max_batch_size=slots,
             pad_token_id=PADDING,
             **sampling,
         )
