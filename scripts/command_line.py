@@ -232,7 +232,7 @@ def option_types(kind: type, before: str = "") -> dict[str, Any]:
     """Types of the options of a command by their dotted names, those of nested groups included."""
     types: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
-    for option in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for option in dataclasses.fields(kind):
         hint = hints[option.name]
         types[before + option.name] = hint
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):

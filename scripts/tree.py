@@ -107,7 +107,7 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     _print_best_trees(ordered, lengths, costs)
 
     # The best tree of each kind is tried.
-    tried = {
+    tried: dict[str, TreePolicy] = {
         "static": next(tree for tree in ordered if isinstance(tree, TreeShape)),
         "dynamic": next(tree for tree in ordered if isinstance(tree, DynamicShape)),
     }
