@@ -27,13 +27,13 @@ from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.provenance import hardware
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import rendering
 from headstart.train.evaluate import teacher_forced
 from headstart.train.loop import train
-from headstart.train.run_folder import hardware
 
 AS_IT_IS = "as it is"
 CHANGES = {

@@ -32,6 +32,7 @@ from headstart.console import console
 from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
+from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
@@ -45,7 +46,6 @@ from headstart.train.head import head_of, objective_of
 from headstart.train.loop import load_inputs
 from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
-from headstart.train.run_folder import hardware
 
 STAYS = ("target", "head", "gradients", "optimizer")
 WIDTH, VOCABULARY, DRAFT_VOCABULARY, DEPTH = 576, 128_256, 8192, 7

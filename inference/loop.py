@@ -41,7 +41,7 @@ from .stats import Stats
 from .target import Target, TargetOutput
 from .tree import DraftTree
 from .tuning.tree_spec import TreeShape
-from .verify import Verifier, emitted_tokens, greedy, point_mass
+from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass
 
 if TYPE_CHECKING:
     from .compiled.graphs import CompiledFunction
@@ -278,7 +278,7 @@ class Verification:
     so that the graph can be replayed.
     """
 
-    def __init__(self, rule: Verifier) -> None:
+    def __init__(self, rule: AcceptanceRule) -> None:
         self.rule = rule
         self.samples = rule is not greedy
         """Whether it is a rule for sampling."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
 
 RESERVED = frozenset(
     (

@@ -42,8 +42,9 @@ class TargetOptions(CommandOptions):
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
-    dtype: Dtype = "auto"
-    """Data type of target and head; auto takes the fastest one here that is accurate enough for the model."""
+    dtype: Dtype = "fastest"
+    """Data type of target and head; fastest takes the fastest one here that is as exact as the checkpoint's own, auto
+    the checkpoint's own."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class DecodingOptions(TargetOptions):
 
     def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
-        from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
-        from headstart.train.loading import load_speculative_lm
+        from headstart.inference.chat_template import warn_of_other_data, warn_of_unread_variables
+        from headstart.inference.load import load_speculative_lm
 
-        names = ("allow_adapter", "compile", "drafter", "fallback", "lossy", "tree", "verifier")
+        names = ("acceptance", "allow_adapter", "compile", "drafter", "fallback", "lossy", "tree")
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
@@ -96,7 +97,7 @@ class SpeculativeOptions(DecodingOptions):
     """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
     or a JSON file of paths; the prefix `drawn:` samples the children without replacement instead of taking the top k,
     `independent:` with replacement; several separated by |, of which each round takes the one that has been fastest."""
-    verifier: str = "auto"
+    acceptance: str = "auto"
     """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
     without_replacement, block, traversal, or typical[:EPSILON:DELTA], which is LOSSY."""
     lossy: bool = False
@@ -232,7 +233,7 @@ def option_types(kind: type, before: str = "") -> dict[str, Any]:
     """Types of the options of a command by their dotted names, those of nested groups included."""
     types: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
-    for option in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for option in dataclasses.fields(kind):
         hint = hints[option.name]
         types[before + option.name] = hint
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -280,7 +281,8 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
 def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Run a command; an error ends it with one line on standard error.
 
-    The exit status is 2 after a user's mistake, 1 after a failing disk, and 0 after a request to stop.
+    The exit status is 2 after a user's mistake, 1 after a failing disk, 0 after a stop from which the same command
+    resumes, and 130 after any other.
     """
     show_on_console()
     shown = warnings.formatwarning
@@ -293,6 +295,9 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     except Stopped as stopped:
         print(stopped)
         gc.freeze()  # Python's last garbage collection takes a second, or several on a busy machine
+    except KeyboardInterrupt:
+        print("stopped")
+        sys.exit(130)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Threads of torch's gloo may abort a process while its interpreter ends (pytorch/pytorch#179291).
         atexit._run_exitfuncs()

@@ -20,7 +20,7 @@ from headstart.options import CommandOptions
 from headstart.scripts.bench import BenchConfig, benchmark, print_report
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig, stream_answer
-from headstart.stopping import Stopped, stop_on_signals
+from headstart.stopping import Stopped
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, SelfMadeConfig, TrainConfig
 
 PROMPT = "How does a sailing boat move against the wind?"
@@ -62,31 +62,30 @@ def demo(config: DemoConfig) -> None:
     """Show the shipped head; then make conversations, train heads on them, and compare speeds.
 
     Raises:
-        Stopped: Ctrl-C or SIGTERM; the same command resumes.
+        Stopped: Ctrl-C or SIGTERM while data are made or heads are trained; the same command resumes.
     """
-    from headstart.train.data.conversations import read_prompts
+    from headstart.inference.prompt_files import read_prompts
     from headstart.train.data.self_made import make_conversations
     from headstart.train.loop import train
 
     read_prompts(config.prompts)  # a missing file is reported now, not after the training
     began = time.monotonic()
     folder = Path(f"{config.output}-{config.minutes}min")
-    with stop_on_signals() as stop:
-        console.rule("1 of 4: one prompt, without and with the EAGLE-3 head of this repository")
-        answer = GenerateConfig(target=config.target, head=config.head, prompt=PROMPT, compare=True, max_new_tokens=64)
-        stream_answer(answer)
-        if stop.wanted:
-            raise Stopped("stopped; the same command resumes from there")
 
-        console.rule("2 of 4: the model makes its own conversations")
-        conversations = make_conversations(self_made(config, folder))
+    console.rule("1 of 4: one prompt, without and with the EAGLE-3 head of this repository")
+    stream_answer(
+        GenerateConfig(target=config.target, head=config.head, prompt=PROMPT, compare=True, max_new_tokens=64)
+    )
 
-        console.rule("3 of 4: Medusa heads are trained on them")
-        run = train(training(config, folder, conversations))
+    console.rule("2 of 4: the model makes its own conversations")
+    conversations = make_conversations(self_made(config, folder))
 
-        console.rule("4 of 4: speed, of both heads")
-        for name, head in (("medusa", str(run / "best")), ("eagle3", config.head)):
-            compare(config, folder / f"bench-{name}.json", head)
+    console.rule("3 of 4: Medusa heads are trained on them")
+    run = train(training(config, folder, conversations))
+
+    console.rule("4 of 4: speed, of both heads")
+    for name, head in (("medusa", str(run / "best")), ("eagle3", config.head)):
+        compare(config, folder / f"bench-{name}.json", head)
     log.info(f"all of it took {duration(time.monotonic() - began)}")
 
 
@@ -134,7 +133,9 @@ def compare(config: DemoConfig, path: Path, head: str) -> None:
             max_new_tokens=48,
             limit=PROMPTS,
         )
-        benchmark(bench)
+        report = benchmark(bench)
     else:
         print_report(report)
+    if report["stopped"]:
+        raise Stopped("stopped; the same command resumes from there")
     log.info(f"head: {head}; all figures: {path}")

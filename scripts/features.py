@@ -14,7 +14,7 @@ from headstart.train.config import TrainConfig
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and write."""
+    """Run `headstart features` with these command-line arguments."""
     precompute(options(TrainConfig, "features", __doc__, arguments))
 
 

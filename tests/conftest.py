@@ -50,7 +50,7 @@ show_on_console()  # as commands do: tests read there what a user reads
 
 @pytest.fixture(autouse=True)
 def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make what dtype="auto" chooses independent of the machine; tests of that choice say what is fast."""
+    """Make what dtype="fastest" chooses independent of the machine; tests of that choice say what is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
     monkeypatch.setattr(engines, "_timed", lambda: 1.0)
 

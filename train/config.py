@@ -51,8 +51,9 @@ class SelfMadeConfig(CommandOptions):
     batch_size: int = 16
     """Conversations generated at the same time, by each server if there are several; a finished one makes room for the
     next."""
-    target_dtype: Dtype = "auto"
-    """Data type of the model's weights; auto takes the fastest one here that is accurate enough for the model."""
+    target_dtype: Dtype = "fastest"
+    """Data type of the model's weights; fastest takes the fastest one here that is as exact as the checkpoint's own,
+    auto the checkpoint's own."""
     temperature: float = 0.8
     """Sampling temperature of answers; 0 for greedy decoding."""
     answer_tokens: int = 256
@@ -428,8 +429,9 @@ class TrainConfig(CommandOptions):
     """`type`, a name in the HEADS table, and that head's own options."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""
-    target_dtype: Dtype = "auto"
-    """Dtype of the frozen model's weights; auto takes the checkpoint's own, or float32 where that is faster."""
+    target_dtype: Dtype = "fastest"
+    """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where that is faster, auto
+    the checkpoint's own."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
     """whole on every process; shard: each of its blocks sharded over the processes; spread: for one process, its blocks
     on one device after the other."""
@@ -526,7 +528,7 @@ class TrainConfig(CommandOptions):
                 f"loop.precision {loop.precision!r} is none to train in; choose from auto, float32, bfloat16 "
                 "(gradients underflow in float16; target_dtype may be float16)"
             )
-        if loop.precision == "float32" and self.target_dtype not in ("auto", "float32"):
+        if loop.precision == "float32" and self.target_dtype not in ("fastest", "auto", "float32"):
             raise ValueError(
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
                 "would otherwise run on rounded features"

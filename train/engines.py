@@ -272,7 +272,7 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
 
 
 def resolved(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
-    """Replace "auto" by dtypes, the same on every process."""
+    """Replace "fastest" and "auto" by dtypes, the same on every process."""
     dtypes = formats(config, accelerator.device) if accelerator.is_main_process else ("", "")
     return with_formats(config, *from_main(accelerator, dtypes))
 
@@ -285,13 +285,18 @@ def with_formats(config: TrainConfig, target: Any, head: Any) -> TrainConfig:
 def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
     """Name the dtypes of the target's weights and of the head's arithmetic on a device."""
     target, head = str(config.target_dtype), str(config.loop.precision)
+    if target == "auto":
+        own, _ = own_dtype(config.target, config.target_revision)
+        target = dtype_name(own)
+        if head == "float32" and target != "float32":
+            raise ValueError(f"loop.precision float32 needs target_dtype float32, not auto, which is {target} here")
     if head != "auto":
         _warn_if_slow(head, device)
     elif target in ("bfloat16", "float16"):
         head = "bfloat16"  # in float32 it would run on rounded features
     else:
         head = "bfloat16" if _over_float32(device) < 1 else "float32"
-    if target != "auto":
+    if target != "fastest":
         return target, head
     own, shape = own_dtype(config.target, config.target_revision)
     if head == "float32" or (device.type == "cpu" and own == torch.float16 and shape is not None and fits(shape)):

@@ -21,12 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar
 from ..heads import DraftHead
-from ..heads.layers.decoder_layer import at_least_fp32
 from ..heads.objective import Objective
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
-from ..inference.stats import RoundRecord
+from ..inference.stats import RoundRecord, acceptance_figures
 from ..inference.tracing.pieces import text_pieces
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from ..stopping import StopFlag
@@ -41,12 +40,8 @@ BATCH_SIZE = 8
 """Conversations of a teacher-forced forward."""
 RANKS = 10
 """Ranks of a head's tokens whose accuracy is measured: the most children that a node of a calibrated tree has."""
-FINGERPRINT_ENDS = (9, 20, 33, 64)
-"""Lengths of the text's prefixes that the drafts of a fingerprint continue."""
-FINGERPRINT_NOISE = 0.06
-"""Largest mean difference of log-probabilities between two fingerprints of a head, by dtypes and machines."""
-FINGERPRINT_TIES = 0.15
-"""Largest share of drafts that differ between two fingerprints of a head, where two tokens are nearly tied."""
+
+
 Sums = tuple[Tensor, Tensor, Tensor]
 """losses_K, counts_K and hits_KI of a batch, on the CPU."""
 
@@ -83,7 +78,8 @@ class Evaluation:
             "new_tokens": config.new_tokens,
             "accuracy": self.accuracy_KI,
             "trees": {
-                name: {"nodes": self.policies[name].size, **summary(stats)} for name, stats in self.trees.items()
+                name: {"nodes": self.policies[name].size, **acceptance_figures(stats)}
+                for name, stats in self.trees.items()
             },
         }
 
@@ -218,17 +214,6 @@ def prompt_of(example: Example) -> Tensor:
     return torch.tensor(example.tokens[: example.loss_mask.index(True)])
 
 
-def summary(stats: Stats) -> dict[str, Any]:
-    """Return acceptance statistics as plain numbers."""
-    return {
-        "acceptance_length": stats.acceptance_length,
-        "interval": list(stats.acceptance_length_interval),
-        "acceptance_rate_by_depth": stats.acceptance_rate_by_depth,
-        "rounds": stats.rounds,
-        "plain_rounds": stats.plain_rounds,
-    }
-
-
 @dataclass(frozen=True)
 class Sample:
     """A prompt and its answer, in which the accepted draft tokens are known."""
@@ -286,37 +271,3 @@ def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedT
         if text:
             pieces.append((text, is_draft))
     return pieces
-
-
-@torch.inference_mode()
-def fingerprint(target: Target, head: DraftHead) -> dict[str, list[float]]:
-    """Draft along a fixed text: the head's best token at every depth, teacher-forced, and its log-probability.
-
-    Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a little less;
-    its own drafts can. `headstart verify` repeats them and compares.
-    """
-    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
-    vocab = target.info.vocab_size
-    length = FINGERPRINT_ENDS[-1] + head.max_depth
-    text_1T = torch.tensor([[(7919 * i + 31) % vocab for i in range(length)]], device=target.device)
-    output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
-    tokens: list[float] = []
-    scores: list[float] = []
-    for end in FINGERPRINT_ENDS:
-        state = served.begin(target.modules, 1, length, head.max_depth, head.max_depth)
-        read_B = torch.tensor([end - 1], device=target.device)
-        state = served.observe(state, output.features_BNF[:, : end - 1], text_1T[:, 1:end], read_B)
-        for depth in range(head.max_depth):
-            parent_11 = torch.full_like(text_1T[:, :1], 0 if depth else -1)
-            logits_11V, state = served.expand(state, text_1T[:, end - 1 + depth : end + depth], parent_11)
-            best = at_least_fp32(logits_11V).log_softmax(-1).max(-1)
-            tokens.append(int(served.target_tokens(best.indices)))  # sync: once for each checkpoint
-            scores.append(float(best.values))
-    return {"tokens": tokens, "scores": scores}
-
-
-def fingerprint_difference(found: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
-    """Return the share of drafts that differ, and the mean difference of their log-probabilities."""
-    others = [one != other for one, other in zip(found["tokens"], saved["tokens"], strict=True)]
-    differences = [abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)]
-    return sum(others) / len(others), sum(differences) / len(differences)

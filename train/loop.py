@@ -38,14 +38,17 @@ from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..heads.objective import Objective
 from ..inference import Target, load_tokenizer
+from ..inference.chat_template import data_origin, warn_of_unread_variables
 from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import target_facts
 from ..inference.models.replay import ReplayTarget
+from ..inference.probe import probe_drafts
+from ..inference.provenance import provenance
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig
 from .data.bad_rows import settle_unused_rows
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Example, data_origin, warn_of_unread_variables
+from .data.chat_template import Example
 from .data.conversations import Source, open_sources
 from .data.split import check_renders, rendering, split_cache
 from .data.token_cache import (
@@ -58,13 +61,13 @@ from .data.token_cache import (
     lengths_of,
 )
 from .engines import actual_engine, autocast, end_together, from_main, prepare, resolved, shard, start
-from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
+from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
 from .features.online import OnlineFeatures, feature_source
 from .features.placement import is_sharded, load_target
 from .head import head_of, objective_of
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
-from .run_folder import Progress, RunFolder, as_begun, provenance
+from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
 
 TIMED_STEPS = 3
@@ -473,7 +476,7 @@ def evaluate_and_save(
     metadata = CheckpointMetadata(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-        measured={"coverage": inputs.coverage, "probe": fingerprint(target, copy), **found.measured(config.eval)},
+        measured={"coverage": inputs.coverage, "probe": probe_drafts(target, copy), **found.measured(config.eval)},
         provenance=inputs.provenance,
         adapted=state.adapted is not None,
     )

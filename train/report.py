@@ -22,12 +22,14 @@ from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
 from ..inference import Target
+from ..inference.stats import acceptance_figures
+from ..inference.tracing.plots import plotted
 from .data.batches import collate
 from .data.chat_template import Example
-from .evaluate import Evaluation, Sample, summary
+from .evaluate import Evaluation, Sample
 from .features.online import online_features
 from .run_folder import Progress, RunFolder
-from .tracking import Tracker, plotted
+from .tracking import Tracker
 
 PEAK_TFLOPS = {
     r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,
@@ -172,7 +174,7 @@ class MetricsLogger:
 
     def log_evaluation(self, found: Evaluation, samples: list[Sample]) -> dict[str, Any]:
         """Log an evaluation, on the main process; return the line of log.jsonl, on every process."""
-        step, rows = self.progress.step, {name: summary(stats) for name, stats in found.trees.items()}
+        step, rows = self.progress.step, {name: acceptance_figures(stats) for name, stats in found.trees.items()}
         row: dict[str, Any] = json_ready(
             {"step": step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
         )

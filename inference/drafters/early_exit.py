@@ -15,7 +15,7 @@ from torch import Tensor
 from ...heads import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
-from ..tuning.tree_spec import EarlyExitShape, TreeShape
+from ..tuning.tree_spec import EarlyExitShape, TreeKind, TreeShape
 from .base import NoDraft
 from .tree_policies import DraftModel, HeadDrafter
 
@@ -88,7 +88,7 @@ class EarlyExitChain(HeadDrafter):
             return NoDraft().propose(roots_B)
         shape = TreeShape.chain(len(tokens) - 1)
         tokens_BN = torch.stack(tokens, dim=1)
-        kind = "top_k"
+        kind: TreeKind = "top_k"
         probs_BNV = None
         if probs:
             kind = self.kind

@@ -40,6 +40,7 @@ from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.logits import RandomSampler, Sampler
 from headstart.inference.loop import Verification
+from headstart.inference.provenance import provenance
 from headstart.inference.tree import DraftTree
 from headstart.inference.verify import VerifyResult, greedy
 from headstart.options import CommandOptions
@@ -51,7 +52,6 @@ from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 from headstart.train.optim import build_optimizer
 from headstart.train.report import count_flops, peak_tflops
-from headstart.train.run_folder import provenance
 
 TRAINING_STEPS = 5
 """Training steps that are timed."""

@@ -20,11 +20,24 @@ from headstart.heads.by_name import head_config
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
-from headstart.scripts import bench, certify, datastore, demo, features, generate, tree
+from headstart.scripts import (
+    bench,
+    certify,
+    chat,
+    datastore,
+    demo,
+    export,
+    features,
+    generate,
+    import_head,
+    push,
+    serve_check,
+    trace,
+    tree,
+    verify,
+)
 from headstart.scripts.bench import BenchConfig
-from headstart.scripts.checkpoints import export, import_head, push, serve_check, verify
 from headstart.scripts.command_line import options
-from headstart.scripts.generating import chat, trace
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
 from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
@@ -116,6 +129,14 @@ def test_alone_it_lists_its_commands(run):
         status, shown, _ = run(*arguments)
         assert status == 0
         assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize(("given", "told"), [("generte", "the nearest: generate"), ("xyz", "no command has a sim")])
+def test_an_unknown_command_is_answered_in_three_lines(run, given, told):
+    status, _, errors = run(given)
+    first, second, third = errors.splitlines()
+    assert (status, first, third) == (2, f"error: unknown command '{given}'", "`headstart --help` lists all")
+    assert second.startswith(told)
 
 
 @pytest.mark.parametrize("command", ["verify", "push", "import", "export"])
@@ -210,11 +231,11 @@ DTYPES = {
 COMPILED = ("tree", "generate", "bench", "certify")
 
 
-@pytest.mark.parametrize("word", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("word", ["fastest", "auto", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("command", DTYPES)
-def test_every_command_takes_a_dtype_and_auto_without_one(parsed, run, command, word):
+def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, command, word):
     for name in DTYPES[command]:
-        if (name, word) == ("loop.precision", "float16"):  # gradients would underflow
+        if name == "loop.precision" and word in ("fastest", "float16"):  # in float16 gradients would underflow
             continue
 
         def found(*arguments, name=name):
@@ -223,7 +244,7 @@ def test_every_command_takes_a_dtype_and_auto_without_one(parsed, run, command, 
                 value = getattr(value, part)
             return value
 
-        assert found() == "auto"
+        assert found() == ("auto" if name == "loop.precision" else "fastest")
         more = ["--target_dtype", "float32"] if name == "loop.precision" and word == "float32" else []
         assert found(f"--{name}", word, *more) == word
         status, _, errors = run(command, *REQUIRED[command], f"--{name}", "float8")
@@ -371,7 +392,6 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["unknown command 'trian'", ", ".join(COMMANDS)]),
         (["train"], ["'target' is required"]),
         (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
         (["demo", "--prompts", "/nowhere.jsonl"], ["no file at '/nowhere.jsonl'"]),

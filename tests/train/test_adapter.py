@@ -19,7 +19,7 @@ from headstart.heads import DraftHead, MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Stats, Target, custom_generate, load_tokenizer
-from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
+from headstart.scripts.export import ExportConfig, export_foreign
 from headstart.scripts.generate import GenerateConfig
 from headstart.stopping import Stopped
 from headstart.train import adapter

@@ -121,7 +121,7 @@ def test_a_value_that_cannot_work_is_refused_by_name(kind, option, value):
 def test_float32_arithmetic_on_a_rounded_target_is_refused():
     with pytest.raises(ValueError, match=r"loop\.precision.*target_dtype.*bfloat16"):
         build(TrainConfig, **{"loop.precision": "float32", "target_dtype": "bfloat16"})
-    for word in ("float32", "auto"):
+    for word in ("float32", "fastest", "auto"):
         build(TrainConfig, **{"loop.precision": "float32", "target_dtype": word})
 
 

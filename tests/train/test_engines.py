@@ -495,7 +495,7 @@ def test_decisions_are_made_once(two):
 def test_processes_agree_on_what_auto_is(options, tmp_path):
     """Each of them could measure it otherwise."""
     loop = dataclasses.replace(options.loop, precision="auto", max_steps=2, epochs=1.0)
-    config = dataclasses.replace(options, output=str(tmp_path / "auto"), target_dtype="auto", loop=loop)
+    config = dataclasses.replace(options, output=str(tmp_path / "auto"), target_dtype="fastest", loop=loop)
     process = launch(config, "configs/accelerate/ddp.yaml")
     said = finished(process)
     assert process.returncode == 0, said

@@ -13,11 +13,12 @@ from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, Target, TreeShape, tree_policy
 from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.stopping import StopFlag
 from headstart.train.config import EvalConfig
 from headstart.train.data.chat_template import Example
-from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, summary, teacher_forced
+from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, teacher_forced
 
 VOCAB = 24
 
@@ -143,7 +144,7 @@ def test_the_card_gets_every_tree_with_its_size(target, examples):
     assert (measured["prompts"], measured["new_tokens"]) == (2, 4)
     assert {name: row["nodes"] for name, row in measured["trees"].items()} == {"chain": 4, "static": 5, "dynamic": 5}
     for name, row in measured["trees"].items():
-        assert repr(row) == repr({"nodes": row["nodes"], **summary(found.trees[name])})
+        assert repr(row) == repr({"nodes": row["nodes"], **acceptance_figures(found.trees[name])})
 
 
 def test_a_prompt_is_what_comes_before_the_first_answer():

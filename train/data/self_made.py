@@ -24,17 +24,17 @@ from transformers import PreTrainedTokenizerBase
 from ...console import ProgressBar, log
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM, tokenizer_provenance
+from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
+from ...inference.load import load_speculative_lm
 from ...inference.models.loading import target_facts
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from ..loading import load_chat_tokenizer, load_speculative_lm
 from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
 from .bad_rows import settle_rejected_prompts
-from .chat_template import prompt_ids, render
 from .conversations import RESUME_ADVICE, distinct_share
 from .token_cache import UnusedRow
 
@@ -96,7 +96,7 @@ class _Output:
         self.seen = set(state["seen"])
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
-        if config.target_dtype == "auto":
+        if config.target_dtype in ("fastest", "auto"):
             self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
@@ -433,7 +433,7 @@ def _continue(
         attention_mask=mask_BT.long().to(device),
         max_new_tokens=new_tokens,
         generator=generator,
-        slots=slots,
+        max_batch_size=slots,
         pad_token_id=PADDING,
         **sampling,
     )

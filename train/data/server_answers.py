@@ -30,6 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from ...console import ProgressBar, log
 from ...heads.checkpoints.public import public_url
 from ...inference import load_tokenizer, tokenizer_provenance
+from ...inference.chat_template import REASONING_KEYS, prompt_ids
+from ...inference.messages import check_conversation
 from ...options import template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
@@ -45,8 +47,8 @@ from .answers import (
     text_of,
 )
 from .bad_rows import settle_rejected_prompts
-from .chat_template import REASONING_KEYS, REASONING_TAGS, encode, prompt_ids
-from .conversations import RESUME_ADVICE, check_conversation
+from .chat_template import REASONING_TAGS, encode
+from .conversations import RESUME_ADVICE
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""

@@ -63,14 +63,14 @@ def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
     assert place <= len(ids) and len(set(drafted)) > 2
 
 
-@pytest.mark.parametrize("verifier", [word for word, rule in RULES.items() if not rule.lossy])
+@pytest.mark.parametrize("acceptance", [word for word, rule in RULES.items() if not rule.lossy])
 @pytest.mark.parametrize("tree", ["stop:0.5:drawn:chain:2", "stop:0.4:drawn:chain:2"])
-def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, verifier):
+def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, acceptance):
     target = tiny_target(vocab_size=3)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
     drafter = make_drafter(target, tiny_target(vocab_size=3, layers=1, seed=3), tree)
-    rule, prompt, lengths = choose_rule(verifier, drafter.kind, lossy=False), torch.tensor([1, 2, 1]), set()
-    new = 2 if verifier == "point_mass" else 3  # which draws at every node, so that there are more branches
+    rule, prompt, lengths = choose_rule(acceptance, drafter.kind, lossy=False), torch.tensor([1, 2, 1]), set()
+    new = 2 if acceptance == "point_mass" else 3  # which draws at every node, so that there are more branches
 
     def run(draw):
         rows, stats = tools.write(target, drafter, rule, [prompt], processors, draw, new)
@@ -84,10 +84,10 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ve
 
 
 @pytest.mark.parametrize(
-    ("markov", "verifier"),
+    ("markov", "acceptance"),
     [("vanilla", word) for word, rule in RULES.items() if not rule.lossy] + [("gated", "token"), ("rnn", "token")],
 )
-def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(tiny_target, tools, markov, verifier):
+def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(tiny_target, tools, markov, acceptance):
     """DSpark: the estimate sees the tokens drawn before, by which some chains end and others do not."""
     target = tiny_target(vocab_size=3, layers=3)
     torch.manual_seed(5)
@@ -97,8 +97,8 @@ def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(tiny
     torch.nn.init.zeros_(head.confidence_head["proj"].bias)
     torch.nn.init.normal_(head.confidence_head["proj"].weight[:, -4:], std=9.0)  # of the token before
     drafter = tree_drafter(head.to(target.dtype).eval(), tree_policy("stop:0.5:drawn:chain:2"), target.modules)
-    rule, lengths, prompt = choose_rule(verifier, drafter.kind, lossy=False), set(), torch.tensor([1, 2, 1])
-    new = 2 if verifier == "point_mass" else 3
+    rule, lengths, prompt = choose_rule(acceptance, drafter.kind, lossy=False), set(), torch.tensor([1, 2, 1])
+    new = 2 if acceptance == "point_mass" else 3
 
     def run(draw):
         rows, stats = tools.write(target, drafter, rule, [prompt], LogitsProcessorList(), draw, new)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from headstart.inference import load_tokenizer, tokenizer_provenance
+from headstart.inference.chat_template import prompt_ids
+from headstart.inference.messages import check_conversation
 from headstart.inference.monitoring import Monitor
 from headstart.stopping import Stopped
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made as selfmade
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import check_conversation, distinct_share
+from headstart.train.data.conversations import distinct_share
 from headstart.train.data.self_made import make_conversations, user_prefix
 
 LIKELY = {" ": 0.25, "<|im_end|>": 0.05, **dict.fromkeys("abcdefghij", 0.07)}

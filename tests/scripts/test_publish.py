@@ -14,10 +14,10 @@ from headstart.heads.checkpoints.files import read_weights
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.models import dtypes
-from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
-from headstart.scripts.checkpoints.import_head import ImportConfig, import_foreign
-from headstart.scripts.checkpoints.load_target import original_target
-from headstart.scripts.checkpoints.push import PushConfig, push_head
+from headstart.scripts.export import ExportConfig, export_foreign
+from headstart.scripts.import_head import ImportConfig, import_foreign
+from headstart.scripts.load_target import original_target
+from headstart.scripts.push import PushConfig, push_head
 
 OPTIONS = {
     "cut": {},
@@ -133,7 +133,7 @@ def test_mistakes_are_told(taught, made, tmp_path):
 def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught, tmp_path, monkeypatch):
     AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
     monkeypatch.setattr(dtypes, "against_float32", lambda dtype: 3.0)
-    assert Target.from_pretrained(tmp_path / "rounded", device="cpu").dtype == torch.float32
+    assert Target.from_pretrained(tmp_path / "rounded", device_map="cpu").dtype == torch.float32
     assert original_target(str(tmp_path / "rounded")).dtype == torch.bfloat16
     assert original_target(str(tmp_path / "rounded"), torch.float16).dtype == torch.float16
 

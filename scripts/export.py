@@ -51,7 +51,7 @@ class ExportConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and export."""
+    """Run `headstart export` with these command-line arguments."""
     export_foreign(options(ExportConfig, "export", __doc__, arguments, first="head"))
 
 
@@ -59,7 +59,7 @@ def export_foreign(config: ExportConfig) -> None:
     """Write a head for another project."""
     from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.checkpoints.load_target import embedding_of, target_of
+    from headstart.scripts.load_target import embedding_of, target_of
 
     own = {"merged": export_merged, "model": export_model}
     if config.to == "gguf":
@@ -87,7 +87,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.scripts.checkpoints.load_target import target_of
+    from headstart.scripts.load_target import target_of
 
     if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
@@ -121,7 +121,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from headstart.heads import TruncatedHead
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.scripts.checkpoints.load_target import embedding_of, target_of
+    from headstart.scripts.load_target import embedding_of, target_of
 
     if not isinstance(head, TruncatedHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")

@@ -47,7 +47,7 @@ class PushConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and push."""
+    """Run `headstart push` with these command-line arguments."""
     push_head(options(PushConfig, "push", __doc__, arguments, first="run"))
 
 
@@ -56,7 +56,7 @@ def push_head(config: PushConfig) -> None:
     from headstart.heads.checkpoints.hub import push_folder
     from headstart.heads.checkpoints.model_card import Listing
     from headstart.heads.checkpoints.save_load import load_head, publishable
-    from headstart.scripts.checkpoints.load_target import target_of
+    from headstart.scripts.load_target import target_of
 
     run = Path(config.run)
     folder = run / "best" if (run / "best").is_dir() else run
