@@ -18,14 +18,14 @@ from common import TARGET, arguments, ratio, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headstart.console import console
 from headstart.inference import SpeculativeLM, Target, load_tokenizer, loop
+from headstart.inference.chat_template import prompt_ids
+from headstart.inference.prompt_files import read_prompts
+from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES
-from headstart.train.run_folder import hardware
 
 PADDED = "headstart, prompts padded to the longest"
 APART = loop.APART_ON_CPU
@@ -82,7 +82,7 @@ def answer(side: Any, prompts: list[Tensor], batch: int, target: Target, setting
         if isinstance(side, Target):
             sequences = side.model.generate(ids, attention_mask=mask, **settings)
         else:
-            sequences = side.generate(ids, attention_mask=mask, slots=batch, **settings).sequences
+            sequences = side.generate(ids, attention_mask=mask, max_batch_size=batch, **settings).sequences
         for row in sequences[:, ids.shape[1] :].tolist():
             ends = [place for place, token in enumerate(row) if token in target.end_tokens]
             tokens += ends[0] + 1 if ends else len(row)

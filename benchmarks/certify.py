@@ -65,7 +65,7 @@ def main() -> None:
     for dtype in DTYPES:
         judge("transformers", dtype, samples=0)
         judge("headstart", dtype, head=args.head)
-    judge("headstart-typical", "float32", head=args.head, verifier="typical", lossy=True)
+    judge("headstart-typical", "float32", head=args.head, acceptance="typical", lossy=True)
     if args.vllm:
         write_parts(folder, args.target, args.head)
         for dtype in DTYPES:

@@ -13,14 +13,10 @@ from .truncated import TruncatedConfig, TruncatedHead
 
 DraftHead.checkpoints = save_load  # here, because save_load imports every head: base.py would import in a circle
 
-CutConfig, CutHead, TargetEnds = TruncatedConfig, TruncatedHead, TargetModules
-"""Earlier names, which keep working."""
 
 __all__ = [
     "HEADS",
     "CheckpointMetadata",
-    "CutConfig",
-    "CutHead",
     "DFlashConfig",
     "DFlashHead",
     "DSparkConfig",
@@ -38,7 +34,6 @@ __all__ = [
     "HydraPlusPlusHead",
     "MedusaConfig",
     "MedusaHead",
-    "TargetEnds",
     "TargetFeatures",
     "TargetInfo",
     "TargetModules",

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from .layers.constants import counting
 from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import check_ids
+from .objective import Objective
 
 LONGEST_DRAFT = 1024
 """Most tokens of a draft, far above what a model accepts."""
@@ -366,9 +367,22 @@ class DraftHead(nn.Module, ABC):
         `token_counts_V` holds the frequency of each token in the answers of the training data.
         """
 
+    @classmethod
+    def default_objective(cls, config: Any) -> Objective:
+        """Return the objective of a head with this config unless the training options name another."""
+        return Objective()
+
+    @classmethod
+    def extra_losses(cls, config: Any) -> tuple[str, ...]:
+        """Name the losses of `objective.NEED_HEAD` that a head with this config can be trained on."""
+        return ()
+
     @abstractmethod
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """The teacher-forced loss of a batch, and how often the true token was among the `ranks` best drafts."""
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        """The teacher-forced loss of a batch, by `default_objective` if none is given.
+
+        Counts how often the true token was among the `ranks` best drafts.
+        """
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.

@@ -13,10 +13,6 @@ from .tree import DraftTree
 from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
 from .verify import RULES
 
-DrawnShape, Passage, Round, Start, tree_word = SampledShape, PrefillChunk, StepResult, DraftContext, spec_of
-tokenizer_origin = tokenizer_provenance
-"""Earlier names, which keep working."""
-
 __all__ = [
     "RULES",
     "Chat",
@@ -24,15 +20,11 @@ __all__ = [
     "DraftContext",
     "DraftTree",
     "Drafter",
-    "DrawnShape",
     "DynamicShape",
     "GenerateOutput",
-    "Passage",
     "PrefillChunk",
-    "Round",
     "SampledShape",
     "SpeculativeLM",
-    "Start",
     "Stats",
     "StepResult",
     "Target",
@@ -45,8 +37,6 @@ __all__ = [
     "load_tokenizer",
     "refresh",
     "spec_of",
-    "tokenizer_origin",
     "tokenizer_provenance",
     "tree_policy",
-    "tree_word",
 ]

@@ -26,7 +26,7 @@ from .tuning.tree_spec import TreePolicy
 def custom_generate(
     head: str | Path | DraftHead | None = None,
     tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
-    verifier: str = "auto",
+    acceptance: str = "auto",
     lossy: bool = False,
     generator: torch.Generator | None = None,
     streamer: BaseStreamer | None = None,
@@ -58,7 +58,7 @@ def custom_generate(
             head=head,
             dtype=dtype,
             tree=tree,
-            verifier=verifier,
+            acceptance=acceptance,
             lossy=lossy,
             head_revision=head_revision,
             compile=compile,

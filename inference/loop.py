@@ -39,7 +39,7 @@ from .sequences import Conversation, Sequences, shared_length
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
-from .verify import Verifier, emitted_tokens, greedy, point_mass
+from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass
 
 SHARED_TOKENS = 32
 """Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which must pay."""
@@ -268,7 +268,7 @@ class Verification:
     recorded and replayed together with the compaction of the KV cache. Random numbers are drawn beforehand.
     """
 
-    def __init__(self, rule: Verifier) -> None:
+    def __init__(self, rule: AcceptanceRule) -> None:
         self.rule = rule
         self.samples = rule is not greedy
         """Whether it is a rule for sampling."""

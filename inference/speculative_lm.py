@@ -53,8 +53,9 @@ from .target import Target
 from .tracing.pieces import TextStream
 from .tracing.record import Recorder
 from .tracing.trace import Trace, trace_of
-from .tuning.costs import RoundCosts, measured_costs
+from .tuning.costs import measured_costs
 from .tuning.machine import check_threads
+from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy, is_lossy, top_down_rule
 
@@ -89,26 +90,26 @@ class SpeculativeLM:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, verifier: str = "auto", lossy: bool = False
+        self, target: Target, drafter: Drafter | None = None, acceptance: str = "auto", lossy: bool = False
     ) -> None:
         """Put the parts together; `from_pretrained` loads them.
 
         Args:
             target: the frozen model.
             drafter: proposes draft trees; None for autoregressive decoding by the same engine.
-            verifier: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts most.
-                Greedy decoding has one rule.
+            acceptance: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts
+                most. Greedy decoding has one rule.
             lossy: allow a rule ("typical") that changes the output distribution.
 
         Raises:
-            ValueError: an unknown verifier, or one that does not fit the drafter's trees; feature layers that the
-                target does not have.
+            ValueError: an unknown acceptance rule, or one that does not fit the drafter's trees; feature layers that
+                the target does not have.
         """
         self.target = target
         self.drafter: Drafter = drafter or NoDraft()
-        self.sampling_rule = Verification(choose_rule(verifier, self.drafter.kind, lossy))
+        self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
         self.greedy_rule = Verification(greedy)
-        self.verifier, self.lossy = verifier, lossy
+        self.acceptance, self.lossy = acceptance, lossy
         self.provenance: dict[str, Any] = {}
         """The target that the head was trained against, from the head's checkpoint."""
         self.callbacks: list[Callable[[Stats], None]] = []
@@ -116,25 +117,24 @@ class SpeculativeLM:
         self.round_callbacks: list[Callable[[Sequences], None]] = []
         """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
         generation."""
-        self.listeners, self.round_listeners = self.callbacks, self.round_callbacks  # earlier names
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
         self._variants: dict[str, SpeculativeLM] = {}
-        """By tree and verifier: this model with those of single calls."""
+        """By tree and acceptance rule: this model with those of single calls."""
         target.check_layers(self.drafter.feature_layers)
 
     def __repr__(self) -> str:
-        return f"SpeculativeLM({self.target!r}, {self.drafter!r}, verifier={self.verifier!r})"
+        return f"SpeculativeLM({self.target!r}, {self.drafter!r}, acceptance={self.acceptance!r})"
 
     @classmethod
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel | Target,
         head: str | Path | DraftHead | None = None,
-        dtype: torch.dtype | str = "auto",
+        dtype: torch.dtype | str = "fastest",
         tree: TreeSpec = "auto",
-        verifier: str = "auto",
-        device: str | torch.device | None = None,
+        acceptance: str = "auto",
+        device_map: str | int | torch.device | dict[str, Any] | None = None,
         revision: str | None = None,
         head_revision: str | None = None,
         lossy: bool = False,
@@ -150,12 +150,12 @@ class SpeculativeLM:
             target: a source for `Target.from_pretrained`, or a loaded target.
             head: a checkpoint folder, a Hub id, or a head; None for a drafter without a head, or for autoregressive
                 decoding.
-            dtype: dtype of target and head if they are loaded here; "auto" for the fastest on this machine that keeps
-                the model's accuracy (see `dtypes`), float32 for a GGUF file.
+            dtype: dtype of target and head if they are loaded here; "auto" for the checkpoint's own, "fastest" for the
+                fastest one on this machine that is as exact (see `dtypes`), float32 for a GGUF file.
             tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
                 chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more.
                 Of several trees separated by |, each round takes the one that has been fastest so far.
-            verifier: see `__init__`, as for `lossy`.
+            acceptance: see `__init__`, as for `lossy`.
             compile: True to compile the rounds, see the method `compile`; False not to; "auto" to compile where it
                 takes no time, on CPUs.
             drafter: a spec of `drafters.by_name.SPECS`, or a drafter of your own, whose errors cannot change the
@@ -172,13 +172,13 @@ class SpeculativeLM:
         Raises:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
-        auto_dtype = isinstance(target, str | Path) and dtype == "auto"
+        auto_dtype = isinstance(target, str | Path) and dtype == "fastest"
         check_model_options(model_kwargs)
         if isinstance(target, Target):
-            refuse_loading_options(target.dtype, dtype, device, revision, model_kwargs)
+            refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:
             target_class = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
-            target = target_class.from_pretrained(target, dtype, device, revision, **model_kwargs)
+            target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
         if target.device.type == "cpu":
             check_threads()
         if compile != "auto" and not isinstance(compile, bool):
@@ -195,7 +195,7 @@ class SpeculativeLM:
                 loaded_head = target.engine.draft_head(loaded_head)
         drafter_with = partial(make_drafter, target, drafter, head=loaded_head, metadata=metadata, adaptive=fallback)
         with as_loaded(target.model):  # the cost of rounds may be measured
-            lm = cls(target, drafter_with(tree), verifier, lossy)
+            lm = cls(target, drafter_with(tree), acceptance, lossy)
         lm.provenance, lm._drafter_with = {} if metadata is None else metadata.provenance, drafter_with
         return lm.compile(compile) if compile else lm
 
@@ -263,7 +263,7 @@ class SpeculativeLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_batch_size: int | None = None,
         tree: TreeSpec | None = None,
-        verifier: str | None = None,
+        acceptance: str | None = None,
         past_key_values: Conversation | None = None,
         trace: bool = False,
         **settings: Any,
@@ -283,8 +283,8 @@ class SpeculativeLM:
             max_batch_size: rows decoded at the same time; a finished row frees its slot for the next one (continuous
                 batching). None for all at once.
             tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
-            verifier: acceptance rule for this call; None for the one given at first, or "auto" if `tree` is of another
-                kind.
+            acceptance: acceptance rule for this call; None for the one given at first, or "auto" if `tree` is of
+                another kind.
             past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
@@ -294,11 +294,10 @@ class SpeculativeLM:
                 them for one row alone: after each token, with the row's unpadded tokens.
 
         Raises:
-            ValueError: names an empty or too long prompt, a tree or verifier that does not fit, or an unsupported
-                setting.
+            ValueError: names an empty or too long prompt, a tree or acceptance rule that does not fit, or an
+                unsupported setting.
         """
-        max_batch_size = settings.pop("slots", max_batch_size)  # its earlier name
-        lm = self if tree is None and verifier is None else self._variant(tree, verifier)
+        lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
         lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
         recorder = Recorder() if trace else None
         if recorder is not None:
@@ -425,9 +424,9 @@ class SpeculativeLM:
             streamer.closed = True
             thread.join()
 
-    def _variant(self, tree: TreeSpec | None, verifier: str | None) -> SpeculativeLM:
+    def _variant(self, tree: TreeSpec | None, acceptance: str | None) -> SpeculativeLM:
         """This model with another tree or rule; made once for each, so that measured speeds are kept."""
-        key = repr((tree, verifier))
+        key = repr((tree, acceptance))
         if key not in self._variants:
             drafter = self.drafter
             if tree is not None:
@@ -436,9 +435,9 @@ class SpeculativeLM:
                         f"tree {tree!r} was given for a drafter that is made already; make it with that tree"
                     )
                 drafter = self._drafter_with(tree)
-            name = verifier or (self.verifier if drafter.kind == self.drafter.kind else "auto")
+            name = acceptance or (self.acceptance if drafter.kind == self.drafter.kind else "auto")
             variant = copy.copy(self)
-            variant.drafter, variant.verifier = drafter, name
+            variant.drafter, variant.acceptance = drafter, name
             variant.sampling_rule = Verification(choose_rule(name, drafter.kind, self.lossy))
             self._variants[key] = variant
         return self._variants[key]
@@ -477,8 +476,8 @@ class SpeculativeLM:
             _check_prepared(config, inputs, streamer, len(input_ids))
             warn_of_autocast(target.model)
             prompts = _without_padding(input_ids, mask, target)
-            if config.do_sample and is_lossy(self.verifier):
-                _warn_of_equal_answers(self.verifier, prompts)
+            if config.do_sample and is_lossy(self.acceptance):
+                _warn_of_equal_answers(self.acceptance, prompts)
             paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
             process_logits = TreeLogitsProcessor(
                 logits_processor, paddings, min_length_counts_padding=config.min_new_tokens is not None
@@ -487,7 +486,7 @@ class SpeculativeLM:
             new_tokens, full = max_length - input_ids.shape[1], config.return_dict_in_generate
             rule = self.sampling_rule if config.do_sample else self.greedy_rule
             if config.do_sample and process_logits.one_by_one:
-                rule = Verification(top_down_rule(self.verifier, self.drafter.kind))
+                rule = Verification(top_down_rule(self.acceptance, self.drafter.kind))
             with self._alone(past) as drafter:
                 if isinstance(target, Seq2SeqTarget):
                     target.set_encoder_outputs(inputs["encoder_outputs"], inputs.get("attention_mask"))
@@ -746,13 +745,13 @@ def _without_padding(input_ids: Tensor, mask: Tensor | None, target: Target) -> 
     return prompts
 
 
-def _warn_of_equal_answers(verifier: str, prompts: list[Tensor]) -> None:
+def _warn_of_equal_answers(acceptance: str, prompts: list[Tensor]) -> None:
     """Warn if one prompt is to get several answers by a rule that draws nothing."""
     different = len({tuple(prompt.tolist()) for prompt in prompts})
     if different < len(prompts):
         warnings.warn(
-            f"the verifier {verifier!r} draws no random numbers: equal prompts get equal answers ({different} "
-            f"different prompts in {len(prompts)} rows); for samples that differ, choose the verifier 'auto'",
+            f"the acceptance rule {acceptance!r} draws no random numbers: equal prompts get equal answers ({different} "
+            f"different prompts in {len(prompts)} rows); for samples that differ, choose the acceptance rule 'auto'",
             stacklevel=2,
         )
 

@@ -115,8 +115,8 @@ class Target:
     def from_pretrained(
         cls,
         source: str | Path | PreTrainedModel,
-        dtype: torch.dtype | str = "auto",
-        device: str | torch.device | dict[str, Any] | None = None,
+        dtype: torch.dtype | str = "fastest",
+        device_map: str | int | torch.device | dict[str, Any] | None = None,
         revision: str | None = None,
         **model_kwargs: Any,
     ) -> Target:
@@ -125,8 +125,9 @@ class Target:
         Args:
             source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
                 loaded model, a `PeftModel` too, which runs with its active adapter.
-            dtype: dtype of the weights; "auto" for the fastest here that keeps the model's accuracy, see `dtypes`.
-            device: a device, accelerate's map of modules to devices, or the name of one of its strategies ("auto");
+            dtype: dtype of the weights; "auto" for the checkpoint's own, "fastest" for the fastest one here that is as
+                exact, see `dtypes`.
+            device_map: a device, accelerate's map of modules to devices, or the name of one of its strategies ("auto");
                 None for the first GPU, or the CPU.
             revision: revision of a Hub id.
             model_kwargs: quantization_config, attn_implementation, trust_remote_code, token, cache_dir and others of
@@ -138,23 +139,26 @@ class Target:
         check_model_options(model_kwargs)
         source = without_peft(source)
         if isinstance(source, PreTrainedModel):
-            refuse_loading_options(source.dtype, dtype, device, revision, model_kwargs)
+            refuse_loading_options(source.dtype, dtype, device_map, revision, model_kwargs)
             return cls(source)
-        device = device or default_device()
-        single = None if isinstance(device, dict) or device in MAPS else torch.device(device)
-        chosen = chosen_dtype(dtype, source, single, revision, model_kwargs)
-        return cls.load(source, chosen, device, revision, model_kwargs)
+        where = default_device() if device_map is None else device_map
+        if isinstance(where, dict) or where in MAPS:
+            chosen = chosen_dtype(dtype, source, None, revision, model_kwargs)
+        else:
+            where = torch.device(where)
+            chosen = chosen_dtype(dtype, source, where, revision, model_kwargs)
+        return cls.load(source, chosen, where, revision, model_kwargs)
 
     @classmethod
     def load(
         cls,
         source: str | Path,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         device: str | torch.device | dict[str, Any],
         revision: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Target:
-        """`from_pretrained` with a given dtype and device."""
+        """`from_pretrained` with a given dtype (or "auto", as in transformers) and device."""
         model = load_model(cls.loader, source, dtype, device, revision, options)
         return cls(model, str(source), downloaded_commit(source, revision, options))
 

@@ -50,7 +50,7 @@ class VerifyResult:
     """The emitted tokens, padded; None to have them read from the path."""
 
 
-Verifier = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
+AcceptanceRule = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
 """An acceptance rule: (tree, scores_BNV, sampler) to its result. It draws at most nodes × depth + 1 numbers a row."""
 EPSILON, DELTA = 0.09, 0.3
 """Medusa's thresholds for typical acceptance."""
@@ -128,7 +128,7 @@ def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, r
     return VerifyResult(*tree.path_to(node_B), sampler.categorical(p_BV))
 
 
-with_replacement: Verifier = partial(without_replacement, replace=True)
+with_replacement: AcceptanceRule = partial(without_replacement, replace=True)
 """The same, lossless for children that were sampled independently."""
 
 
@@ -200,7 +200,7 @@ def typical_threshold(log_p_BNV: Tensor, epsilon: float = EPSILON, delta: float 
 class Rule:
     """An acceptance rule, and for which trees it keeps the target's distribution."""
 
-    verify: Verifier
+    verify: AcceptanceRule
     kinds: frozenset[TreeKind]
     """Kinds of trees for which the rule is exact."""
     lossy: bool = False
@@ -238,7 +238,7 @@ def is_lossy(name: str) -> bool:
     return name != "auto" and RULES[name.partition(":")[0]].lossy
 
 
-def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
+def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
     """The rule for sampling of this name; "auto" for the exact rule that accepts most.
 
     `typical:EPSILON:DELTA` sets the thresholds of typical acceptance.
@@ -250,22 +250,23 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> Verifier:
         return RULES[BEST[kind]].verify
     name, *thresholds = name.split(":")
     if name not in RULES:
-        raise ValueError(f"unknown verifier {name!r}; choose from auto, {', '.join(RULES)}")
+        raise ValueError(f"unknown acceptance rule {name!r}; choose from auto, {', '.join(RULES)}")
     rule = RULES[name]
     if kind not in rule.kinds:
         fitting = ", ".join(each for each, other in RULES.items() if kind in other.kinds and not other.lossy)
         raise ValueError(
-            f"the verifier {name!r} would be biased for trees whose nodes are {_SPOKEN[kind]}; choose from {fitting}"
+            f"the acceptance rule {name!r} would be biased for trees whose nodes are {_SPOKEN[kind]}; "
+            f"choose from {fitting}"
         )
     if rule.lossy and not lossy:
         raise ValueError(
-            f"the verifier {name!r} is lossy: it does not keep the target's distribution; say lossy=True if that is "
-            f"wanted, or choose {BEST[kind]!r}"
+            f"the acceptance rule {name!r} is lossy: it does not keep the target's distribution; say lossy=True "
+            f"if that is wanted, or choose {BEST[kind]!r}"
         )
     return rule.verify if not thresholds else _with_thresholds(name, thresholds)
 
 
-def top_down_rule(name: str, kind: TreeKind) -> Verifier:
+def top_down_rule(name: str, kind: TreeKind) -> AcceptanceRule:
     """The rule of this name, or for "auto" the exact one, which needs no scores of nodes that it rejects.
 
     Raises:
@@ -275,21 +276,21 @@ def top_down_rule(name: str, kind: TreeKind) -> Verifier:
         return RULES[BEST_TOP_DOWN[kind]].verify
     if not RULES[name.partition(":")[0]].top_down:
         raise ValueError(
-            f"the verifier {name!r} needs the scores of rejected drafts, and logits processors of your own (or "
+            f"the acceptance rule {name!r} needs the scores of rejected drafts, and logits processors of your own (or "
             "prefix_allowed_tokens_fn) are called with accepted tokens alone, since they may keep a state; choose the "
-            f"verifier 'auto' or {BEST_TOP_DOWN[kind]!r}"
+            f"acceptance rule 'auto' or {BEST_TOP_DOWN[kind]!r}"
         )
     return RULES[name].verify
 
 
-def _with_thresholds(name: str, thresholds: list[str]) -> Verifier:
+def _with_thresholds(name: str, thresholds: list[str]) -> AcceptanceRule:
     try:
         epsilon, delta = map(float, thresholds)
     except ValueError:
         epsilon = delta = -1.0
     if name != "typical" or not (0 < epsilon <= 1 and delta > 0):
         raise ValueError(
-            f"unknown options {':'.join(thresholds)!r} of the verifier {name!r}; only typical takes any: "
+            f"unknown options {':'.join(thresholds)!r} of the acceptance rule {name!r}; only typical takes any: "
             f"typical:EPSILON:DELTA with 0 < epsilon <= 1 and delta > 0, by default typical:{EPSILON}:{DELTA}"
         )
     return partial(typical, epsilon=epsilon, delta=delta)

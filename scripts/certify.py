@@ -16,11 +16,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from headstart.console import console, counted, log
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import Stopped, StopRequest, console, counted, log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,10 +93,10 @@ class CertifyConfig(SamplingOptions):
             raise ValueError(f"{drafts[0]} was given for the engine {kind!r}; only headstart takes one")
         if kind != "transformers" and self.assistant:
             raise ValueError(f"assistant was given for the engine {kind!r}; only transformers takes one")
-        if self.verifier != "auto":
+        if self.acceptance != "auto":
             if kind != "headstart":
-                raise ValueError(f"verifier was given for the engine {kind!r}; only headstart takes one")
-            choose_rule(self.verifier, "sampled_chain", self.lossy)  # every rule fits a sampled chain
+                raise ValueError(f"acceptance was given for the engine {kind!r}; only headstart takes one")
+            choose_rule(self.acceptance, "sampled_chain", self.lossy)  # every rule fits a sampled chain
         if self.output and Path(self.output).suffix != ".json":
             raise ValueError(f"output must end in .json, not {self.output!r}; the page is written beside it as .md")
 
@@ -107,10 +106,10 @@ class CertifyConfig(SamplingOptions):
         if not self.server or not self.model:
             raise ValueError("a server needs both its URL (server) and the target's name there (model)")
         Address.of(self.server)
-        if self.dtype == "auto":
+        if self.dtype in ("fastest", "auto"):
             raise ValueError(
-                "dtype 'auto' cannot be resolved for a server: say in which one it computes (float32, bfloat16, "
-                "float16), as rounding is judged by it"
+                f"dtype {self.dtype!r} cannot be resolved for a server: say in which one it computes (float32, "
+                "bfloat16, float16), as rounding is judged by it"
             )
 
     @property
@@ -160,12 +159,7 @@ class Weights:
 
 def main(arguments: list[str]) -> None:
     """Run `headstart certify` with these command-line arguments."""
-    config = options(CertifyConfig, "certify", __doc__, arguments)
-    try:
-        report = certify(config)
-    except Stopped as stopped:
-        print(stopped)
-        sys.exit(130)  # a pipeline must not take it for a certificate
+    report = certify(options(CertifyConfig, "certify", __doc__, arguments))
     if report is not None and report["verdict"] == "not lossless":
         sys.exit(1)
 
@@ -173,25 +167,21 @@ def main(arguments: list[str]) -> None:
 def certify(config: CertifyConfig) -> dict[str, Any]:
     """Let the engine generate, judge it, print and write the report, and return it."""
     from headstart.heads.checkpoints.files import json_ready
+    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
+    from headstart.inference.provenance import provenance
+    from headstart.inference.tracing.trace import write_whole
     from headstart.scripts.measuring.certificate_page import page, summary
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.scripts.measuring.engines import Prompt
-    from headstart.train.data.chat_template import prompt_ids
-    from headstart.train.loading import SharedTarget
-    from headstart.train.run_folder import provenance, write_whole
 
     read = read_prompt_files(config.prompts, config.limit)
-    tokenizer = SharedTarget(config.target, config.dtype).tokenizer
+    tokenizer = load_chat_tokenizer(config.target)
     prompts = []
     for rows in read.values():
         for messages in rows:
             prompts.append(Prompt(messages, prompt_ids(tokenizer, messages, config.thinking)[0].tolist()))
-    with StopRequest() as stop, stop.at_once():
-        try:
-            generated, weights, about = _generate(config, prompts, tokenizer)
-            judgement = _judge(config, prompts, generated, weights, tokenizer)
-        except Stopped as stopped:
-            raise Stopped("stopped before the engine was judged; the same command starts over") from stopped
+    generated, weights, about = _generate(config, prompts, tokenizer)
+    judgement = _judge(config, prompts, generated, weights, tokenizer)
     greedy, sampling = judgement.greedy, judgement.sampling
     reasons = [*greedy.reasons, *(sampling.reasons if sampling is not None else [])]
     if about["lossy"]:
@@ -383,12 +373,12 @@ def _headstart(config: CertifyConfig, asked: Asked) -> tuple[Engine, Target, dic
         "head": config.head,
         "drafter": config.drafter,
         "tree": config.tree,
-        "verifier": config.verifier,
+        "acceptance": config.acceptance,
         "compiled": target.compiled,
         "lossy": "",
     }
-    if is_lossy(config.verifier) and config.draws:
-        about["lossy"] = f"the acceptance rule {config.verifier!r} does not keep the target's distribution"
+    if is_lossy(config.acceptance) and config.draws:
+        about["lossy"] = f"the acceptance rule {config.acceptance!r} does not keep the target's distribution"
     return LocalEngine(generate, asked, target.end_tokens, target.device), target, about
 
 

@@ -35,12 +35,12 @@ from huggingface_hub import constants
 from loopback_hub import Hub
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headstart.console import show_on_console
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.models import dtypes
 from headstart.inference.tuning import machine
 from headstart.train import engines, loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
-from headstart.train.console import show_on_console
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import read_conversations
@@ -50,7 +50,7 @@ show_on_console()  # as commands do: tests read there what a user reads
 
 @pytest.fixture(autouse=True)
 def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make what dtype="auto" chooses independent of the machine; tests of that choice say what is fast."""
+    """Make what dtype="fastest" chooses independent of the machine; tests of that choice say what is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
     monkeypatch.setattr(engines, "_timed", lambda: 1.0)
 

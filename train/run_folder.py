@@ -9,34 +9,26 @@ best/, last/       head checkpoints: of the longest acceptance length, and after
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
+from ..console import log
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
-from ..inference.models.loading import default_device
-from ..inference.tuning import machine
 from .config import TrainConfig
-from .console import log
 
-PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
-"""Packages whose versions are saved with every result."""
 FREE_TO_CHANGE = (
     "loop.log_every",
     "loop.eval_every",
@@ -157,7 +149,7 @@ def earlier_options(folder: Path) -> dict[str, Any]:
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the options with "auto" replaced by the dtypes with which the run began, if it resumes.
+    """Return the options with "fastest" and "auto" replaced by the dtypes with which the run began, if it resumes.
 
     A run that began before held_out_limit existed has no limit.
     """
@@ -169,8 +161,8 @@ def as_begun(config: TrainConfig) -> TrainConfig:
         data = dataclasses.replace(data, held_out_limit=None)
     if loop.precision == "auto":
         loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
-    if target_dtype == "auto":
-        target_dtype = before.get("target_dtype", "auto")
+    if target_dtype in ("fastest", "auto"):
+        target_dtype = before.get("target_dtype", target_dtype)
     return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
 
 
@@ -277,21 +269,3 @@ class RunFolder:
         """Append a line to log.jsonl."""
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_ready(row)) + "\n")
-
-
-def provenance() -> dict[str, Any]:
-    """Return package versions, the processor or GPU with its threads, and the git revision of a checkout."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        versions[name] = next((found.version for found in importlib.metadata.distributions(name=name)), None)
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        revision = None
-    return {"versions": versions, "hardware": hardware(), "git_revision": revision}
-
-
-def hardware() -> str:
-    """Return the first GPU's name; or the processor's, the instruction set that torch uses, and torch's threads."""
-    return machine.hardware(torch.device(default_device()))

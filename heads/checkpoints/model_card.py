@@ -36,7 +36,7 @@ _CARD = """---
 # A draft head ({head}) for {target}
 
 A draft head drafts several tokens, one forward pass of the model verifies them all. With greedy or exact verification
-the output is the model's own: lossless.{adapted} Typical acceptance (`verifier="typical"`, `lossy=True`) is not.
+the output is the model's own: lossless.{adapted} Typical acceptance (`acceptance="typical"`, `lossy=True`) is not.
 
 ## Use
 {here}

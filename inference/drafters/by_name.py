@@ -12,8 +12,9 @@ from ...heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_hea
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_provenance
 from ..target import Target
-from ..tuning.costs import RoundCosts, measured_costs
+from ..tuning.costs import measured_costs
 from ..tuning.machine import machine_key
+from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeSpec, stored_tree, tree_policy
 from .adaptive import AdaptiveDrafter, candidate_trees

@@ -1,14 +1,15 @@
-"""The dtype that a model runs in: `dtype="auto"` is the fastest on this machine of those that are exact for it.
+"""The dtype that a model runs in: `dtype="fastest"` is the fastest on this machine of those that are exact for it.
 
-Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF file is dequantised
-here and exact in float32 only. On an accelerator "auto" is the checkpoint's own dtype.
+Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF file is dequantized
+and exact in float32 only. On an accelerator "fastest" is the checkpoint's own dtype, as "auto" is everywhere.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from ...heads.base import dtype_name
 from ..kv_cache import free_memory
 from ..tuning.machine import measured_once, positive, seconds_in_turns, tell_once
-from .loading import config_of
+from .loading import config_of, locate
+
+log = logging.getLogger("headstart.inference")
 
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes that float32 holds exactly and that may be slow on a CPU."""
@@ -39,10 +42,10 @@ ROOM = 0.8
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     """The torch dtype of a name such as bfloat16."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"unknown dtype {dtype!r}; choose from auto, float32, bfloat16, float16")
-    return found
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(f"unknown dtype {dtype!r}; choose from fastest, auto, float32, bfloat16, float16")
+    return named
 
 
 def chosen_dtype(
@@ -51,26 +54,53 @@ def chosen_dtype(
     device: torch.device | None,
     revision: str | None = None,
     options: dict[str, Any] | None = None,
-) -> torch.dtype:
-    """The dtype for a checkpoint: the fastest right one for "auto", or the named one, with a warning if it is slow.
+) -> torch.dtype | str:
+    """The dtype to load a checkpoint in: "auto" for transformers to read it from the checkpoint, or a dtype.
 
-    The arguments are those of `Target.from_pretrained`, with None as the device of a model on several.
+    A named dtype that is slow here is warned of; a "fastest" one that is not the checkpoint's is told in one line.
+
+    Args:
+        dtype: a dtype, its name, "auto" or "fastest".
+        source: as in `Target.from_pretrained`, as for `revision` and `options`.
+        device: where the model goes; None for one on several devices.
 
     Raises:
         ValueError: an unknown name for `dtype`, or no config at `source`.
     """
-    named = None if dtype == "auto" else dtype_named(dtype)
     on_cpu = device is not None and device.type == "cpu"
-    if named is not None and (named not in (torch.float32, *HALVES) or not on_cpu):
-        return named
-    own, config = own_dtype(source, revision, options)
-    if named is not None:
+    if dtype == "auto":
+        _, gguf = locate(source)
+        return "auto" if gguf is None else torch.float32
+    if dtype == "fastest":
+        own, config = own_dtype(source, revision, options)
+        fastest = fastest_dtype(own, config, on_cpu, options or {})
+        if fastest != own:
+            log_once(
+                f"{source} runs in {dtype_name(fastest)}, as exact as its checkpoint's {dtype_name(own)} and not "
+                "slower on this CPU; dtype='auto' takes the checkpoint's"
+            )
+        return fastest
+    named = dtype_named(dtype)
+    if on_cpu and named in (torch.float32, *HALVES):
+        own, _ = own_dtype(source, revision, options)
         warn_if_slow(named, own)
-        return named
-    quantized = getattr(config, "quantization_config", None) or (options or {}).get("quantization_config")
+    return named
+
+
+def fastest_dtype(
+    own: torch.dtype, config: PreTrainedConfig | None, on_cpu: bool, options: dict[str, Any]
+) -> torch.dtype:
+    """The checkpoint's own dtype, or float32 on a CPU where that is at least as fast and fits in memory."""
+    quantized = getattr(config, "quantization_config", None) or options.get("quantization_config")
     if config is None or quantized or own not in HALVES or not on_cpu or against_float32(own) < 1:
         return own
     return torch.float32 if fits(config) else own
+
+
+@cache
+def log_once(message: str) -> None:
+    """Log a line at level WARNING, which is seen where logging is not configured; once a process."""
+    log.warning(message)
 
 
 def own_dtype(
@@ -103,7 +133,7 @@ def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
     if taken[named] >= SLOW * taken[best]:
         tell_once(
             f"on this machine linear layers take {taken[named] / taken[best]:.1f} times as long in {dtype_name(named)} "
-            f"as in {dtype_name(best)}, which is as right for this model; dtype='auto' takes it"
+            f"as in {dtype_name(best)}, which is as exact for this model; dtype='fastest' takes it"
         )
 
 

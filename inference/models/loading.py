@@ -179,7 +179,7 @@ def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
 def load_model(
     loader: Any,
     source: str | Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     where: str | torch.device | dict[str, Any],
     revision: str | None = None,
     options: dict[str, Any] | None = None,
@@ -195,7 +195,7 @@ def load_model(
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             given["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if isinstance(where, dict) or where in MAPS:
-        require_extra("accelerate", f"device {where!r}")
+        require_extra("accelerate", f"device_map {where!r}")
         given["device_map"] = where
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}
@@ -233,13 +233,13 @@ def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def refuse_loading_options(
-    loaded: torch.dtype, dtype: torch.dtype | str, device: Any, revision: str | None, options: dict[str, Any]
+    loaded: torch.dtype, dtype: torch.dtype | str, device_map: Any, revision: str | None, options: dict[str, Any]
 ) -> None:
     """Refuse options of loading for a target that is loaded already."""
-    if dtype not in ("auto", loaded, dtype_name(loaded)):
+    if dtype not in ("fastest", "auto", loaded, dtype_name(loaded)):
         raise ValueError(
             f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so instead"
         )
-    for name, given in {"device": device, "revision": revision, **options}.items():
+    for name, given in {"device_map": device_map, "revision": revision, **options}.items():
         if given is not None:
             raise ValueError(f"{name} {given} was given with a target that is loaded already; load it so instead")

@@ -46,7 +46,7 @@ def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
     torch.manual_seed(seed)
     settings = {"do_sample": False, "pad_token_id": 0, **settings}
     mask = (prompts != 0).long()
-    return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, slots=slots, **settings)
+    return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, max_batch_size=slots, **settings)
 
 
 def both(on_cpu, there, mode, kind=None, drafter=None, **options):
@@ -70,10 +70,10 @@ def test_every_head_with_every_tree(on_cpu, there, device, mode, kind, tree, slo
     assert found.sequences.device == device and torch.equal(found.sequences.cpu(), expected)
 
 
-@pytest.mark.parametrize(("tree", "verifier"), [(tree, word) for tree, words in DRAWN.items() for word in words])
-def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, tree, verifier):
+@pytest.mark.parametrize(("tree", "acceptance"), [(tree, word) for tree, words in DRAWN.items() for word in words])
+def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, tree, acceptance):
     """The simulated device draws the CPU's numbers; a GPU draws others."""
-    options = {"tree": tree, "verifier": verifier, "lossy": verifier == "typical", "fallback": False}
+    options = {"tree": tree, "acceptance": acceptance, "lossy": acceptance == "typical", "fallback": False}
     here, away = both(on_cpu, there, mode, "eagle3", **options)
     expected = text(here, PADDED, do_sample=True)
     found = text(away, PADDED.to(device), do_sample=True)

@@ -77,7 +77,7 @@ def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatc
     assert given["AutoConfig"].items() >= {"token": "secret", "cache_dir": "/tmp/nowhere"}.items()
     assert "attn_implementation" not in given["AutoConfig"]
     del given["AutoModelForCausalLM"]
-    assert Target.from_pretrained(target_folder, device="auto").info.vocab_size == 258
+    assert Target.from_pretrained(target_folder, device_map="auto").info.vocab_size == 258
     assert given["AutoModelForCausalLM"]["device_map"] == "auto"
     assert load_tokenizer(target_folder, token="secret", trust_remote_code=False).chat_template
 

@@ -68,7 +68,7 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
     )
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings)
+    output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
     for found, expected in zip(output.sequences[:, padded.shape[1] :].tolist(), alone, strict=True):
         assert found[: len(expected)] == expected and not any(found[len(expected) :])
     assert max(widths) <= slots
@@ -146,4 +146,4 @@ def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, n
 
 def test_no_slot_is_refused(target):
     with pytest.raises(ValueError, match="max_batch_size must be at least 1, not 0"):
-        SpeculativeLM(target).generate(torch.ones(1, 2, dtype=torch.int64), slots=0, max_new_tokens=3)
+        SpeculativeLM(target).generate(torch.ones(1, 2, dtype=torch.int64), max_batch_size=0, max_new_tokens=3)

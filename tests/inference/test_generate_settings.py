@@ -208,7 +208,7 @@ def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
 
 def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), verifier="typical", lossy=True)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), acceptance="typical", lossy=True)
     settings = {**PLAIN, "do_sample": True, "top_k": 3}
     written = lm.generate(ROWS[1][None], torch.ones_like(ROWS[1][None]), **settings).sequences
     with torch.no_grad():
@@ -217,10 +217,10 @@ def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
         assert token in best[:3]
 
 
-@pytest.mark.parametrize(("verifier", "told"), [("typical", True), ("typical:0.1:0.5", True), ("auto", False)])
-def test_several_answers_of_typical_acceptance_are_one_and_that_is_told(tiny_target, verifier, told):
+@pytest.mark.parametrize(("acceptance", "told"), [("typical", True), ("typical:0.1:0.5", True), ("auto", False)])
+def test_several_answers_of_typical_acceptance_are_one_and_that_is_told(tiny_target, acceptance, told):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), verifier=verifier, lossy=told)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), acceptance=acceptance, lossy=told)
     settings: dict = {**PLAIN, "do_sample": True, "num_return_sequences": 3}
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -235,23 +235,25 @@ def test_thresholds_of_typical_acceptance_decide_how_much_is_accepted(tiny_targe
     target = tiny_target(vocab_size=VOCAB, layers=3)
     row_1T = ROWS[1][None]
     lengths = []
-    for verifier in ("typical:1:1e9", "typical", "typical:0.09:0.3", "typical:1e-9:1"):
-        lm = SpeculativeLM.from_pretrained(target, head=a_head(target), verifier=verifier, lossy=True, fallback=False)
+    for acceptance in ("typical:1:1e9", "typical", "typical:0.09:0.3", "typical:1e-9:1"):
+        lm = SpeculativeLM.from_pretrained(
+            target, head=a_head(target), acceptance=acceptance, lossy=True, fallback=False
+        )
         out = lm.generate(row_1T, torch.ones_like(row_1T), **PLAIN | {"do_sample": True})
         lengths.append(out.stats.acceptance_length)
-        if verifier == "typical:1:1e9":  # no probability is above 1
+        if acceptance == "typical:1:1e9":  # no probability is above 1
             assert out.sequences[0, row_1T.shape[1] :].tolist() == stock(target, ROWS[1]).tolist()
     assert lengths[0] == 1.0 < lengths[3] and lengths[1] == lengths[2]
 
 
 @pytest.mark.parametrize(
-    "verifier", ["typical:0.1", "typical:0:0.3", "typical:2:0.3", "typical:0.1:x", "block:0.1:0.3"]
+    "acceptance", ["typical:0.1", "typical:0:0.3", "typical:2:0.3", "typical:0.1:x", "block:0.1:0.3"]
 )
-def test_thresholds_that_are_none_are_named(tiny_target, verifier):
+def test_thresholds_that_are_none_are_named(tiny_target, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    tree = "drawn:chain:3" if verifier.startswith("block") else "chain:3"
-    with pytest.raises(ValueError, match=f"unknown options '{verifier.partition(':')[2]}' of the verifier"):
-        SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier, lossy=True)
+    tree = "drawn:chain:3" if acceptance.startswith("block") else "chain:3"
+    with pytest.raises(ValueError, match=f"unknown options '{acceptance.partition(':')[2]}' of the acceptance rule"):
+        SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, acceptance=acceptance, lossy=True)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
@@ -377,11 +379,11 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
-    ("tree", "verifier"), [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")]
+    ("tree", "acceptance"), [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")]
 )
-def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, verifier):
+def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, verifier=verifier, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, acceptance=acceptance, fallback=False)
     settings = {**PLAIN, "do_sample": do_sample, "logits_processor": [Forbids()]}
     with pytest.raises(ValueError, match="forbid every token at new token 8 of row 0; leave at least one allowed"):
         lm.generate(ROWS[0][None], **settings)

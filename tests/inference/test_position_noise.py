@@ -30,7 +30,7 @@ def sampled(target, drafter, slots=None, **settings):
     generator = torch.Generator().manual_seed(5)
     lm = SpeculativeLM(target, drafter)
     settings = {**SETTINGS, **settings}
-    output = lm.generate(input_ids, attention_mask=mask, generator=generator, slots=slots, **settings)
+    output = lm.generate(input_ids, attention_mask=mask, generator=generator, max_batch_size=slots, **settings)
     return output.sequences[:, input_ids.shape[1] :].tolist(), output.stats
 
 

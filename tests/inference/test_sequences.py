@@ -214,7 +214,7 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
         target, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
     )
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    output = lm.generate(padded, attention_mask=mask, slots=slots, **settings)
+    output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
     for row, found, alone_output in zip(rows, output.sequences, expected):
         assert found[width:].tolist() == alone_output.sequences[0, len(row) :].tolist()
         assert accepted(alone_output)[0] in accepted(output)

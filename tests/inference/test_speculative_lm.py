@@ -223,13 +223,13 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("warped", [True, False], ids=["top-k 2", "as it is"])
-@pytest.mark.parametrize(("tree", "verifier"), ENGINES, ids=str)
-def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree, verifier, warped):
+@pytest.mark.parametrize(("tree", "acceptance"), ENGINES, ids=str)
+def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree, acceptance, warped):
     """The whole engine, prefill, drafts and rounds, by enumeration of every draw."""
     vocab = 3
     target = tiny_target(vocab_size=vocab, layers=1)
     head = medusa(target, num_heads=2)
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, verifier=verifier, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, acceptance=acceptance, fallback=False)
     input_ids = prompt(2, vocab=vocab)
     processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
 
@@ -287,7 +287,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
     with pytest.raises(ValueError, match=message):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
-    lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, slots=2)
+    lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2)
     kept = lm.drafter.catch_up().cache
     held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
     assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
@@ -339,14 +339,14 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, 
     assert torch.equal(lm.generate(padded, max_new_tokens=12, **settings).sequences, expected)
 
 
-def test_a_verifier_that_would_change_the_distribution_is_refused(tiny_target):
+def test_a_rule_that_would_change_the_distribution_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="unknown verifier 'exact'; choose from auto, point_mass"):
-        SpeculativeLM(target, verifier="exact")
+    with pytest.raises(ValueError, match="unknown acceptance rule 'exact'; choose from auto, point_mass"):
+        SpeculativeLM(target, acceptance="exact")
     with pytest.raises(ValueError, match="'typical' is lossy"):
-        SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="typical")
+        SpeculativeLM.from_pretrained(target, head=medusa(target), acceptance="typical")
     with pytest.raises(ValueError, match="'traversal' would be biased for trees whose nodes are top-k"):
-        SpeculativeLM.from_pretrained(target, head=medusa(target), verifier="traversal")
+        SpeculativeLM.from_pretrained(target, head=medusa(target), acceptance="traversal")
 
 
 def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
@@ -425,9 +425,9 @@ def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
         )
         assert torch.equal(one, other)
     assert ours(lm, input_ids).stats.max_depth == 1  # and only for the call
-    assert ours(lm, input_ids, tree="drawn:chain:2", verifier="token", do_sample=True).stats.rounds > 0
+    assert ours(lm, input_ids, tree="drawn:chain:2", acceptance="token", do_sample=True).stats.rounds > 0
     with pytest.raises(ValueError, match="would be biased"):
-        ours(lm, input_ids, verifier="block")
+        ours(lm, input_ids, acceptance="block")
     with pytest.raises(ValueError, match="at most 3"):
         ours(lm, input_ids, tree="chain:4")
     with pytest.raises(ValueError, match="made already"):
@@ -501,7 +501,7 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
         ({"num_beams": 2}, ValueError),
         ({"max_new_tokens": 10**6}, ValueError),
         ({"tree": "dynamic:9"}, ValueError),
-        ({"verifier": "token"}, ValueError),
+        ({"acceptance": "token"}, ValueError),
         ({"past_key_values": 3}, ValueError),
         ({"temperatur": 3}, ValueError),
     ):

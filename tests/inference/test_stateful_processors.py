@@ -188,15 +188,15 @@ def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_targe
     assert moved > 10
 
 
-@pytest.mark.parametrize("verifier", ["block", "traversal", "typical"])
-def test_rules_that_need_the_scores_of_rejected_drafts_are_refused(tiny_target, verifier):
+@pytest.mark.parametrize("acceptance", ["block", "traversal", "typical"])
+def test_rules_that_need_the_scores_of_rejected_drafts_are_refused(tiny_target, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(
-        target, head=a_head(target), tree="drawn:chain:2", verifier=verifier, lossy=True, fallback=False
+        target, head=a_head(target), tree="drawn:chain:2", acceptance=acceptance, lossy=True, fallback=False
     )
     sampled = {**PLAIN, "do_sample": True}
     for own in ({"logits_processor": [Cycle()]}, {"prefix_allowed_tokens_fn": lambda row, text: [1, 2, 3]}):
-        with pytest.raises(ValueError, match=f"'{verifier}' needs the scores of rejected drafts.* or 'token'"):
+        with pytest.raises(ValueError, match=f"'{acceptance}' needs the scores of rejected drafts.* or 'token'"):
             lm.generate(ROWS[0][None], **sampled, **own)
     lm.generate(ROWS[0][None], **sampled)  # they are fine without
     lm.generate(ROWS[0][None], **PLAIN, logits_processor=[Cycle()])

@@ -330,7 +330,7 @@ def test_auto_is_an_exact_rule_that_fits(kind):
         ("with_replacement", "sampled_without_replacement", "choose from point_mass, without_replacement, traversal$"),
         ("block", "sampled_without_replacement", "'block' would be biased"),
         ("typical", "top_k", "'typical' is lossy: .* say lossy=True .* or choose 'point_mass'"),
-        ("exact", "top_k", "unknown verifier 'exact'; choose from auto, point_mass"),
+        ("exact", "top_k", "unknown acceptance rule 'exact'; choose from auto, point_mass"),
     ],
 )
 def test_a_rule_that_would_change_the_distribution_is_refused(word, kind, message):

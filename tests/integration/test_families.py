@@ -390,7 +390,7 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, rate, tokenize
     else:
         head = drafting(case["family"], case["source"]) if case["source"] in OPTIONS else None
         options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
-        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, verifier="point_mass", **options)
+        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, acceptance="point_mass", **options)
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
     with planted(target.model, case["planted"]):
         if case["written"] is not None and len(rows) == 1 and case["source"] != "oracle":
@@ -404,7 +404,9 @@ def test_no_random_case_differs_from_generate(tools, monkeypatch, rate, tokenize
                 truths = [stock(target, row, **settings).tolist() for row in rows]
             if case["source"] == "oracle":
                 lm.drafter.truths = truths
-            output = lm.generate(padded, attention_mask=mask, slots=slots, past_key_values=past, **settings, **seeded())
+            output = lm.generate(
+                padded, attention_mask=mask, max_batch_size=slots, past_key_values=past, **settings, **seeded()
+            )
     found = output.sequences[:, padded.shape[1] :].tolist()
     width = max(map(len, truths))
     ends = settings.get("eos_token_id") or settings.get("stop_strings")

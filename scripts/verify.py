@@ -3,7 +3,7 @@
 A layer counted from the wrong end, a missing norm or ids off by one raise no error; the head is only never right. So
 the target answers a few built-in prompts, and the head drafts along the answers: as it is, and as it would if one of
 the usual misreadings were undone. A head of ours is also compared with the drafts recorded when it was saved
-(`train/evaluate.py`).
+(`inference/probe.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
+from headstart.console import console, log
 from headstart.scripts.command_line import TargetOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from headstart.heads import DraftHead
+    from headstart.inference import Target
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -34,7 +34,7 @@ PROMPTS = (
 HEALTHY = 0.25
 """Least accuracy of a trained head's first draft; that of a misread head is 0 to 0.05."""
 SHARE = 0.6
-"""Share of the accuracy measured in training; other prompts do not explain less."""
+"""Least share of the accuracy measured in training: other prompts cost less than the rest."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,25 @@ class VerifyConfig(TargetOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and verify."""
+    """Run `headstart verify` with these command-line arguments."""
     verify_head(options(VerifyConfig, "verify", __doc__, arguments, first="head"))
 
 
 def verify_head(config: VerifyConfig) -> None:
-    """Print a head's accuracy beside that of a healthy one."""
-    from rich.table import Table
+    """Print a head's accuracy beside that of a healthy one.
 
+    Raises:
+        ValueError: the head is not healthy.
+    """
     from headstart.heads.checkpoints.save_load import differences, load_head
-    from headstart.inference import SpeculativeLM, Target, TreeShape, load_tokenizer
+    from headstart.inference import SpeculativeLM, Stats, Target
+    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
+    from headstart.inference.tuning.acceptance import accuracy_by_rank
     from headstart.scripts.measuring.comparison import answer_settings, answered
-    from headstart.train import evaluate
-    from headstart.train.data.chat_template import prompt_ids
 
     head, metadata = load_head(config.head)
-    target, tokenizer = Target.from_pretrained(config.target, config.dtype), load_tokenizer(config.target)
+    tokenizer = load_chat_tokenizer(config.target)
+    target = Target.from_pretrained(config.target, config.dtype)
     head = head.to(target.device, target.dtype).eval()
     broken = [name for name, tensor in head.state_dict().items() if not tensor.isfinite().all()]
     if broken:
@@ -77,50 +80,74 @@ def verify_head(config: VerifyConfig) -> None:
     for difference in differences(metadata.provenance, target.provenance):
         log.info(f"- another target than it was trained against: {difference}")
 
-    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0] for text in PROMPTS]
-    ids = [prompt[None].to(target.device) for prompt in prompts]
-    _, examples = answered(SpeculativeLM(target), ids, answer_settings(config.max_new_tokens, temperature=0))
+    prompts = []
+    for text in PROMPTS:
+        ids_1T = prompt_ids(tokenizer, [{"role": "user", "content": text}])
+        prompts.append(ids_1T.to(target.device))
+    settings = answer_settings(config.max_new_tokens, temperature=0)
+    answers = answered(SpeculativeLM(target), prompts, settings)
 
     def accuracy_of(head: DraftHead) -> list[float]:
         """Accuracy of the best draft at each depth, given the true tokens before it."""
-        return [ranks[0] for ranks in evaluate.teacher_forced(target, head, examples)[1]]
+        return [ranks[0] for ranks in accuracy_by_rank(target, head, answers)]
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
-    chain = evaluate.greedy_answers(target, head, TreeShape.chain(depths), prompts, config.max_new_tokens).stats
-    before = [ranks[0] for ranks in saved.get("accuracy", [])]
-    table = Table("draft", "accuracy", "accepted", "accuracy when trained")
-    for depth, (own, accepted) in enumerate(zip(accuracy, chain.acceptance_rate_by_depth, strict=False)):
-        trained = f"{before[depth]:.2f}" if depth < len(before) else "-"
-        table.add_row(str(depth + 1), f"{own:.2f}", "-" if math.isnan(accepted) else f"{accepted:.2f}", trained)
-    console.print(table)
-    length = f"{chain.acceptance_length:.2f}"
-    log.info(f"acceptance length on a chain of {depths}: {length}; accuracy: given the true tokens")
+    chain = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{depths}", fallback=False, compile=False)
+    stats = Stats.merged(chain.generate(ids_1T, **settings).stats for ids_1T in prompts)
+    accuracy_when_trained = [ranks[0] for ranks in saved.get("accuracy", [])]
+    _print_accuracy(accuracy, stats.acceptance_rate_by_depth, accuracy_when_trained)
+    log.info(
+        f"acceptance length on a chain of {depths}: {stats.acceptance_length:.2f}; accuracy: given the true tokens"
+    )
     if "probe" in saved:
-        found = evaluate.fingerprint(target, head)
-        if len(found["tokens"]) != len(saved["probe"]["tokens"]):
-            raise ValueError(
-                f"{config.head}: measured.probe in its config.json holds {len(saved['probe']['tokens'])} drafts, and "
-                f"the head makes {len(found['tokens'])}"
-            )
-        others, noise = evaluate.fingerprint_difference(found, saved["probe"])
-        ties, noise_limit = evaluate.FINGERPRINT_TIES, evaluate.FINGERPRINT_NOISE
-        compared = f"drafts along a fixed text: {others:.0%} differ from those saved, {noise:.3f} apart in the mean"
-        log.info(f"{compared}; the same head on another machine: at most {ties:.0%} and {noise_limit}")
-        if others > ties or noise > noise_limit:
-            raise ValueError(f"{config.head} was misread, or its target is another one: {compared}")
-    least = SHARE * before[0] if before else HEALTHY
-    best, other = max(((sum(accuracy_of(head_)), what) for what, head_ in misreadings(head)), default=(0, ""))
+        _check_probe(config.head, target, head, saved["probe"])
+
+    least = SHARE * accuracy_when_trained[0] if accuracy_when_trained else HEALTHY
+    best = 0.0
+    misreading = ""
+    for description, other in misreadings(head):
+        right = sum(accuracy_of(other))
+        if right > best:
+            best = right
+            misreading = description
     explained = best > 1.3 * sum(accuracy) + 0.1
     if explained:
-        log.info(f"with {other} it would be right at {best:.2f} depths in the mean, as it is at {sum(accuracy):.2f}")
+        log.info(f"with {misreading} {best:.2f} drafts of {depths} would be right on average, not {sum(accuracy):.2f}")
     if accuracy[0] < least or explained:
-        reason = f"read with {other} it fits" if explained else "no usual misreading explains it"
+        reason = f"read with {misreading} it fits" if explained else "no usual misreading explains it"
         raise ValueError(
-            f"{config.head}: {accuracy[0]:.0%} of its first drafts are right; those of a healthy head are in "
-            f"{least:.0%} of the cases or more; {reason}"
+            f"{config.head}: {accuracy[0]:.0%} of its first drafts are right; of a healthy head's at least "
+            f"{least:.0%} are; {reason}"
         )
     log.info(f"healthy: {accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be")
+
+
+def _print_accuracy(accuracy: list[float], accepted: list[float], accuracy_when_trained: list[float]) -> None:
+    from rich.table import Table
+
+    table = Table("draft", "accuracy", "accepted", "accuracy when trained")
+    for depth, (right, rate) in enumerate(zip(accuracy, accepted, strict=False)):
+        trained = f"{accuracy_when_trained[depth]:.2f}" if depth < len(accuracy_when_trained) else "-"
+        table.add_row(str(depth + 1), f"{right:.2f}", "-" if math.isnan(rate) else f"{rate:.2f}", trained)
+    console.print(table)
+
+
+def _check_probe(name: str, target: Target, head: DraftHead, saved: dict[str, Any]) -> None:
+    """Compare the head's drafts along a fixed text with those that were saved."""
+    from headstart.inference.probe import PROBE_NOISE, PROBE_TIES, probe_difference, probe_drafts
+
+    drafts = probe_drafts(target, head)
+    if len(drafts["tokens"]) != len(saved["tokens"]):
+        raise ValueError(
+            f"{name}: measured.probe in its config.json holds {len(saved['tokens'])} drafts, and the head makes "
+            f"{len(drafts['tokens'])}"
+        )
+    others, noise = probe_difference(drafts, saved)
+    compared = f"drafts along a fixed text: {others:.0%} differ from those saved, by {noise:.3f} on average"
+    log.info(f"{compared}; the same head on another machine: at most {PROBE_TIES:.0%} and {PROBE_NOISE}")
+    if others > PROBE_TIES or noise > PROBE_NOISE:
+        raise ValueError(f"{name} was misread, or its target is another one: {compared}")
 
 
 def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.inference import Chat, SpeculativeLM, load_tokenizer
 from headstart.inference.monitoring import Monitor
-from headstart.scripts.generating import chat
+from headstart.scripts import chat
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 FasterDecoding/Medusa, SafeAILab/EAGLE (1, 2 and 3), Hydra, SpecForge, speculators, ModelOpt, and what vLLM reads,
 recognised by their files. The tensors decide: each must have its place, and a key of config.json that contradicts them,
-or that changes what a layer computes in a way that no head here has, is an error that names it. Other keys, which
-configs inherit from their target, are kept aside and named.
+or that changes what a layer computes in a way that no head here supports, is an error that names it. Other keys, which
+configs inherit from their target, are kept and named.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import CommandOptions
-from headstart.train.console import log
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ImportConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and import."""
+    """Run `headstart import` with these command-line arguments."""
     import_foreign(options(ImportConfig, "import", __doc__, arguments, first="head"))
 
 
@@ -46,7 +46,7 @@ def import_foreign(config: ImportConfig) -> None:
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.import_formats import TargetParts, import_head
     from headstart.heads.checkpoints.save_load import save_head
-    from headstart.scripts.checkpoints.load_target import embedding_of, original_target
+    from headstart.scripts.load_target import embedding_of, original_target
 
     refuse_foreign(config.output, HEAD)
     folder = local_folder(config.head, config.revision, config.token)

@@ -12,9 +12,9 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import CommandOptions
-from headstart.train.console import log
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PushConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and push."""
+    """Run `headstart push` with these command-line arguments."""
     push_head(options(PushConfig, "push", __doc__, arguments, first="run"))
 
 
@@ -55,9 +55,8 @@ def push_head(config: PushConfig) -> None:
     """Upload a head's checkpoint, or show what would be uploaded."""
     from headstart.heads.checkpoints.hub import push_folder
     from headstart.heads.checkpoints.model_card import Listing
-    from headstart.heads.checkpoints.quantized import unread_by
     from headstart.heads.checkpoints.save_load import load_head, publishable
-    from headstart.scripts.checkpoints.load_target import target_of
+    from headstart.scripts.load_target import target_of
 
     run = Path(config.run)
     folder = run / "best" if (run / "best").is_dir() else run
@@ -75,7 +74,7 @@ def push_head(config: PushConfig) -> None:
             log.info(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
         if left_out:
             warnings.warn(f"not uploaded: {'; '.join(left_out)}", stacklevel=2)
-        for server, reason in unread_by(head).items():
+        for server, reason in head.unread_by.items():
             log.info(f"{server} does not read this head: {reason}")
         if config.dry_run:
             log.info((ready / "README.md").read_text(encoding="utf-8"))

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from headstart.console import console
+from headstart.inference.tracing.plots import plotted
 from headstart.inference.tracing.report import TraceReport
-from headstart.train.console import console
-from headstart.train.tracking import plotted
 
 Rows = Sequence[Sequence[Any]]
 STYLE = """

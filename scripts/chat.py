@@ -1,6 +1,6 @@
 """Chat in the terminal: `headstart chat --target MODEL --head HEAD`.
 
-Answers stream as they are accepted; below each stand its speed and acceptance. /help lists what else can be typed.
+Answers stream as they are accepted; each is followed by its speed and acceptance. /help lists the commands.
 Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal, messages are the lines of standard input.
 """
 
@@ -10,11 +10,11 @@ import contextlib
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from headstart.console import console, log
+from headstart.options import template_variables
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING, template_variables
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,7 +48,7 @@ class ChatConfig(SamplingOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and chat."""
+    """Run `headstart chat` with these command-line arguments."""
     chat_on_screen(options(ChatConfig, "chat", __doc__, arguments))
 
 
@@ -79,7 +79,10 @@ def chat_on_screen(config: ChatConfig) -> None:
             message = input("> " if sys.stdin.isatty() else "").strip()
             if message == "/exit":
                 return
-            session.obey(message) if message.startswith("/") else session.answer(message)
+            if message.startswith("/"):
+                session.obey(message)
+            else:
+                session.answer(message)
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -104,9 +107,10 @@ class Session:
     def __post_init__(self) -> None:
         from headstart.inference import SpeculativeLM
 
-        self.plain, self.decoder = SpeculativeLM(self.lm.target), self.lm
-        for decoder in (self.lm, self.plain):
-            decoder.callbacks.append(self.stats.append)
+        self.plain = SpeculativeLM(self.lm.target)
+        self.decoder = self.lm
+        self.lm.callbacks.append(self.stats.append)
+        self.plain.callbacks.append(self.stats.append)
         if self.monitor is not None:
             self.lm.callbacks.append(self.monitor.add)
             self.plain.callbacks.append(self.monitor.labelled(model=self.config.target).add)
@@ -119,7 +123,8 @@ class Session:
         config = self.config
         settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
         template = template_variables(config.thinking, config.template_kwargs)
-        self.system, self.chat = system, self.decoder.chat(self.tokenizer, system, template=template, **settings)
+        self.system = system
+        self.chat = self.decoder.chat(self.tokenizer, system, template=template, **settings)
         self.stats.clear()
 
     def obey(self, line: str) -> None:
@@ -128,8 +133,10 @@ class Session:
         if command == "/drafts":
             console.print(self.drafts())
         elif command == "/plain":
-            self.decoder = self.chat.lm = self.lm if self.decoder is self.plain else self.plain
-            log.info("plain decoding" if self.decoder is self.plain else "with drafts again")
+            drafts = self.decoder is self.plain
+            self.decoder = self.lm if drafts else self.plain
+            self.chat.lm = self.decoder
+            log.info("with drafts again" if drafts else "plain decoding")
         elif command in ("/system", "/reset"):
             self.begin(self.system if command == "/reset" else text.strip() or None)
             log.info("a new conversation")
@@ -143,7 +150,8 @@ class Session:
         if not message:
             return
         self.stats.clear()
-        start, pieces = time.perf_counter(), []
+        pieces = []
+        start = time.perf_counter()
         try:
             with contextlib.closing(self.chat.stream(message)) as answer:
                 for piece in answer:
@@ -156,7 +164,8 @@ class Session:
             ]
             console.print(" [dim](stopped)[/]")
             return
-        seconds, (stats,) = time.perf_counter() - start, self.stats
+        seconds = time.perf_counter() - start
+        (stats,) = self.stats
         line = f"{(stats.tokens + 1) / seconds:.1f} tokens/s, acceptance length {stats.acceptance_length:.2f}"
         if stats.plain_rounds:
             line += f", {stats.plain_rounds} of {stats.rounds} rounds without drafts"
@@ -174,7 +183,8 @@ class Session:
         if not self.stats:
             return Text("no finished answer yet")
         (stats,) = self.stats
-        tokens, drafted = self.chat.past.tokens[-stats.tokens - 1 :], [False]  # the prefill's token comes first
+        tokens = self.chat.past.tokens[-stats.tokens - 1 :]
+        drafted = [False]  # the prefill's token comes first
         for record in stats.rows[0]:
             accepted = min(record.accepted, record.returned)
             drafted += [True] * accepted + [False] * (record.returned - accepted)
