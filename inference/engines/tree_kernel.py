@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_SLOTS = 64
-"""Slots that are read at once."""
+BLOCK_BYTES = 2**14
+"""Bytes of keys that are read at once."""
 MOST_ROWS = 64
 """Rows of a group that one program computes."""
 PROGRAMS = 264
@@ -29,7 +29,11 @@ LARGEST_HEAD = 256
 """Largest size of a head; a program holds the sums of its rows in registers."""
 
 
-@triton.jit(do_not_specialize=["nodes", "uncommitted", "window"])
+CHANGING = ["nodes", "uncommitted", "window", "ancestors_row", "ancestors_node", "depths_row"]
+"""Arguments whose values keep changing: no variant of the kernel is compiled for each."""
+
+
+@triton.jit(do_not_specialize=CHANGING)
 def _attend_to_part(
     query,
     keys,
@@ -208,11 +212,12 @@ def tree_attention(
         depths_BM.stride(0),
         **shape,
         BLOCK_ROWS=block_rows,
-        BLOCK_SLOTS=BLOCK_SLOTS,
+        BLOCK_SLOTS=max(16, min(64, BLOCK_BYTES // (padded * key_BGSE.element_size()))),
         SLIDING=window is not None,
         PRECISION="ieee",
         SUMS=tl.float64 if sums == torch.float64 else tl.float32,
         num_warps=4,
+        num_stages=2,
     )
     _add_parts[(batch * heads * nodes,)](part_outputs, log_sums, output_BNHE, nodes, **shape, num_warps=4)
     return output_BNHE
