@@ -192,8 +192,6 @@ class Target:
     @property
     def draft_modules(self) -> TargetModules:
         """The parts of it that heads draft with; the LM head is the one of the engine that is chosen at the time."""
-        if not self.engine.copies_weights:
-            return self.modules
         lm_head: Any = CurrentLMHead(self)
         return replace(self.modules, lm_head=lm_head)
 
