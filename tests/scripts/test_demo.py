@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from signal import SIGINT, SIGTERM
@@ -12,10 +14,11 @@ from signal import SIGINT, SIGTERM
 import pytest
 import torch
 
+from headstart.console import Stopped, StopRequest
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
-from headstart.scripts.demo import Budget, DemoConfig, demo
+from headstart.scripts.demo import Budget, DemoConfig, demo, time_limit
 from headstart.train.data import answers
 from headstart.train.data import self_made as selfmade
 
@@ -111,6 +114,39 @@ def test_time_that_was_spent_before_counts(tmp_path):
     budget = Budget(path, 60)
     assert 39 < budget.left <= 40
     assert budget.once("plan", lambda: 4) == 3
+
+
+def waiting(seconds=10.0):
+    """Work that polls a wish to stop, as training does, and reports what it was told."""
+    with StopRequest() as stop:
+        began = time.monotonic()
+        while time.monotonic() - began < seconds:
+            if stop.wanted:
+                raise Stopped("stopped")
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("work", [waiting, lambda: time.sleep(10.0)])
+def test_a_command_is_stopped_when_its_time_is_over(work):
+    began = time.monotonic()
+    with time_limit(0.2) as is_over:
+        work()
+    assert is_over.is_set() and time.monotonic() - began < 5
+
+
+def test_a_command_that_keeps_its_time_is_not_stopped():
+    with time_limit(0.2) as is_over:
+        time.sleep(0.01)
+    time.sleep(0.4)
+    assert not is_over.is_set()
+
+
+@pytest.mark.parametrize(("work", "error"), [(waiting, Stopped), (lambda: time.sleep(10.0), KeyboardInterrupt)])
+def test_a_stop_that_the_user_wishes_is_not_taken_for_the_end_of_the_time(work, error):
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), SIGINT))
+    timer.start()
+    with pytest.raises(error), time_limit(60.0):
+        work()
 
 
 def test_with_no_time_left_each_stage_does_the_least(config, capsys):
