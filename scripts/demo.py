@@ -30,12 +30,16 @@ from headstart.scripts.generate import GenerateConfig, stream_answer
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, SelfMadeConfig, TrainConfig
 
 PROMPT = "How does a sailing boat move against the wind?"
-FIRST_TOKENS = 64
+FIRST_TOKENS = 32
 """Tokens of the first answer."""
-FIRST_CONVERSATIONS = 16
-"""Conversations that are made in any case, by which the speed is measured."""
+FIRST_CONVERSATIONS = (8, 16)
+"""Fewest and most conversations that are made first, by which the speed is measured."""
+ANSWER_TOKENS = 128
+"""Longest answer of a conversation."""
 BATCH = 32
-"""Further ones that are generated at the same time."""
+"""Further conversations that are generated at the same time."""
+BATCH_SPEED = 4
+"""Speed of a batch over that of one answer, at least."""
 CONVERSATIONS_PER_MINUTE = 32
 """Upper limit: more could not be trained on `EPOCHS` times in the same time."""
 VOCABULARY = 2048
@@ -160,7 +164,7 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
     log.info(", ".join(f"{side}: {rate:.1f} tokens/s" for side, rate in rates.items()))
 
     console.rule(f"2 of 4: the model makes its own conversations ({duration(DATA_SHARE * budget.left)})")
-    sources = conversations(config, folder, budget, DATA_SHARE * budget.left)
+    sources = conversations(config, folder, rates, budget, DATA_SHARE * budget.left)
 
     console.rule(f"3 of 4: Medusa heads are trained on them ({duration(TRAINING_SHARE * budget.left)})")
     run = train_heads(config, folder, sources, budget, TRAINING_SHARE * budget.left)
@@ -171,25 +175,29 @@ def run_stages(config: DemoConfig, folder: Path, budget: Budget) -> None:
     log.info(f"all of it took {duration(budget.seconds - budget.left)}")
 
 
-def conversations(config: DemoConfig, folder: Path, budget: Budget, seconds: float) -> list[str]:
+def conversations(
+    config: DemoConfig, folder: Path, rates: dict[str, float], budget: Budget, seconds: float
+) -> list[str]:
     """Make a few conversations, and then as many as fit into the rest of the time; return the files."""
     from headstart.train.data.self_made import make_conversations
 
     began = time.monotonic()
+    fewest, most = FIRST_CONVERSATIONS
+    fitting = int(0.5 * seconds * BATCH_SPEED * rates["headstart"] / ANSWER_TOKENS)
+    first = budget.once("first_conversations", lambda: max(fewest, min(most, fitting)))
     few = SelfMadeConfig(
         target=config.target,
         head=config.head,
         output=str(folder / "conversations.jsonl"),
-        conversations=FIRST_CONVERSATIONS,
-        batch_size=FIRST_CONVERSATIONS,
-        answer_tokens=128,
+        conversations=first,
+        batch_size=first,
+        answer_tokens=ANSWER_TOKENS,
         temperature=0.0,
     )
     make_conversations(few)
     taken = time.monotonic() - began
-    most = CONVERSATIONS_PER_MINUTE * config.minutes - FIRST_CONVERSATIONS
-    fitting = FIRST_CONVERSATIONS * (RESERVE * seconds / taken - 1)
-    count = budget.once("more_conversations", lambda: int(min(most, fitting)))
+    others = int(first * (RESERVE * seconds / taken - 1))
+    count = budget.once("more_conversations", lambda: min(CONVERSATIONS_PER_MINUTE * config.minutes - first, others))
     if count < 1:
         return [few.output]
     output = str(folder / "more_conversations.jsonl")
