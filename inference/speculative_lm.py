@@ -35,8 +35,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
-from .compiled import cpu_kernels
-from .compiled.cpu_decoder import packed_head
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
 from .drafters.by_name import assistants, load_fitting_head, make_drafter
@@ -183,40 +181,39 @@ class SpeculativeLM:
             target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
         if target.device.type == "cpu":
             check_threads()
-        if compile == "auto":
-            compile = cpu_kernels.serve(target.device)
-        elif not isinstance(compile, bool):
+        if compile != "auto" and not isinstance(compile, bool):
             raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
         if compile:
             with as_loaded(target.model):  # kernels may hold a copy of it
-                target.compile()
+                target.compile(compile)
         loaded_head, metadata = None, None
         if head is not None:
             loaded_head, metadata = load_fitting_head(head, target, head_revision, allow_adapter, auto_dtype)
             loaded_head = loaded_head.to(target.device).eval()
             target.check_layers(loaded_head.feature_layers)
-            if compile and cpu_kernels.serve(target.device):
-                loaded_head = packed_head(loaded_head)
+            if compile:
+                loaded_head = target.engine.draft_head(loaded_head)
         drafter_with = partial(make_drafter, target, drafter, head=loaded_head, metadata=metadata, adaptive=fallback)
         with as_loaded(target.model):  # the cost of rounds may be measured
             lm = cls(target, drafter_with(tree), acceptance, lossy)
         lm.provenance, lm._drafter_with = {} if metadata is None else metadata.provenance, drafter_with
-        return lm.compile() if compile else lm
+        return lm.compile(compile) if compile else lm
 
-    def compile(self) -> SpeculativeLM:
-        """Compile plain steps and speculation rounds for this device; `compile="auto"` does so on CPUs.
+    def compile(self, mode: bool | str = True) -> SpeculativeLM:
+        """Speed up plain steps and speculation rounds on this device; `from_pretrained` does so with mode "auto".
 
         On a CPU, target and head run in our own kernels, built once per machine in seconds. They hold a copy of the
         weights in the shortest exact format, renewed when the weights change: every call compares a few elements of
         each tensor. After a change that this may miss call `refresh`. Without a C++ compiler a warning is given and
-        nothing changes. On an accelerator, rounds are CUDA graphs, recorded at first use, which takes minutes per
-        process; they read the weights where they lie.
+        nothing changes.
+
+        On a GPU with CUDA, the operations of rounds are recorded as CUDA graphs at their second call, in as little time
+        as that takes, and read the weights where they lie. With mode True the target's forward is fused by
+        torch.compile before, which takes minutes per process.
         """
         with as_loaded(self.target.model):
-            self.target.compile()
-        self.drafter.compile()
-        for rule in (self.sampling_rule, self.greedy_rule):
-            rule.compile(self.target.device)
+            self.target.compile(mode)
+        self.drafter.use(self.target.engine)
         return self
 
     def refresh(self) -> SpeculativeLM:
@@ -442,7 +439,7 @@ class SpeculativeLM:
             variant = copy.copy(self)
             variant.drafter, variant.acceptance = drafter, name
             variant.sampling_rule = Verification(choose_rule(name, drafter.kind, self.lossy))
-            self._variants[key] = variant.compile() if self.target.compiled else variant
+            self._variants[key] = variant
         return self._variants[key]
 
     def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
@@ -496,8 +493,8 @@ class SpeculativeLM:
                     for draft_model in assistants(drafter):
                         if isinstance(draft_model, Seq2SeqTarget):
                             draft_model.check_encoder_outputs()
-                if target.compiled:
-                    target.compile()  # again, if weights or active adapters have changed
+                target.renew()
+                self.drafter.use(target.engine)
                 self.drafter.renew()
                 self._check_size(prompts, new_tokens, max_batch_size)
                 sequences = Sequences(

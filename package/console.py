@@ -1,18 +1,13 @@
-"""Progress of long work on screen and in logs, and its interruption by Ctrl-C and SIGTERM."""
+"""Progress of long work on screen and in logs."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType
 from typing import ClassVar, TypeVar
 
 from rich.console import Console
@@ -168,72 +163,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-class Stopped(BaseException):
-    """Raised after everything was saved: the same command resumes from there.
-
-    Like KeyboardInterrupt it is no `Exception`, which libraries would catch as a failure of their
-    own.
-    """
-
-
-@dataclass
-class StopRequest:
-    """Ctrl-C and SIGTERM as a request: work polls `wanted`, or is interrupted inside `at_once`. A second signal kills.
-
-    Nested in another request's `with` block, it defers the signal to the end of its own block.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    _current: ClassVar[StopRequest | None] = None
-
-    wanted: bool = False
-    _cuts: bool = False
-    _outer: StopRequest | None = None
-    _earlier: list[object] = field(default_factory=list)
-
-    def __enter__(self) -> StopRequest:
-        self._outer, StopRequest._current = StopRequest._current, self
-        if self._outer is not None:
-            self.wanted = self._outer.wanted
-        elif threading.current_thread() is threading.main_thread():
-            self._earlier = [signal.signal(number, _ask) for number in self.SIGNALS]
-        return self
-
-    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
-        StopRequest._current = self._outer
-        if self._outer is not None:
-            self._outer.wanted |= self.wanted
-            if error is None:
-                self._outer.check()
-            return
-        for number, handler in zip(self.SIGNALS, self._earlier, strict=False):
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    @contextmanager
-    def at_once(self, cuts: bool = True) -> Iterator[None]:
-        """Run work that may be discarded: a signal raises `Stopped` in the middle of it, unless `cuts` is False."""
-        before, self._cuts = self._cuts, cuts
-        try:
-            self.check()
-            yield
-        finally:
-            self._cuts = before
-
-    def check(self) -> None:
-        """Raise `Stopped` inside `at_once`, if a stop is wanted."""
-        if self.wanted and self._cuts:
-            raise Stopped("stopped; the same command resumes from there")
-
-
-def _ask(number: int, frame: FrameType | None) -> None:
-    request = StopRequest._current
-    assert request is not None
-    if request.wanted:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-    request.wanted = True
-    request.check()
-    # Not through the console, which may be in the middle of a line.
-    os.write(2, f"{signal.Signals(number).name}: stopping after this step; once more to stop at once\n".encode())

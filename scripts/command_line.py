@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.console import Stopped, printable, show_on_console
+from headstart.console import printable, show_on_console
 from headstart.options import CommandOptions, Dtype, template_variables
+from headstart.stopping import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

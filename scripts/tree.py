@@ -207,17 +207,14 @@ def _decode_with(
 
     engines: dict[TreePolicy | None, SpeculativeLM] = {}
     for tree in trees:
-        drafter = None if tree is None else _drafter(head, tree, target.modules, config.compile is True)
+        drafter = None if tree is None else _drafter(head, tree, target.modules)
         engines[tree] = SpeculativeLM(target, drafter)
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
-    """Build the drafter of a tree, once for each, so that nothing is compiled twice."""
+def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules) -> Drafter:
+    """Build the drafter of a tree, once for each, so that nothing is recorded twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 
-    drafter = tree_drafter(head, tree, modules)
-    if compiled:
-        drafter.compile()
-    return drafter
+    return tree_drafter(head, tree, modules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 import warnings
 
@@ -11,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headstart import console
-from headstart.console import ProgressBar, Stopped, StopRequest, counted, log, printable, show_on_console
+from headstart.console import ProgressBar, counted, log, printable, show_on_console
 from headstart.scripts.command_line import run
 
 
@@ -68,42 +67,6 @@ def test_processes_after_the_first_say_nothing_but_warnings(capsys, monkeypatch)
         time.sleep(0.05)
         bar.update(1)
     assert not capsys.readouterr().out
-
-
-@pytest.mark.parametrize("number", StopRequest.SIGNALS)
-def test_a_wish_waits_but_where_work_may_be_cut(number):
-    before = signal.getsignal(number)
-    done = []
-
-    def work(stop):
-        with stop.at_once():
-            with StopRequest() as inner:
-                signal.raise_signal(number)
-                done.append("what must be whole")
-                assert inner.wanted
-            done.append("too late")
-
-    with StopRequest() as stop:
-        with pytest.raises(Stopped):
-            work(stop)
-        assert stop.wanted
-        done.append("saved")
-        with pytest.raises(Stopped), stop.at_once():
-            done.append("too late")
-    assert done == ["what must be whole", "saved"]
-    assert signal.getsignal(number) == before
-
-
-def test_work_is_cut_in_its_middle():
-    with StopRequest() as stop, pytest.raises(Stopped), stop.at_once():
-        [signal.raise_signal(signal.SIGTERM), pytest.fail("went on")]
-    with StopRequest() as stop, stop.at_once(False):
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.wanted
-
-
-def test_libraries_do_not_take_a_stop_for_a_failure():
-    assert not issubclass(Stopped, Exception)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ..extras import named
 
 if TYPE_CHECKING:
-    from ..console import Stopped, show_on_console
+    from ..console import show_on_console
+    from ..stopping import Stopped
     from .config import (
         AdapterConfig,
         DataConfig,
         EvalConfig,
         FeaturesConfig,
         LoopConfig,
+        ObjectiveConfig,
         OptimConfig,
         TrackingConfig,
         TrainConfig,
@@ -37,6 +39,7 @@ __all__ = [
     "EvalConfig",
     "FeaturesConfig",
     "LoopConfig",
+    "ObjectiveConfig",
     "OptimConfig",
     "Progress",
     "Stopped",
@@ -48,7 +51,7 @@ __all__ = [
 
 _MODULES = {
     "Callback": "loop",
-    "Stopped": ".console",
+    "Stopped": ".stopping",
     "show_on_console": ".console",
     "train": "loop",
     "Progress": "run_folder",

@@ -235,6 +235,26 @@ class FeaturesConfig:
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    """Losses of the head and weights of depths; null for the default of its kind."""
+
+    loss: dict[str, float] | None = None
+    """Losses and their weights, such as {kl: 1.0, ce: 0.1}: ce, soft_ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, and
+    smooth_l1 (eagle) or confidence (dspark)."""
+    depth_weights: Literal["decay", "d_pace"] | None = None
+    """decay: decay to the power of the depth; d_pace: what a token adds to the expected number of accepted tokens
+    (arXiv:2605.18810)."""
+    decay: float | None = None
+    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """Number of the target's most likely tokens to which its distribution is truncated; null for all that can be
+    drafted."""
+    d_pace_smoothing: float | None = None
+    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q takes the place of the draft's probability q of a true token,
+    so that deep tokens count early."""
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """An optimizer and its schedule: a linear warm-up, then a decay."""
 
@@ -407,6 +427,8 @@ class TrainConfig(CommandOptions):
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
     """`type`, a name in the HEADS table, and that head's own options."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """Losses and the weights of depths."""
     target_dtype: Dtype = "fastest"
     """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where that is faster, auto
     the checkpoint's own."""

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..console import Stopped, StopRequest
 from ..heads.base import dtype_name
 from ..inference.models.dtypes import SLOW, dtype_named, fits, own_dtype
 from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
@@ -127,11 +126,6 @@ def requested_engine(accelerator: Accelerator) -> str:
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return "FSDP2"
     return "one process" if accelerator.num_processes == 1 else "DDP"
-
-
-def alone(accelerator: Accelerator) -> bool:
-    """Whether no other process waits for this one, nor an engine for the end of its step."""
-    return bool(accelerator.distributed_type == DistributedType.NO) and requested_engine(accelerator) == "one process"
 
 
 def actual_engine(module: nn.Module) -> str:
@@ -235,35 +229,21 @@ def end_together(accelerator: Accelerator) -> None:
 def distributed(
     accelerator: Accelerator,
     items: Sequence[Item],
-    work: Callable[[Sequence[Item], Callable[[], None]], list[Result]],
-    stop: StopRequest,
+    work: Callable[[Sequence[Item]], list[Result]],
     together: bool = False,
 ) -> list[Result]:
     """Distribute work on items over the processes; return all results on every process, in the items' order.
 
-    `work` gets consecutive items, perhaps none, and a function to call between its parts. With `together` every process
-    does all of the work, since its parts need all processes. If any process is stopped, at once or, with `together`,
-    between two parts, `Stopped` is raised on all of them.
+    `work` gets consecutive items, perhaps none. With `together` every process does all of the work,
+    because its parts need all processes.
     """
-    stopped = Stopped("stopped; the same command resumes from there")
-
-    def agree() -> None:
-        if any_process(accelerator, stop.wanted):
-            raise stopped
-
     if together:
-        return work(items, agree)
-    processes, process = accelerator.num_processes, accelerator.process_index
-    first, last = (len(items) * place // processes for place in (process, process + 1))
-    own: list[Result] | None = None
-    with suppress(Stopped), stop.at_once():
-        own = work(items[first:last], lambda: None)
-    parts: list[list[Result] | None] = gather_object([own])
-    whole = [part for part in parts if part is not None]
-    if len(whole) < len(parts):
-        end_together(accelerator)
-        raise stopped
-    return [result for part in whole for result in part]
+        return work(items)
+    processes = accelerator.num_processes
+    first = len(items) * accelerator.process_index // processes
+    last = len(items) * (accelerator.process_index + 1) // processes
+    parts: list[list[Result]] = gather_object([work(items[first:last])])
+    return [result for part in parts for result in part]
 
 
 def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Share) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import html
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,18 +19,20 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..console import ProgressBar, StopRequest
+from ..console import ProgressBar
 from ..heads import DraftHead
+from ..heads.objective import Objective
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
 from ..inference.stats import RoundRecord, acceptance_figures
 from ..inference.tracing.pieces import text_pieces
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
+from ..stopping import StopFlag
 from .config import EvalConfig
 from .data.batches import collate
 from .data.chat_template import Example
-from .engines import distributed
+from .engines import any_process, distributed
 from .features.online import online_features
 from .features.placement import is_sharded
 
@@ -85,35 +87,49 @@ class Evaluation:
 def evaluate(
     target: Target,
     head: DraftHead,
+    objective: Objective,
     held_out: list[Example],
     config: EvalConfig,
     accelerator: Accelerator,
-    stop: StopRequest,
-) -> Evaluation:
+    stop: StopFlag,
+) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
-    The processes of `accelerator`, all of which have the same head and conversations, share the work. `stop` interrupts
-    it on all of them, with `Stopped`.
+    The processes of `accelerator`, all of which have the same head and conversations, share the work.
+    None on all of them if `stop` is wanted on any: it is looked at before the losses and before each
+    tree.
     """
-    served, together = copy.deepcopy(head).to(target.dtype).eval(), is_sharded(target)
-    examples, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
+    served = copy.deepcopy(head).to(target.dtype).eval()
+    together = is_sharded(target)
+    if any_process(accelerator, stop.wanted):
+        return None
+    examples = held_out[: config.conversations]
     batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
-    sums = distributed(accelerator, batches, partial(sums_of, target, served), stop, together)
+    sums = distributed(accelerator, batches, partial(sums_of, target, served, objective), together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
+
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
         "static": best_static_tree(accuracy_KI, config.nodes),
         "dynamic": default_dynamic_tree(head.max_depth, config.nodes),
     }
-
-    def answer(tree: TreePolicy, part: Sequence[Tensor], between: Callable[[], None]) -> list[Stats]:
-        return [greedy_answers(target, served, tree, list(part), config.new_tokens, between).stats] if part else []
-
-    trees = {
-        name: Stats.merged(distributed(accelerator, prompts, partial(answer, policy), stop, together))
-        for name, policy in policies.items()
-    }
+    prompts = eval_prompts(target, held_out, config)
+    trees: dict[str, Stats] = {}
+    for name, policy in policies.items():
+        if any_process(accelerator, stop.wanted):
+            return None
+        answer = partial(_stats_of, target, served, policy, config.new_tokens)
+        trees[name] = Stats.merged(distributed(accelerator, prompts, answer, together))
     return Evaluation(loss_K, accuracy_KI, policies, trees)
+
+
+def _stats_of(
+    target: Target, head: DraftHead, tree: TreePolicy, new_tokens: int, prompts: Sequence[Tensor]
+) -> list[Stats]:
+    """Statistics of greedy answers to prompts, of which there may be none."""
+    if not prompts:
+        return []
+    return [greedy_answers(target, head, tree, list(prompts), new_tokens).stats]
 
 
 def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
@@ -133,19 +149,23 @@ def teacher_forced(
 ) -> tuple[list[float], list[list[float]]]:
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
     batches = [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
-    return means(sums_of(target, head, batches), head.max_depth)
+    objective = head.default_objective(head.config)
+    return means(sums_of(target, head, objective, batches), head.max_depth)
 
 
 @torch.no_grad()
 def sums_of(
-    target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = lambda: None
+    target: Target,
+    head: DraftHead,
+    objective: Objective,
+    batches: Sequence[list[Example]],
 ) -> list[Sums]:
-    """Sum a head's losses and hits over each batch; `between` is called before each."""
+    """Sum a head's losses and hits over each batch."""
     ranks, sums = min(RANKS, head.draft_vocab_size), []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
-            between()
-            output = head(online_features(target, head, collate(examples), target.dtype), ranks=ranks)
+            features = online_features(target, head, collate(examples), target.dtype)
+            output = head(features, objective, ranks)
             sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
             bar.update(bar.done + len(examples))
     return sums
@@ -170,10 +190,9 @@ def greedy_answers(
     tree: TreePolicy,
     prompts: list[Tensor],
     new_tokens: int,
-    between: Callable[[], None] = lambda: None,
     drafter: str | None = None,
 ) -> GenerateOutput:
-    """Answer prompts greedily with the head, all in one left-padded batch; `between` is called after each round.
+    """Answer prompts greedily with the head, all in one left-padded batch.
 
     A `drafter` beside the head adds what it looks up, as in `SpeculativeLM.from_pretrained`.
 
@@ -181,12 +200,12 @@ def greedy_answers(
     """
     if isinstance(target, ReplayTarget) and (unknown := target.unknown(prompts, new_tokens)):
         with ProgressBar("answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)) as bar:
-            target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens), lambda _: between()])
+            target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens)])
     # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False)
     input_ids, mask = left_padded(prompts, target.device)
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        lm.round_callbacks += [lambda out: bar.update(out.tokens), lambda _: between()]
+        lm.round_callbacks.append(lambda out: bar.update(out.tokens))
         return lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
 
 

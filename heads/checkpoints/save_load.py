@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
-from ..by_name import build_head, head_name
+from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids
 from .files import (
     CONFIG_FILE,
@@ -95,7 +95,7 @@ def load_head(
     if target is not None:
         saved_target.check(target)
     _check_weights(section, saved_target, folder)
-    head = build_head(section["head"], section["options"], saved_target)
+    head = build_head(section["head"], _architecture(section), saved_target)
     _check_server_keys(head, config, folder)
     saved = read_weights(folder, (WEIGHTS_FILE,))
     for name in head.served_names:  # copies of the target's tensors, for servers
@@ -313,7 +313,7 @@ def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) ->
     """Refuse a file whose tensors do not have the shapes that config.json says, by the file's header."""
     shapes = weight_shapes(folder)
     try:
-        head = build_unloaded(section["head"], section["options"], target, len(shapes))
+        head = build_unloaded(section["head"], _architecture(section), target, len(shapes))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
     saved = {name: shape for name, shape in shapes.items() if name not in head.served_names}
@@ -322,6 +322,12 @@ def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) ->
         _refuse_other_shapes(expected, saved)
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+
+
+def _architecture(section: dict[str, Any]) -> dict[str, Any]:
+    """The options of the head itself: older checkpoints tell there what it was trained on, too."""
+    options = section["options"]
+    return {name: value for name, value in options.items() if name not in OBJECTIVE_OPTIONS}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

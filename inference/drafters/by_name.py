@@ -159,7 +159,7 @@ def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, cost
 def _auto_drafter(head: DraftHead, metadata: CheckpointMetadata, target: Target, adaptive: bool) -> Drafter:
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     policies = auto_trees(head, metadata, machine_key(target.device, target.compiled), costs)
-    if not adaptive or target.graph is not None:  # to compile a function for each tree would take minutes
+    if not adaptive:
         policies = policies[:1]
     trees = [tree_drafter(head, each, target.draft_modules, batch_budget(each, target.device)) for each in policies]
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]

@@ -40,7 +40,7 @@ from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
+from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data import prompt_mix
 from headstart.train.data import self_made as selfmade
 
@@ -177,7 +177,7 @@ def test_the_command_line_overrides_the_yaml_and_the_yaml_the_defaults(parsed, t
             {
                 "target": "from-yaml",
                 "output": "o",
-                "head": {"type": "medusa", "num_heads": 2, "decay": 0.5},
+                "head": {"type": "medusa", "num_heads": 2, "bias": False},
                 "data": {"sources": ["a.jsonl", "b.jsonl"], "max_length": 77},
                 "optim": {"lr": 0.25, "clip": 2.0},
             }
@@ -187,7 +187,7 @@ def test_the_command_line_overrides_the_yaml_and_the_yaml_the_defaults(parsed, t
     config = parsed("train", "--config", str(path), *overrides)
     assert (config.target, config.output) == ("from-line", "o")
     assert (config.optim.lr, config.optim.clip, config.optim.warmup) == (1e-3, 2.0, 0.1)
-    assert config.head == {"type": "medusa", "num_heads": 3, "decay": 0.5}
+    assert config.head == {"type": "medusa", "num_heads": 3, "bias": False}
     assert config.data.sources == ["a.jsonl", "b.jsonl"]
     assert (config.data.max_length, config.data.held_out) == (77, 0.02)
 
@@ -296,17 +296,17 @@ def test_a_list_of_the_adapter_is_written_as_other_lists_are(parsed):
 
 def test_a_mix_of_losses_comes_from_yaml_and_from_the_command_line(parsed, tmp_path):
     path = tmp_path / "losses.yaml"
-    path.write_text("head: {type: medusa, num_heads: 2, loss: {ce: 0.25, lk_lambda: 1.0}}\n")
-    head = parsed("train", *REQUIRED["train"], "--config", str(path)).head
-    assert head == {"type": "medusa", "num_heads": 2, "loss": {"ce": 0.25, "lk_lambda": 1.0}}
-    head = parsed("train", *REQUIRED["train"], "--config", str(path), "--head.loss", "{kl: 2.0}").head
-    assert head["loss"] == {"kl": 2.0}
+    path.write_text("objective: {decay: 0.5, loss: {ce: 0.25, lk_lambda: 1.0}}\n")
+    objective = parsed("train", *REQUIRED["train"], "--config", str(path)).objective
+    assert objective == ObjectiveConfig(loss={"ce": 0.25, "lk_lambda": 1.0}, decay=0.5)
+    changed = parsed("train", *REQUIRED["train"], "--config", str(path), "--objective.loss", "{kl: 2.0}").objective
+    assert changed == ObjectiveConfig(loss={"kl": 2.0}, decay=0.5)
 
 
 @pytest.mark.parametrize("number", ["0.5", "5e-1"])
 def test_one_loss_on_the_command_line_is_a_number(parsed, number):
-    head = parsed("train", *REQUIRED["train"], "--head.loss.ce", number).head
-    assert head == {"type": "medusa", "loss": {"ce": 0.5}}
+    objective = parsed("train", *REQUIRED["train"], "--objective.loss.ce", number).objective
+    assert objective == ObjectiveConfig(loss={"ce": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -473,8 +473,8 @@ def test_an_unknown_head_is_answered_with_the_known_ones(run, target_folder, con
         (["--head.num_hedas", "3"], ["unknown medusa head option 'num_hedas'", "num_heads"]),
         (["--head.type", "hydra", "--head.depth", "3"], ["unknown hydra head option 'depth'", "prefix_layer"]),
         (["--head.num_heads", "three"], ["medusa head option 'num_heads'", "'three'"]),
-        (["--head.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
-        (["--head.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),
+        (["--objective.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
+        (["--objective.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),
         (["--init_from", "/no/where"], ["no head at '/no/where'"]),
     ],
 )

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 import headstart.train
-from headstart.console import StopRequest
+from headstart.stopping import StopFlag
 from headstart.train import Callback, Progress, Stopped, TrainConfig, train
 from headstart.train.loop import Callbacks
 
@@ -157,7 +157,7 @@ def test_callbacks_run_on_the_main_process_with_copies():
     Callbacks([Careless()], main_process=True).call("on_step", progress, None)
     assert progress.step == 3
     seen = Recorder()
-    Callbacks([seen], main_process=False).call("on_step", progress, None, StopRequest())
+    Callbacks([seen], main_process=False).call("on_step", progress, None, StopFlag())
     assert not seen.calls
 
 

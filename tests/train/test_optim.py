@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
-from headstart.console import Stopped
 from headstart.heads import HEADS, build_head
+from headstart.stopping import Stopped
 from headstart.train import optim
 from headstart.train.config import OptimConfig
 from headstart.train.loop import train

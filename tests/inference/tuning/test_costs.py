@@ -103,7 +103,7 @@ def eager(target):
 
 
 def compiled(target):
-    target.graph = lambda *_: None
+    target.engine.name = "cuda graphs"
     return target
 
 

@@ -20,10 +20,10 @@ pytest.importorskip("openai")
 
 from helpers import build_tokenizer
 
-from headstart.console import Stopped
 from headstart.inference import tokenizer_provenance
 from headstart.inference.chat_template import prompt_ids
 from headstart.scripts.command_line import options
+from headstart.stopping import Stopped
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import server_answers as served
 from headstart.train.data.chat_template import encode

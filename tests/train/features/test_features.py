@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from headstart.console import Stopped
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.inference import Target
+from headstart.stopping import Stopped
 from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate, collate_rows
 from headstart.train.data.chat_template import Example
