@@ -1,9 +1,10 @@
 """Find a head's draft tree: `headstart tree --target MODEL --head FOLDER --prompts FILE.jsonl`.
 
-The target answers the prompts. How often the token at each depth is the head's i-th best gives the best static tree
-of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's own candidates along the answers
-give the acceptance of every dynamic tree. With the measured costs of a round, the tree of each kind with the most
-expected tokens per second is tried; the faster one is saved with the head and used wherever the tree is `auto`.
+The target answers the prompts. How often the token at each depth is the head's i-th best gives the
+best static tree of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's
+own candidates along the answers give the acceptance of every dynamic tree. With the measured costs
+of a round, the tree of each kind with the most expected tokens per second is tried; the faster one
+is saved with the head and used wherever the tree is `auto`.
 """
 
 from __future__ import annotations

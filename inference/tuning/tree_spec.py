@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
-"""How the children of a node are made, which decides the acceptance rules that are exact: the draft's top-k tokens; one
-sampled child; several, sampled independently; several, sampled without replacement."""
+"""How the children of a node are made, which decides the acceptance rules that are exact: the
+draft's top-k tokens; one sampled child; several, sampled independently; several, sampled without
+replacement."""
 
 
 LARGEST_TREE = 2**12
