@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from ..heads import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
+from ..inference.detokenizer import text_pieces
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
 from ..inference.stats import RoundRecord
-from ..inference.tracing.pieces import text_pieces
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from .config import EvalConfig
 from .console import ProgressBar, StopRequest

@@ -68,8 +68,8 @@ def main(arguments: list[str]) -> None:
 
 def trace_prompts(config: TraceConfig, shared: SharedTarget | None = None) -> list[Trace]:
     """Record each prompt, with drafts and plainly; write the page or the report."""
+    from headstart.heads.checkpoints.files import write_whole
     from headstart.inference.tracing.report import trace_report
-    from headstart.inference.tracing.trace import write_whole
     from headstart.scripts.generating.trace_report import print_report, report_page
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.train.data.chat_template import check_lengths, prompt_ids
