@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 types:  ## link the packages under .typing, where mypy and pyright find them
 	@mkdir -p .typing/headstart
 	@for package in $(PACKAGES); do ln -sfn ../../$$package .typing/headstart/$$package; done
-	@for module in __init__ extras; do ln -sfn ../../package/$$module.py .typing/headstart/$$module.py; done
+	@for module in package/*.py; do ln -sfn ../../$$module .typing/headstart/$$(basename $$module); done
 
 check: $(STAMP) types  ## formatting, lint, types
 	$(BIN)/ruff format --check .

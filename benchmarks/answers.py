@@ -18,14 +18,14 @@ from common import TARGET, arguments, ratio, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headstart.console import console
 from headstart.inference import SpeculativeLM, Target, load_tokenizer, loop
+from headstart.inference.chat_template import prompt_ids
+from headstart.inference.prompt_files import read_prompts
+from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
 from headstart.train.data.self_made import WAVES
-from headstart.train.run_folder import hardware
 
 PADDED = "headstart, prompts padded to the longest"
 APART = loop.APART_ON_CPU

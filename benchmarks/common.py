@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.console import console, show_on_console
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles, spread, stock_settings
-from headstart.train.console import console, show_on_console
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
 from headstart.train.evaluate import greedy_answers
 from headstart.train.run_folder import check_options, write_whole
 

@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.base import dtype_name
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.models.loading import locate
+from headstart.inference.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings, first_difference, quartiles
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.run_folder import hardware
 
 LLAMA = """
 import json, sys

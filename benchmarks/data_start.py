@@ -27,12 +27,12 @@ from process_status import memory_mib
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.inference import load_tokenizer
+from headstart.inference.provenance import provenance
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.data.conversations import open_file
 from headstart.train.data.token_cache import key_of
 from headstart.train.loop import train
-from headstart.train.run_folder import provenance
 
 PER_FILE = 5000
 """Conversations of a file."""

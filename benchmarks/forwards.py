@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.inference import Target
-from headstart.inference.compiled.cpu_kernels import GROUP, Packed, library, linear, pack
+from headstart.inference.engines.cpu_kernels import GROUP, Packed, library, linear, pack
+from headstart.inference.provenance import hardware
 from headstart.inference.tuning.costs import checker
 from headstart.inference.tuning.machine import seconds_in_turns
 from headstart.scripts.measuring.bandwidth import memory_bandwidth
-from headstart.train.run_folder import hardware
 
 NODES = (1, 6, 16, 32)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8000)

@@ -23,19 +23,20 @@ import torch
 from common import TARGET, Side, arguments, compared, encoded, ours, ratio, remembered, save, stock
 from torch import Tensor
 
+from headstart.console import console
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.chat_template import prompt_ids
+from headstart.inference.prompt_files import read_prompts
+from headstart.inference.provenance import provenance
+from headstart.inference.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import default_dynamic_tree
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.config import TrainConfig
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_conversations, read_prompts
-from headstart.train.evaluate import summary
+from headstart.train.data.conversations import read_conversations
 from headstart.train.loop import train
-from headstart.train.run_folder import provenance
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PROBE_STEPS = 12
@@ -141,7 +142,7 @@ def measured(sides: Sides, rows: list[Tensor], settings: dict[str, Any], title: 
     torch.manual_seed(0)
     rates, stats = compared(sides(), rows, settings, title)
     heads = {name: found for name, found in stats.items() if ": " in name}
-    counted = {name: {**summary(found), "parts": found.round_parts} for name, found in heads.items()}
+    counted = {name: {**acceptance_figures(found), "parts": found.round_parts} for name, found in heads.items()}
     return json_ready({"rates": rates, "heads": counted, **provenance()})
 
 
@@ -161,7 +162,7 @@ def after_contexts(sides: Sides, args: argparse.Namespace) -> dict[str, dict[str
         for name, side in sides().items():
             if name.endswith(": tree"):
                 runs = [side(ids, settings)[1] for ids in asked]
-                found.setdefault(name, {})[str(length)] = json_ready(summary(Stats.merged(runs)))
+                found.setdefault(name, {})[str(length)] = json_ready(acceptance_figures(Stats.merged(runs)))
         console.print(f"contexts of {length} tokens: done")
     return found
 

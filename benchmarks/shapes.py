@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
-from headstart.train.run_folder import hardware
 
 SIZES = (1, 2, 4, 8)
 """Rows of a batch."""

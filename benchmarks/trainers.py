@@ -45,7 +45,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 STEPS, LENGTH, LR = 3, 1024, 1e-3
-HEAD = {"depth": STEPS, "norm_before_residual": True, "loss": {"kl": 1.0}, "decay": 1.0}
+HEAD = {"depth": STEPS, "norm_before_residual": True}
+OBJECTIVE: dict[str, Any] = {"loss": {"kl": 1.0}, "decay": 1.0}
 OPTIM = {"name": "muon", "lr": LR, "schedule": "constant_with_warmup", "warmup": 0.0}
 RECOMMENDED = "configs/smollm2-eagle3.yaml"
 
@@ -100,6 +101,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     from headstart.train.data.chat_template import encode
     from headstart.train.data.conversations import read_conversations
     from headstart.train.data.token_cache import count_answer_tokens
+    from headstart.train.head import objective_of
 
     target, tokenizer = Target.load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
     examples = []
@@ -109,12 +111,13 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     rows = rows[: args.rows + args.held_out]
     if len(rows) < args.rows + args.held_out:
         sys.exit(f"{args.conversations} fills only {len(rows)} rows of {LENGTH} tokens")
-    info, options, optim = target.info, HEAD, OPTIM
+    info, options, objective, optim = target.info, HEAD, OBJECTIVE, OPTIM
     if args.recommended:
         config = command_options(
             TrainConfig, "train", "", ["--config", RECOMMENDED, "--data.sources", f"[{args.conversations}]"]
         )
         options, optim = head_options(config)[1], dataclasses.asdict(config.optim)
+        objective = dataclasses.asdict(objective_of(config))
     options = {**options, "draft_vocab_size": None if args.same_objective else args.draft_vocabulary}
     torch.manual_seed(0)
     head = build_head("eagle3", options, info)
@@ -140,6 +143,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     given = {
         "info": dataclasses.asdict(info),
         "options": options,
+        "objective": objective,
         "optim": optim,
         "rows": args.rows,
         "recommended": args.recommended,
@@ -187,13 +191,15 @@ class Ours:
 
     def __init__(self, folder: Path, top_k: bool = False) -> None:
         from headstart.heads import TargetInfo, build_head
+        from headstart.heads.by_name import build_objective
         from headstart.train.config import OptimConfig
         from headstart.train.optim import build_optimizer
 
         given = json.loads((folder / "given.json").read_text())
         torch.set_num_threads(given["threads"])
-        options = given["options"] | {"target_top_k": given["target_top_k"] if top_k else None}
-        self.head = build_head("eagle3", options, TargetInfo(**given["info"])).train()
+        changes = given["objective"] | {"target_top_k": given["target_top_k"] if top_k else None}
+        self.objective = build_objective("eagle3", given["options"], changes)
+        self.head = build_head("eagle3", given["options"], TargetInfo(**given["info"])).train()
         self.head.load_state_dict(load_file(folder / "start.safetensors"))
         self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
         self.modules = ends_of(folder)
@@ -202,7 +208,7 @@ class Ours:
     def step(self, row: dict[str, Tensor]) -> float:
         """The loss of a row, from whose gradient the optimizer steps."""
         features = features_of(row, self.modules)
-        output = self.head(features)
+        output = self.head(features, self.objective)
         (output.loss / row["mask"].sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
@@ -322,7 +328,7 @@ def serve(side: Ours | Theirs, folder: Path, name: str) -> None:
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Run all sides and print the comparison."""
-    from headstart.train.run_folder import hardware
+    from headstart.inference.provenance import hardware
 
     head = prepare(args, folder)
     skipped = {"ours-top-k": not args.target_top_k, "theirs-our-lr": not args.recommended}

@@ -28,23 +28,24 @@ from common import arguments, save
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from headstart.console import console
 from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
+from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
-from headstart.train.config import TrainConfig, head_options
-from headstart.train.console import console
+from headstart.train.config import TrainConfig
 from headstart.train.data.batches import Batch, Order, collate
 from headstart.train.engines import autocast, resolved
 from headstart.train.features.cached import FORMATS, FeatureCache
 from headstart.train.features.online import CachedFeatures, cache_bytes, kept_layers, online_features
 from headstart.train.features.placement import load_target
+from headstart.train.head import head_of, objective_of
 from headstart.train.loop import load_inputs
 from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
-from headstart.train.run_folder import hardware
 
 STAYS = ("target", "head", "gradients", "optimizer")
 WIDTH, VOCABULARY, DRAFT_VOCABULARY, DEPTH = 576, 128_256, 8192, 7
@@ -88,7 +89,7 @@ def allocated(config: TrainConfig) -> tuple[dict[str, int], int]:
     """Bytes that stay, by what they hold, and the peak of the others."""
     accelerator = Accelerator()
     target = load_target(config, accelerator)
-    head = build_head(*head_options(config), target.info)
+    head = head_of(config, target.info)
     counts_V = torch.arange(target.info.vocab_size).flip(0) + 1
     head.initialize(target.modules, counts_V)
     head.recompute = config.loop.recompute
@@ -100,7 +101,7 @@ def allocated(config: TrainConfig) -> tuple[dict[str, int], int]:
     def step() -> None:
         features = online_features(target, head, batch)
         with autocast(accelerator, config.loop.precision):
-            output = head(features)
+            output = head(features, objective_of(config))
         (output.loss / tokens_BT.numel()).backward()
         optimizer.step()
 
@@ -293,7 +294,7 @@ def steps_of(
             began = time.perf_counter()
             features = sources[name](batch)
             with autocast(accelerator, config.loop.precision):
-                output = heads[name](features)
+                output = heads[name](features, objective_of(config))
             (output.loss / batch.loss_mask_BT.sum()).backward()
             torch.nn.utils.clip_grad_norm_(heads[name].parameters(), config.optim.clip)
             optimizer, schedule = optimizers[name]

@@ -20,9 +20,9 @@ from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.data.conversations import distinct_share
-from headstart.train.run_folder import hardware
 
 THRESHOLDS = ("0.3:0.3", "0.09:0.3", "0.09:1", "0.03:0.3", "0.01:0.1")
 """Epsilon and delta; 0.09 and 0.3 are Medusa's."""

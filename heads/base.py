@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers.draft_cache import DraftCache, KVEntries, counting
+from .layers.constants import counting
+from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import check_ids
+from .objective import Objective
 
 LONGEST_DRAFT = 1024
 """Most tokens of a draft, far above what a model accepts."""
@@ -176,10 +178,6 @@ class DraftState:
     confidence_BW: Tensor | None = field(default=None, kw_only=True)
     """Logits of a head's own estimate of its acceptance rate after each node of the frontier, if it makes one."""
     cache: DraftCache | None = field(default=None, kw_only=True)
-
-    def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors, without those of the cache, each with its dimension that differs between generations: the batch."""
-        return [(value, 0) for value in vars(self).values() if isinstance(value, Tensor)]
 
     def select(self, rows_R: Tensor) -> Self:
         """The state of some rows."""
@@ -368,9 +366,22 @@ class DraftHead(nn.Module, ABC):
         `token_counts_V` holds the frequency of each token in the answers of the training data.
         """
 
+    @classmethod
+    def default_objective(cls, config: Any) -> Objective:
+        """Return the objective of a head with this config unless the training options name another."""
+        return Objective()
+
+    @classmethod
+    def extra_losses(cls, config: Any) -> tuple[str, ...]:
+        """Name the losses of `objective.NEED_HEAD` that a head with this config can be trained on."""
+        return ()
+
     @abstractmethod
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
-        """The teacher-forced loss of a batch, and how often the true token was among the `ranks` best drafts."""
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        """The teacher-forced loss of a batch, by `default_objective` if none is given.
+
+        Counts how often the true token was among the `ranks` best drafts.
+        """
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.

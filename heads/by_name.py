@@ -14,6 +14,7 @@ from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead, HydraPlusPlusHead
 from .medusa import MedusaHead
+from .objective import Objective
 from .truncated import TruncatedHead
 
 HEADS: dict[str, type[DraftHead]] = {
@@ -29,6 +30,9 @@ HEADS: dict[str, type[DraftHead]] = {
 """Name in a YAML file or a checkpoint to class; a row that a user adds works everywhere."""
 
 
+OBJECTIVE_OPTIONS = tuple(option.name for option in dataclasses.fields(Objective))
+
+
 def head_config(name: str, options: dict[str, Any]) -> Any:
     """The config of a head from its options; a ValueError for an unknown head or option, or a value that it refuses."""
     if name not in HEADS:
@@ -36,6 +40,8 @@ def head_config(name: str, options: dict[str, Any]) -> Any:
     config_class = HEADS[name].config_class
     known = sorted(field.name for field in dataclasses.fields(config_class))
     unknown = sorted(options.keys() - set(known))
+    if unknown and unknown[0] in OBJECTIVE_OPTIONS:
+        raise ValueError(f"{unknown[0]} is not an option of a head but of its training: objective.{unknown[0]}")
     if unknown:
         raise ValueError(f"unknown {name} head option {unknown[0]!r}; choose from {', '.join(known)}")
     hints = typing.get_type_hints(config_class)
@@ -48,6 +54,24 @@ def head_config(name: str, options: dict[str, Any]) -> Any:
         if not (bool in kinds if isinstance(value, bool) else isinstance(value, classes)):
             raise ValueError(f"{name} head option {option!r} is of type {hint}, not {value!r}")
     return config_class(**options)
+
+
+def build_objective(name: str, options: dict[str, Any], changes: dict[str, Any]) -> Objective:
+    """The objective with which a head is trained.
+
+    Args:
+        name: key in `HEADS`.
+        options: the head's own.
+        changes: values of `Objective`; those that are None keep the default of this head.
+
+    Raises:
+        ValueError: an objective that the head cannot be trained on.
+    """
+    config = head_config(name, options)
+    given = {option: value for option, value in changes.items() if value is not None}
+    objective = dataclasses.replace(HEADS[name].default_objective(config), **given)
+    objective.check(name, HEADS[name].extra_losses(config))
+    return objective
 
 
 def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftHead:

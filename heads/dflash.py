@@ -33,12 +33,15 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
+from .draft_positions import DraftPositions
 from .eagle import BlocksConfig
+from .layers.constants import counting
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
-from .layers.draft_cache import DraftCache, KVEntries, counting
+from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
-from .losses import DraftPositions, draft_loss
+from .losses import draft_loss
+from .objective import Objective
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,10 @@ class DFlashHead(OffsetVocabularyHead):
         self.fc.weight.zero_()  # the identity on the last feature
         self.fc.weight[:, -self.target.hidden_size :].copy_(torch.eye(self.target.hidden_size))
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         positions, slots_NKD = self.training_blocks(features)
-        return draft_loss(*self._lm_heads(slots_NKD, features), features, positions, self.config, ranks)
+        return draft_loss(*self._lm_heads(slots_NKD, features), features, positions, objective, ranks)
 
     def training_blocks(self, features: TargetFeatures) -> tuple[DraftPositions, Tensor]:
         """Draft positions, the anchors among them, and final-norm outputs [N, K, D] of the slots that draft there."""

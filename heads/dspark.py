@@ -16,7 +16,7 @@ Definitions are those of DeepSeek's DeepSpec; tensor names those that vLLM reads
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .base import DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
 from .dflash import DFlashConfig, DFlashHead, DFlashState
 from .losses import BlockTerms, draft_loss
+from .objective import Objective
 
 MARKOV = ("vanilla", "gated", "rnn")
 """Ways in which a draft depends on the token before it."""
@@ -47,8 +48,6 @@ class DSparkConfig(DFlashConfig):
     """Whether the head estimates its acceptance rate, trained by the loss `confidence`."""
     confidence_with_markov: bool = True
     """Whether the estimate sees the token before the draft."""
-    loss: dict[str, float] = field(default_factory=lambda: {"ce": 0.1, "tv": 0.9, "confidence": 1.0})
-    """Losses and their weights; see losses.py."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,9 +60,6 @@ class DSparkConfig(DFlashConfig):
             raise ValueError(
                 "dspark markov rnn needs sample_from_anchor: elsewhere its state begins at the root's slot"
             )
-
-    def check(self, head: str, *own: str) -> None:
-        super().check(head, *(("confidence",) if self.confidence else ()), *own)
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,19 @@ class DSparkHead(DFlashHead):
             told = f"its DSpark is vanilla, and this head's markov is {config.markov}"
             self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), told)
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    @classmethod
+    def default_objective(cls, config: DSparkConfig) -> Objective:
+        loss = {"ce": 0.1, "tv": 0.9}
+        if config.confidence:
+            loss["confidence"] = 1.0
+        return Objective(loss)
+
+    @classmethod
+    def extra_losses(cls, config: DSparkConfig) -> tuple[str, ...]:
+        return ("confidence",) if config.confidence else ()
+
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         positions, slots_NKD = self.training_blocks(features)
         true_before_NK = features.tokens_BT.flatten()[positions.rows_NK]  # before the first draft it is the root
         embed_NKR = self.markov_head.markov_w1(true_before_NK)
@@ -132,11 +140,11 @@ class DSparkHead(DFlashHead):
         for k in range(self.max_depth):
             latent_NR, memory_NR = self.markov_head(embed_NKR[:, k], slots_NKD[:, k], memory_NR)
             latents.append(latent_NR)
-        asked = self.config.confidence and self.config.loss.get("confidence", 0) > 0
+        asked = self.config.confidence and objective.loss.get("confidence", 0) > 0
         confidences = list(self._confidence(slots_NKD, embed_NKR).unbind(1)) if asked else []
         block = BlockTerms(latents, self.markov_head.markov_w2.weight, confidences)
         heads = self._lm_heads(slots_NKD, features)
-        return draft_loss(*heads, features, positions, self.config, ranks, block)
+        return draft_loss(*heads, features, positions, objective, ranks, block)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DSparkState:
         begun = super().begin(modules, batch_size, capacity, max_depth, nodes)

@@ -12,7 +12,7 @@ head with a dynamic tree, `tree: dynamic:...`. Tensor names are those that vLLM 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
+from .draft_positions import DraftPositions
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import draft_loss
+from .objective import Objective
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The linear maps of a layer whose outputs are added to the residual stream."""
@@ -41,7 +43,7 @@ STEP = 0.25
 
 
 @dataclass(frozen=True)
-class BlocksConfig(Objective):
+class BlocksConfig:
     """Options of a head made of decoder layers; null takes the target's own value."""
 
     num_layers: int = 1
@@ -63,10 +65,10 @@ class BlocksConfig(Objective):
     start: str | int = "random"
     """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
 
-    def check(self, head: str, *own: str) -> None:
+    def check(self, head: str) -> None:
+        """Refuse values that no head of this name can have."""
         if isinstance(self.start, str) and self.start not in ("random", "last"):
             raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
-        super().check(head, *own)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class LayersConfig(BlocksConfig):
     attention_bias: bool = False
     """Bias of queries, keys and values, as in Qwen2; servers do not read it."""
 
-    def check(self, head: str, *own: str) -> None:
+    def check(self, head: str) -> None:
         depth, layers = self.depth, self.num_layers
         if depth < 1 or layers < 1:
             raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
@@ -88,7 +90,7 @@ class LayersConfig(BlocksConfig):
             raise ValueError(f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
             raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
-        super().check(head, *own)
+        super().check(head)
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,9 @@ class EagleConfig(LayersConfig):
     """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
     """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens per row."""
-    loss: dict[str, float] = field(default_factory=lambda: {"smooth_l1": 1.0, "soft_ce": 0.1})
-    """Losses and their weights; see losses.py. `depth_weights: d_pace` leaves smooth_l1 to decay."""
 
     def __post_init__(self) -> None:
-        self.check("eagle", "smooth_l1")
+        self.check("eagle")
         if self.noise < 0:
             raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
 
@@ -171,7 +171,16 @@ class EagleHead(DraftHead):
         for name in OUTPUTS:
             layer.get_parameter(name).mul_(STEP / moved)
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    @classmethod
+    def default_objective(cls, config: EagleConfig) -> Objective:
+        return Objective({"smooth_l1": 1.0, "soft_ce": 0.1})
+
+    @classmethod
+    def extra_losses(cls, config: EagleConfig) -> tuple[str, ...]:
+        return ("smooth_l1",)
+
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         steps = self.config.train_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
@@ -179,8 +188,8 @@ class EagleHead(DraftHead):
         weight = features.modules.lm_head.weight
         # The LM head may have a narrower dtype than the features; the target's logits are computed in it too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
-        output = draft_loss(inputs, [weight] * steps, None, features, positions, self.config, ranks)
-        share = self.config.loss.get("smooth_l1", 0.0)
+        output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
+        share = objective.loss.get("smooth_l1", 0.0)
         if share == 0:
             return output
         # Between the feature predicted at step k and the true one at t + 1 + k, the mean over D.
@@ -190,7 +199,7 @@ class EagleHead(DraftHead):
             true_ND = true_RD[positions.rows_NK[:, k]]
             apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), at_least_fp32(true_ND), reduction="none")
             losses.append(share * (apart_ND.mean(-1) * positions.valid_NK[:, k]).sum())
-            loss = loss + self.config.decay**k * losses[-1]
+            loss = loss + objective.decay**k * losses[-1]
         return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:

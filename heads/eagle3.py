@@ -29,12 +29,14 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
+from .draft_positions import DraftPositions
 from .eagle import LayersConfig
 from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, draft_loss
+from .losses import draft_loss
+from .objective import Objective
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,14 @@ class Eagle3Head(OffsetVocabularyHead):
         self.fc.weight.zero_()  # the identity on the last fused feature
         self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         steps = (self.training and self.config.train_steps) or self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, test, steps)]
         heads = [self.lm_head.weight] * steps
-        return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, self.config, ranks)
+        return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, objective, ranks)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
         """Teacher-forced outputs of every step: [B, T, D], or [1, N, D] at the draft positions of `test`."""

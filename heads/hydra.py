@@ -15,7 +15,7 @@ names are our own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_positions import DraftPositions
 from .layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from .layers.draft_vocab import most_frequent
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, draft_loss
+from .losses import draft_loss
 from .medusa import MedusaConfig
+from .objective import Objective
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,6 @@ class HydraPlusPlusConfig(HydraConfig):
     name: ClassVar[str] = "hydra++"
     num_layers: int = 4
     prefix_layer: bool = True
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,12 @@ class HydraHead(DraftHead):
                 zero = {"bias": rows.new_zeros(len(rows))} if self.config.bias else {}
                 lm_head.load_state_dict({"weight": rows, **zero})
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    @classmethod
+    def default_objective(cls, config: HydraConfig) -> Objective:
+        return Objective({"ce": 1.0})
+
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
         index_N, tokens_BT, states_BTD = positions.index_N, features.tokens_BT, features.last_BTD
         if self.config.prefix_layer:
@@ -152,7 +158,7 @@ class HydraHead(DraftHead):
             heads = [torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads]
         # A shared LM head may have a narrower dtype than the states; the target's logits are computed in it too.
         hiddens = [hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(hiddens, heads, self.token_map, features, positions, self.config, ranks)
+        return draft_loss(hiddens, heads, self.token_map, features, positions, objective, ranks)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> HydraState:
         weight = self.blocks[0].get_parameter("join.res.weight")
@@ -221,3 +227,7 @@ class HydraPlusPlusHead(HydraHead):
     """Hydra++ head: Hydra with other defaults."""
 
     config_class = HydraPlusPlusConfig
+
+    @classmethod
+    def default_objective(cls, config: HydraConfig) -> Objective:
+        return Objective({"soft_ce": 1.0})

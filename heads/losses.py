@@ -12,183 +12,41 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     smooth_l1    between predicted and true features, for heads that predict features (EAGLE-1, arXiv:2401.15077)
     confidence   cross-entropy of a head's estimate of its acceptance rate with sum min(p, q), held constant (DSpark)
 
-tv, lk and confidence use p as it is: what lies outside the draft vocabulary can never be accepted. The others need no
-logits of the target outside it, which are most of the cost. Positions whose token lies outside carry no loss.
+tv, lk and confidence use p as it is: a token outside the draft vocabulary can never be accepted. The
+other losses need no target logits outside it, which are most of the cost. Positions whose true token
+lies outside carry no loss.
 
-Letters in tensor names: N draft positions, K depths, R positions of the flattened batch, U those that judge a chunk,
-D hidden size, V vocabulary, and in the target's distribution its tokens: the draft vocabulary or the most likely ones.
+`depth_loss` is a pure function of a chunk of positions at one depth. `draft_loss` differentiates it
+chunk by chunk, so that no [positions, vocabulary] tensor outlives its chunk.
+
+Letters in tensor names: N draft positions, K depths, R positions of the flattened batch, U positions
+whose target state judges a chunk, D hidden size, V vocabulary, I ranks, and in the target's
+distribution T its tokens: the draft vocabulary, or the most likely ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .base import HeadOutput, TargetFeatures
+from .base import HeadOutput, TargetFeatures, TargetModules
+from .draft_positions import DraftPositions
 from .layers.chunk_size import VOCABULARY_ON_CPU, chunk_elements
 from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
+from .objective import Objective
 
+NEED_ENTROPY = {"kl", "lk_lambda"}
+"""Losses with the target's entropy, which does not depend on the draft."""
 FEWEST = 64
 """Minimum number of positions in a chunk, however large the vocabulary."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A weighted mix of losses, and the weights of depths: options of every head that is trained on them."""
-
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    """Losses and their weights; see losses.py."""
-    depth_weights: str = "decay"
-    """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a token's
-    log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the true token
-    (arXiv:2605.18810)."""
-    decay: float = 0.8
-    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens to which its distribution is truncated, renormalised where the loss
-    renormalises; null for the whole draft vocabulary."""
-    d_pace_smoothing: float = 0.0
-    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep tokens count early."""
-
-    @property
-    def over_vocabulary(self) -> list[str]:
-        """The weighted losses that this module computes: all but smooth_l1."""
-        return [name for name, weight in self.loss.items() if weight > 0 and name in LOSSES]
-
-    def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
-        """Number of the target's logits that are computed at a position."""
-        if self.needs_mass:
-            return vocab_size
-        return 0 if self.over_vocabulary in ([], ["ce"]) else draft_vocab_size
-
-    @property
-    def needs_mass(self) -> bool:
-        """Whether a loss uses the target's probabilities as they are, and so its logits of the whole vocabulary."""
-        return any(self.loss.get(name, 0) > 0 for name in NEED_MASS)
-
-    def check(self, head: str, *own: str) -> None:
-        """Refuse losses and weights that the head cannot be trained on, with a ValueError that names them.
-
-        `own` are losses from `NEED_HEAD` that it can have.
-        """
-        valid = ", ".join((*LOSSES, *own))
-        for name, weight in self.loss.items():
-            if name in NEED_HEAD and name not in own:
-                raise ValueError(f"{head} cannot have the loss {name!r}: it {NEED_HEAD[name]}; choose from {valid}")
-            if name not in (*LOSSES, *own):
-                raise ValueError(f"unknown {head} loss {name!r}; choose from {valid}")
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight < 0:
-                raise ValueError(f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}")
-        if not any(self.loss.values()):
-            raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
-        if self.depth_weights not in ("decay", "d_pace"):
-            raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
-        if not 0 <= self.d_pace_smoothing <= 1:
-            raise ValueError(f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}")
-        if self.decay <= 0:
-            raise ValueError(f"{head} decay must be above 0, not {self.decay}")
-        if self.target_top_k is not None and self.target_top_k < 1:
-            raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
-        if self.target_top_k is not None and self.loss.get("reverse_kl"):
-            raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
-
-
-@dataclass(frozen=True)
-class DraftPositions:
-    """Positions of a batch at which drafts are judged, as indices into its flattened [B * T] tokens.
-
-    A draft position is the position t of the newest feature. The root of its tree is the token at t + 1; the draft at
-    depth k, from 0, is judged by the target's state at t + 1 + k and by the token at t + 2 + k.
-
-    Draft positions are sorted. If they are `all` that there are, draft k of position n, where valid, is judged where
-    draft 0 of position n + k is, so that the target's distributions at `rows_NK[:, 0]` are enough.
-    """
-
-    index_N: Tensor
-    rows_NK: Tensor
-    """The position whose target state judges the draft; the token after it is the true one."""
-    valid_NK: Tensor
-    """True where the root and all drafts up to depth k lie in one answer."""
-    per_row: tuple[int, ...] = ()
-    """Draft positions of each row of the batch, if the loss mask is on the host, as in training."""
-    judged_U: Tensor | None = None
-    """The different positions in `rows_NK`, sorted, where some draft positions are left out; else None."""
-    places_NK: Tensor | None = None
-    """Where each of `rows_NK` stands in `judged_U`, on the host."""
-
-    @property
-    def all(self) -> bool:
-        """Whether no position that has a draft to judge is left out."""
-        return self.judged_U is None
-
-    @classmethod
-    def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
-        """The positions of a batch that have at least one draft to judge, or `at_most` of each sequence, at random."""
-        loss_mask_BT = features.loss_mask_BT
-        batch, time = loss_mask_BT.shape
-        padded = F.pad(loss_mask_BT, (0, depths + 1))
-        answers = [padded[:, k : k + time] for k in range(1, depths + 2)]  # answers[k - 1]_BT: the token at t + k
-        valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
-        has_draft_BT = valid_BTK[..., 0]
-        every = True
-        if at_most is not None:
-            documents_BT = features.documents_BT
-            if documents_BT is None and features.sequences_BT is not None:
-                documents_BT = features.sequences_BT.cpu()  # sync: training gives them on the host
-            chosen_BT = _some_of_each(has_draft_BT, documents_BT, at_most)
-            every = torch.equal(chosen_BT, has_draft_BT)
-            has_draft_BT = chosen_BT
-        index_N = has_draft_BT.flatten().nonzero()[:, 0]
-        # Past the end any row serves: nothing is valid there.
-        rows_NK = (index_N[:, None] + 1 + torch.arange(depths, device=index_N.device)).clamp(max=batch * time - 2)
-        per_row = tuple(has_draft_BT.sum(1).tolist()) if has_draft_BT.device.type == "cpu" else ()
-        judged = () if every else rows_NK.unique(return_inverse=True)
-        positions = cls(index_N, rows_NK, valid_BTK.flatten(0, 1)[index_N], per_row, *judged)
-        return positions._to(features.tokens_BT.device)
-
-    @classmethod
-    def of_answers(cls, features: TargetFeatures) -> DraftPositions:
-        """The positions before answer tokens, at one depth: for a model that is judged on its own next token."""
-        before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
-        index_N = before_BT.flatten().nonzero()[:, 0]
-        valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)
-        return cls(index_N, index_N[:, None], valid_N1)._to(features.tokens_BT.device)
-
-    def _to(self, device: torch.device) -> DraftPositions:
-        """Copied to a device without waiting for it: their number was found on the host."""
-        tensors = {name: getattr(self, name) for name in ("index_N", "rows_NK", "valid_NK", "judged_U")}
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        if device.type == "cuda":  # a copy from pageable memory may wait for what the device is doing
-            given = {name: tensor.pin_memory() for name, tensor in given.items()}
-        moved: Any = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
-        return replace(self, **moved)
-
-
-def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:
-    """At most so many of the positions of each sequence, at random, by torch's global generator on the host.
-
-    A packed row holds several sequences, numbered in their order; None where every row is one.
-    """
-    batch, time = has_draft_BT.shape
-    sequences_BT = torch.zeros(batch, time, dtype=torch.int64) if documents_BT is None else documents_BT
-    counts_BS = torch.zeros(batch, time + 1, dtype=torch.int64).scatter_add_(1, sequences_BT, has_draft_BT.long())
-    if int(counts_BS.max()) <= at_most:
-        return has_draft_BT
-    # Sorted by sequence, then at random with the positions that have no draft last: the rank in the row, less those of
-    # the sequences before, is the rank in the sequence.
-    draws_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 1.0).double()
-    order_BT = (2 * sequences_BT + draws_BT).argsort(1)
-    ranks_BT = order_BT.argsort(1)
-    sizes_BS = torch.zeros(batch, time + 1, dtype=torch.int64).scatter_add_(1, sequences_BT, torch.ones_like(ranks_BT))
-    first_BS = sizes_BS.cumsum(1) - sizes_BS
-    return has_draft_BT & (ranks_BT - first_BS.gather(1, sequences_BT) < at_most)
 
 
 class BlockTerms(NamedTuple):
@@ -201,6 +59,133 @@ class BlockTerms(NamedTuple):
     """Logits [N] of the head's estimate of its acceptance rate, by depth; empty without one."""
 
 
+BY_POSITION = ("hidden_ND", "latent_NR", "confidence_N")
+"""Fields of `Draft` with a row for each position; all positions share the others."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Inputs of the draft at one depth: all that its loss may be differentiated by."""
+
+    hidden_ND: Tensor
+    """Input of the LM head."""
+    weight_VD: Tensor
+    """The LM head."""
+    is_target_head: bool
+    """Whether that is the target's LM head, which may have a bias and a scale."""
+    latent_NR: Tensor | None = None
+    correction_VR: Tensor | None = None
+    """`correction_VR latent` is added to the logits."""
+    confidence_N: Tensor | None = None
+    """Logits of the estimated acceptance rate."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by field."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def at(self, rows: slice) -> Draft:
+        """The draft at some of the positions."""
+        chosen = {}
+        for name, tensor in self.tensors().items():
+            if name in BY_POSITION:
+                chosen[name] = tensor[rows]
+        return replace(self, **chosen)
+
+    def logits(self, modules: TargetModules) -> Tensor:
+        """logits_NV in at least float32."""
+        if self.is_target_head:
+            logits_NV = modules.logits(self.hidden_ND, self.weight_VD, modules.lm_head.bias)
+        else:
+            logits_NV = F.linear(self.hidden_ND, self.weight_VD)
+        logits_NV = at_least_fp32(logits_NV)
+        if self.latent_NR is not None and self.correction_VR is not None:
+            logits_NV = logits_NV + F.linear(self.latent_NR, self.correction_VR)
+        return logits_NV
+
+
+class TargetProbs(NamedTuple):
+    """The target's probabilities at some positions, of the draft vocabulary or its most likely tokens."""
+
+    renormalised_NT: Tensor
+    """Probabilities that sum to one."""
+    tokens_NT: Tensor | None
+    """Draft ids of the tokens; None for the whole draft vocabulary."""
+    log_NT: Tensor | None
+    """Logarithm of the probabilities, if a loss needs it."""
+    plogp_N: Tensor | None
+    """sum p log p, if a loss needs it."""
+    mass_N1: Tensor | None
+    """Probability of these tokens together, if a loss needs it."""
+
+    def at(self, index: slice | Tensor) -> TargetProbs:
+        """The probabilities at some of these positions."""
+        return TargetProbs(*(None if tensor is None else tensor[index] for tensor in self))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Target distribution, true tokens and weights by which the drafts of one depth are judged."""
+
+    target: TargetProbs | None
+    """None if no loss needs the target's distribution."""
+    labels_N: Tensor
+    """Draft ids of the true tokens, -1 outside the draft vocabulary."""
+    judged_N: Tensor
+    """Whether there is a draft to judge."""
+    valid_N: Tensor
+    """Whether there is one and the true token can be drafted."""
+    weights_N: Tensor
+    """Weight of each position's loss; 0 where not valid."""
+    confidence_weight: float
+    """Weight of the depth in the loss `confidence`."""
+
+
+class DepthMetrics(NamedTuple):
+    """Sums over the positions of a chunk at one depth."""
+
+    loss: Tensor
+    """The unweighted loss."""
+    hits_I: Tensor
+    """How often the true token was the i-th best draft."""
+
+
+def depth_loss(
+    draft: Draft, truth: Truth, objective: Objective, modules: TargetModules, ranks: int
+) -> tuple[Tensor, DepthMetrics]:
+    """The weighted loss of a chunk of positions at one depth, summed over them, and its metrics.
+
+    Positions without a draft get a weight of 0: they are few, at the ends of answers, and to leave
+    them out the host would have to wait for the accelerator.
+    """
+    logits_NV = draft.logits(modules)
+    hits_I = _hits(logits_NV.detach(), truth, ranks)
+    log_q_NV = logits_NV.log_softmax(-1)
+    loss_N = log_q_NV.new_zeros(len(log_q_NV))
+    for name in objective.over_vocabulary:
+        term_N = _loss(name, log_q_NV, truth.labels_N, truth.target)
+        loss_N = loss_N + objective.loss[name] * term_N
+    loss = (loss_N * truth.weights_N).sum()
+    unweighted = (loss_N.detach() * truth.valid_N).sum()
+    if draft.confidence_N is not None:
+        rate_N = _overlap(log_q_NV, truth.target).detach()
+        confidence_N = draft.confidence_N.to(rate_N.dtype)
+        wrong_N = F.binary_cross_entropy_with_logits(confidence_N, rate_N, reduction="none")
+        wrong = objective.loss["confidence"] * (wrong_N * truth.judged_N).sum()
+        loss = loss + truth.confidence_weight * wrong
+        unweighted = unweighted + wrong.detach()
+    return loss, DepthMetrics(unweighted, hits_I)
+
+
+def _hits(logits_NV: Tensor, truth: Truth, ranks: int) -> Tensor:
+    """How often the true token was the i-th best draft, hits_I."""
+    if ranks == 1:  # an argmax takes a fraction of the time of `topk`
+        best_NI = logits_NV.argmax(-1, keepdim=True)
+    else:
+        best_NI = logits_NV.topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
+    hit_NI = (best_NI == truth.labels_N[:, None]) & truth.valid_N[:, None]
+    return F.pad(hit_NI.sum(0), (0, ranks - hit_NI.shape[1]))
+
+
 def draft_loss(
     hiddens: Sequence[Tensor],
     lm_heads: Sequence[Tensor],
@@ -211,92 +196,60 @@ def draft_loss(
     ranks: int = 1,
     block: BlockTerms | None = None,
 ) -> HeadOutput:
-    """The loss of drafts at all depths, but for `smooth_l1`.
+    """The loss of drafts at all depths, except `smooth_l1`.
 
-    Gradients are computed in the forward, chunk by chunk, so that no [positions, vocabulary] tensor outlives its
-    chunk, and the target's distribution is computed once for all depths. The backward only scales them.
+    Gradients are computed here, chunk by chunk; the backward pass only scales them.
 
-    `hiddens` holds hidden_ND of each depth, the input of its LM head at every draft position; `lm_heads` the weights
-    [V, D], where depths may share a tensor. `vocabulary_V` are the sorted target ids of the draft vocabulary, None for
-    all. The `ranks` best tokens of a draft are counted as hits. `block` corrects the logits, and adds the loss
-    `confidence`, which has the depth weights of `decay` and counts where the true token cannot be drafted, too.
+    Args:
+        hiddens: hidden_ND of each depth, the input of its LM head at every draft position.
+        lm_heads: weight_VD of each depth; depths may share a tensor.
+        vocabulary_V: sorted target ids of the draft vocabulary; None for all tokens.
+        features: the batch.
+        positions: its draft positions.
+        objective: losses and their weights.
+        ranks: number of best tokens of a draft that are counted as hits.
+        block: corrects the logits and adds the loss `confidence`, which has the depth weights of
+            `decay` and counts where the true token cannot be drafted, too.
     """
-    depths = len(hiddens)
-    weights = list({id(weight): weight for weight in lm_heads}.values())
-    which = [next(i for i, weight in enumerate(weights) if weight is own) for own in lm_heads]
     modules = features.modules
-    shared = [own is modules.lm_head.weight for own in lm_heads]  # the target's, with its bias and its scale
-    dtype = at_least_fp32(hiddens[0][:0]).dtype
     device = hiddens[0].device
+    depths = len(hiddens)
+    drafts = _drafts(hiddens, lm_heads, modules, block)
+    learning = _learning(drafts)
+    gradients: dict[Tensor, Tensor] = {}
+    inputs = _in_product_dtype(drafts)
+
+    draft_vocab_size = max(len(weight_VD) for weight_VD in lm_heads)
+    target_logits = objective.target_logits(len(modules.lm_head.weight), draft_vocab_size)
+    target = TargetDistribution.of(features, vocabulary_V, objective) if target_logits else None
+    # If positions are left out, each may be judged by states that judge no other one.
+    states = 1 if positions.all else depths
+    size = positions_at_once(device, max(target_logits * states, draft_vocab_size))
+
+    dtype = at_least_fp32(hiddens[0][:0]).dtype
+    loss = torch.zeros((), dtype=dtype, device=device)
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
     hits_KI = torch.zeros(depths, ranks, dtype=torch.int64, device=device)
-    widest = max(map(len, weights))
-    target_logits = objective.target_logits(len(modules.lm_head.weight), widest)
-    target_probs = _target_probs(features, vocabulary_V, objective) if target_logits else None
-    tokens_R = features.tokens_BT.flatten()
-    size = positions_at_once(device, max(target_logits * (1 if positions.all else depths), widest))
     count = len(positions.index_N)
-
-    terms = [] if block is None else [*block.latents, block.weight_VR, *block.confidences]
-
-    def of_chunk(start: int, leaves: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The weighted loss of each depth, one after the other.
-
-        Positions without a draft at a depth get a weight of 0: they are few, at the ends of answers, and to leave them
-        out the host would have to wait for the accelerator.
-        """
-        hidden, heads = leaves[:depths], [leaves[depths + i] for i in which]
-        rest = leaves[depths + len(weights) :]
-        latents, corrections = rest[:depths], rest[depths:]
-        stop = min(start + size, count)
-
-        def logits(k: int) -> Tensor:
-            hidden_ND, weight_VD = hidden[k][start:stop], heads[k]
-            if shared[k]:
-                logits_NV = at_least_fp32(modules.logits(hidden_ND, weight_VD, modules.lm_head.bias))
-            else:
-                logits_NV = at_least_fp32(F.linear(hidden_ND, weight_VD))
-            return logits_NV + F.linear(latents[k][start:stop], corrections[0]) if latents else logits_NV
-
-        labels_NK = draft_ids(tokens_R[positions.rows_NK[start:stop] + 1], vocabulary_V)
-        valid_NK = positions.valid_NK[start:stop] & (labels_NK >= 0)
-        probs_U, places_NK = None, None
-        if target_probs is not None:
-            if positions.judged_U is None or positions.places_NK is None:
-                judging_U = torch.arange(start, stop + depths - 1, device=device).clamp(max=count - 1)
-                probs_U = target_probs(positions.rows_NK[judging_U, 0])
-            else:
-                places_NK = positions.places_NK[start:stop]
-                first, last = int(places_NK[0, 0]), int(places_NK[-1, -1])  # on the host; they grow with n and k
-                probs_U = target_probs(positions.judged_U[first : last + 1])
-                places_NK = (places_NK - first).to(device)
-        of_depths = (logits(k) for k in range(depths))
-        weights_NK = _depth_weights(objective, of_depths, labels_NK, valid_NK, dtype) * valid_NK
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        chunk = [draft.at(rows) for draft in inputs]
+        truths = _truths(chunk, rows, positions, features, vocabulary_V, target, objective)
         for k in range(depths):
-            logits_NV = logits(k)
-            labels_N, valid_N = labels_NK[:, k], valid_NK[:, k]
-            if ranks == 1:  # an argmax takes a fraction of the time of `topk`
-                best_NI = logits_NV.detach().argmax(-1, keepdim=True)
-            else:
-                best_NI = logits_NV.detach().topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
-            hits_KI[k, : best_NI.shape[1]] += ((best_NI == labels_N[:, None]) & valid_N[:, None]).sum(0)
-            its = slice(k, k + stop - start) if places_NK is None else places_NK[:, k]
-            probs_N = probs_U and TargetProbs._make(each if each is None else each[its] for each in probs_U)
-            log_q_NV = logits_NV.log_softmax(-1)
-            loss_N = log_q_NV.new_zeros(stop - start)
-            for name in objective.over_vocabulary:
-                loss_N = loss_N + objective.loss[name] * _loss(name, log_q_NV, labels_N, probs_N)
-            losses_K[k] += (loss_N.detach() * valid_N).sum()
-            loss = (loss_N * weights_NK[:, k]).sum()
-            if corrections[1:]:
-                confidence_N, rate_N = corrections[1 + k][start:stop], _overlap(log_q_NV, probs_N).detach()
-                wrong_N = F.binary_cross_entropy_with_logits(confidence_N.to(dtype), rate_N, reduction="none")
-                wrong = objective.loss["confidence"] * (wrong_N * positions.valid_NK[start:stop, k]).sum()
-                losses_K[k] += wrong.detach()
-                loss = loss + objective.decay**k * wrong
-            yield loss
-
-    loss = _Summed.apply(of_chunk, range(0, count, size), torch.is_grad_enabled(), *hiddens, *weights, *terms)
+            tensors = drafts[k].tensors()
+            learned = [name for name, tensor in tensors.items() if tensor in learning]
+            value, metrics, found = _value_and_gradients(chunk[k], learned, truths[k], objective, modules, ranks)
+            _add(gradients, tensors, found, rows)
+            del found  # as large as an LM head
+            loss += value
+            losses_K[k] += metrics.loss
+            hits_KI[k] += metrics.hits_I
+    for tensor in learning:
+        # Zeros where a batch has nothing to learn: every rank must give every parameter a gradient.
+        gradient = gradients.pop(tensor, None)
+        if gradient is None:
+            gradient = torch.zeros_like(tensor)
+        loss = _WithGradient.apply(loss, tensor, gradient)
     return HeadOutput(loss, losses_K, positions.valid_NK.sum(0), hits_KI)
 
 
@@ -305,63 +258,245 @@ def positions_at_once(device: torch.device, vocab_size: int) -> int:
     return max(FEWEST, chunk_elements(device, VOCABULARY_ON_CPU) // vocab_size)
 
 
-class TargetProbs(NamedTuple):
-    """The target's probabilities at some positions: of the draft vocabulary, or of its most likely tokens."""
+def _drafts(
+    hiddens: Sequence[Tensor],
+    lm_heads: Sequence[Tensor],
+    modules: TargetModules,
+    block: BlockTerms | None,
+) -> list[Draft]:
+    """The draft of every depth at all positions."""
+    drafts = []
+    for k, (hidden_ND, weight_VD) in enumerate(zip(hiddens, lm_heads, strict=True)):
+        draft = Draft(hidden_ND, weight_VD, weight_VD is modules.lm_head.weight)
+        if block is not None:
+            draft = replace(draft, latent_NR=block.latents[k], correction_VR=block.weight_VR)
+            if block.confidences:
+                draft = replace(draft, confidence_N=block.confidences[k])
+        drafts.append(draft)
+    return drafts
 
-    renormalised_NV: Tensor
-    """Probabilities that sum to one."""
-    tokens_NV: Tensor | None
-    """Draft ids of the tokens; None for the whole draft vocabulary."""
-    log_NV: Tensor | None
-    """Logarithm of the probabilities, if a loss needs it."""
-    plogp_N: Tensor | None
-    """sum p log p, if a loss needs it."""
-    mass_N1: Tensor | None
-    """Probability of these tokens together, if a loss needs it."""
+
+def _learning(drafts: list[Draft]) -> dict[Tensor, None]:
+    """The tensors that need a gradient, each once, in the order of depths."""
+    learning: dict[Tensor, None] = {}
+    if torch.is_grad_enabled():
+        for draft in drafts:
+            for tensor in draft.tensors().values():
+                if tensor.requires_grad:
+                    learning[tensor] = None
+    return learning
 
 
-def _target_probs(
-    features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective
-) -> Callable[[Tensor], TargetProbs]:
-    """A function from positions of the flattened batch to the target's probabilities there, for all depths."""
-    modules, losses = features.modules, objective.over_vocabulary
-    states_RD = features.last_BTD.flatten(0, 1)
-    needs_mass = objective.needs_mass
-    weight_VD: Tensor = modules.lm_head.weight.detach()
-    bias_V: Tensor | None = modules.lm_head.bias
-    if vocabulary_V is not None and not needs_mass:
-        weight_VD = weight_VD[vocabulary_V]
-        bias_V = None if bias_V is None else bias_V[vocabulary_V]
-        vocabulary_V = None
+def _add(
+    gradients: dict[Tensor, Tensor],
+    tensors: dict[str, Tensor],
+    found: dict[str, Tensor],
+    rows: slice,
+) -> None:
+    """Add a chunk's gradients by the fields of a draft to those of the chunks before."""
+    for name, gradient in found.items():
+        tensor = tensors[name]
+        if tensor not in gradients and gradient.shape == tensor.shape:
+            gradients[tensor] = gradient.to(tensor.dtype)
+            continue
+        if tensor not in gradients:
+            gradients[tensor] = torch.zeros_like(tensor)
+        total = gradients[tensor]
+        part = total[rows] if name in BY_POSITION else total
+        part += gradient
+
+
+def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
+    """The drafts without their graphs, in autocast's dtype: cast once, and not once for each chunk."""
+    cast: dict[Tensor, Tensor] = {}
+    for draft in drafts:
+        for name, tensor in draft.tensors().items():
+            if tensor not in cast:
+                cast[tensor] = tensor.detach()
+                device = tensor.device.type
+                casts = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
+                if casts and name != "confidence_N":
+                    cast[tensor] = tensor.detach().to(torch.get_autocast_dtype(device))
+    found = []
+    for draft in drafts:
+        found.append(replace(draft, **{name: cast[value] for name, value in draft.tensors().items()}))
+    return found
+
+
+def _value_and_gradients(
+    draft: Draft,
+    learned: list[str],
+    truth: Truth,
+    objective: Objective,
+    modules: TargetModules,
+    ranks: int,
+) -> tuple[Tensor, DepthMetrics, dict[str, Tensor]]:
+    """`depth_loss`, and its gradients by the fields of the draft that are `learned`.
+
+    As `torch.func.grad_and_value`, which refuses to run under hooks for saved tensors. Those are set
+    where activations are counted, offloaded or recomputed.
+    """
+    leaves = {name: getattr(draft, name).detach().requires_grad_() for name in learned}
+    with torch.set_grad_enabled(bool(learned)):
+        loss, metrics = depth_loss(replace(draft, **leaves), truth, objective, modules, ranks)
+    if not learned or not loss.requires_grad:  # a loss that is not computed here
+        return loss.detach(), metrics, {}
+    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return loss.detach(), metrics, dict(zip(learned, gradients, strict=True))
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient by a tensor is known already: the backward pass scales it.
+
+    One tensor each, so that a scaled gradient takes the place of a known one before the next is made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return scale, gradient * scale, None
+
+
+def _truths(
+    chunk: list[Draft],
+    rows: slice,
+    positions: DraftPositions,
+    features: TargetFeatures,
+    vocabulary_V: Tensor | None,
+    target: TargetDistribution | None,
+    objective: Objective,
+) -> list[Truth]:
+    """The truth at a chunk of positions, by depth."""
+    rows_NK = positions.rows_NK[rows]
+    judged_NK = positions.valid_NK[rows]
+    true_NK = features.tokens_BT.flatten()[rows_NK + 1]
+    labels_NK = draft_ids(true_NK, vocabulary_V)
+    valid_NK = judged_NK & (labels_NK >= 0)
+    weights_NK = _depth_weights(chunk, labels_NK, valid_NK, objective, features.modules)
+    probs_by_depth: list[TargetProbs | None] = [None] * len(chunk)
+    if target is not None:
+        judging_U, places = _judging(positions, rows)
+        probs_U = target.at(judging_U)
+        probs_by_depth = [probs_U.at(places_N) for places_N in places]
+    truths = []
+    for k, probs in enumerate(probs_by_depth):
+        truth = Truth(
+            target=probs,
+            labels_N=labels_NK[:, k],
+            judged_N=judged_NK[:, k],
+            valid_N=valid_NK[:, k],
+            weights_N=weights_NK[:, k],
+            confidence_weight=objective.decay**k,
+        )
+        truths.append(truth)
+    return truths
+
+
+def _judging(positions: DraftPositions, rows: slice) -> tuple[Tensor, list[slice | Tensor]]:
+    """The positions whose target states judge a chunk, and the index among them of each depth's."""
+    rows_NK = positions.rows_NK
+    count, depths = rows_NK.shape
+    device = rows_NK.device
+    places: list[slice | Tensor] = []
+    if positions.judged_U is None or positions.places_NK is None:
+        index_U = torch.arange(rows.start, rows.stop + depths - 1, device=device)
+        judging_U = rows_NK[index_U.clamp(max=count - 1), 0]
+        for k in range(depths):
+            places.append(slice(k, k + rows.stop - rows.start))
+        return judging_U, places
+    places_NK = positions.places_NK[rows]
+    first = int(places_NK[0, 0])  # on the host; places grow with n and with k
+    last = int(places_NK[-1, -1])
+    moved_NK = (places_NK - first).to(device)
+    for k in range(depths):
+        places.append(moved_NK[:, k])
+    return positions.judged_U[first : last + 1], places
+
+
+@torch.no_grad()
+def _depth_weights(
+    chunk: list[Draft],
+    labels_NK: Tensor,
+    valid_NK: Tensor,
+    objective: Objective,
+    modules: TargetModules,
+) -> Tensor:
+    """Weights [N, K] of the loss at each draft position and depth, 0 where there is no loss."""
+    depths = len(chunk)
+    if objective.depth_weights == "decay":
+        dtype = at_least_fp32(chunk[0].hidden_ND[:0]).dtype
+        depth_K = torch.arange(depths, device=valid_NK.device)
+        decay_K = torch.full_like(depth_K, objective.decay, dtype=dtype).pow(depth_K)
+        return decay_K * valid_NK
+    true_probs = []
+    for k, draft in enumerate(chunk):
+        log_q_NV = draft.logits(modules).log_softmax(-1)
+        true_probs.append((-_loss("ce", log_q_NV, labels_NK[:, k], None)).exp())
+    least = objective.d_pace_smoothing
+    smoothed_NK = least + (1 - least) * torch.stack(true_probs, dim=1)
+    reach_NK = torch.where(valid_NK, smoothed_NK, 0).cumprod(-1)
+    return reach_NK.flip(-1).cumsum(-1).flip(-1) * valid_NK
+
+
+@dataclass(frozen=True)
+class TargetDistribution:
+    """The target's distribution at positions of a batch, from its states after the final norm."""
+
+    modules: TargetModules
+    states_RD: Tensor
+    weight_VD: Tensor
+    """Rows of the LM head whose logits are computed."""
+    bias_V: Tensor | None
+    vocabulary_V: Tensor | None
+    """Which of those are the draft vocabulary; None for all."""
+    objective: Objective
+
+    @classmethod
+    def of(cls, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective) -> TargetDistribution:
+        """The distribution for the losses of an objective."""
+        modules = features.modules
+        weight_VD: Tensor = modules.lm_head.weight.detach()
+        bias_V: Tensor | None = modules.lm_head.bias
+        if vocabulary_V is not None and not objective.needs_mass:
+            weight_VD = weight_VD[vocabulary_V]
+            bias_V = None if bias_V is None else bias_V[vocabulary_V]
+            vocabulary_V = None
+        states_RD = features.last_BTD.flatten(0, 1)
+        return cls(modules, states_RD, weight_VD, bias_V, vocabulary_V, objective)
 
     @torch.no_grad()
-    def at(rows_U: Tensor) -> TargetProbs:
-        logits_UV = modules.logits(states_RD[rows_U].to(weight_VD.dtype), weight_VD, bias_V)
-        all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True) if needs_mass else None
-        if vocabulary_V is not None:
-            logits_UV = logits_UV.index_select(1, vocabulary_V)
-        tokens_UV = None
-        if objective.target_top_k is not None:
-            logits_UV, tokens_UV = logits_UV.topk(min(objective.target_top_k, logits_UV.shape[-1]), sorted=False)
-        logits_UV = at_least_fp32(logits_UV)
-        mass_U1 = None if all_U1 is None else (logits_UV.logsumexp(-1, keepdim=True) - all_U1).exp()
-        log_UV = logits_UV.log_softmax(-1)
-        probs_UV = log_UV.exp()
-        log_UV = log_UV.clamp_(min=math.log(torch.finfo(log_UV.dtype).tiny))  # 0 log 0 is 0
-        plogp_U = None if NEED_ENTROPY.isdisjoint(losses) else torch.linalg.vecdot(probs_UV, log_UV)
-        return TargetProbs(probs_UV, tokens_UV, log_UV if "reverse_kl" in losses else None, plogp_U, mass_U1)
-
-    return at
-
-
-LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
-"""Losses over the vocabulary."""
-NEED_HEAD = {"smooth_l1": "predicts no features", "confidence": "does not estimate its acceptance rate"}
-"""Losses that only some heads have, and what is said of the others."""
-NEED_MASS = {"tv", "lk_alpha", "lk_lambda", "confidence"}
-"""Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
-NEED_ENTROPY = {"kl", "lk_lambda"}
-"""Losses with the target's entropy, which does not depend on the draft."""
+    def at(self, rows_U: Tensor) -> TargetProbs:
+        """Probabilities at some positions of the flattened batch, for all depths."""
+        losses = self.objective.over_vocabulary
+        states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
+        logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
+        all_U1 = None
+        if self.objective.needs_mass:
+            all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True)
+        if self.vocabulary_V is not None:
+            logits_UV = logits_UV.index_select(1, self.vocabulary_V)
+        tokens_UT = None
+        if self.objective.target_top_k is not None:
+            count = min(self.objective.target_top_k, logits_UV.shape[-1])
+            logits_UV, tokens_UT = logits_UV.topk(count, sorted=False)
+        logits_UT = at_least_fp32(logits_UV)
+        mass_U1 = None
+        if all_U1 is not None:
+            mass_U1 = (logits_UT.logsumexp(-1, keepdim=True) - all_U1).exp()
+        log_UT = logits_UT.log_softmax(-1)
+        probs_UT = log_UT.exp()
+        log_UT = log_UT.clamp_(min=math.log(torch.finfo(log_UT.dtype).tiny))  # 0 log 0 is 0
+        plogp_U = None
+        if not NEED_ENTROPY.isdisjoint(losses):
+            plogp_U = torch.linalg.vecdot(probs_UT, log_UT)
+        kept_log_UT = log_UT if "reverse_kl" in losses else None
+        return TargetProbs(probs_UT, tokens_UT, kept_log_UT, plogp_U, mass_U1)
 
 
 def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | None) -> Tensor:
@@ -369,76 +504,33 @@ def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | N
     if name == "ce":
         return F.nll_loss(log_q_NV, labels_N, ignore_index=-1, reduction="none")
     assert target is not None
-    probs_NV = target.renormalised_NV
+    probs_NT = target.renormalised_NT
     if name == "reverse_kl":
-        assert target.log_NV is not None
-        return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NV)
-    # Of the target's most likely tokens alone, where its distribution is truncated to them.
-    log_q_NT = log_q_NV if target.tokens_NV is None else log_q_NV.gather(1, target.tokens_NV)
+        assert target.log_NT is not None
+        return torch.linalg.vecdot(log_q_NV.exp(), log_q_NV - target.log_NT)
+    log_q_NT = _of_target_tokens(log_q_NV, target)
     if name == "soft_ce":
-        return -torch.linalg.vecdot(probs_NV, log_q_NT)
+        return -torch.linalg.vecdot(probs_NT, log_q_NT)
     if name == "kl":
         assert target.plogp_N is not None
-        return target.plogp_N - torch.linalg.vecdot(probs_NV, log_q_NT)
+        return target.plogp_N - torch.linalg.vecdot(probs_NT, log_q_NT)
     overlap_N = _overlap(log_q_NV, target)
     if name == "tv":
         return 1 - overlap_N
     if name == "lk_alpha":
         return -overlap_N.clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
     share_N = (-3 * overlap_N.detach()).exp()
-    return share_N * _loss("kl", log_q_NV, labels_N, target) + (1 - share_N) * (1 - overlap_N)
+    kl_N = _loss("kl", log_q_NV, labels_N, target)
+    return share_N * kl_N + (1 - share_N) * (1 - overlap_N)
 
 
 def _overlap(log_q_NV: Tensor, target: TargetProbs | None) -> Tensor:
-    """Overlap sum min(p, q), the probability with which exact verification accepts a sampled draft."""
+    """Sum min(p, q), the probability with which exact verification accepts a sampled draft."""
     assert target is not None and target.mass_N1 is not None
-    log_q_NT = log_q_NV if target.tokens_NV is None else log_q_NV.gather(1, target.tokens_NV)
-    return torch.minimum(target.renormalised_NV * target.mass_N1, log_q_NT.exp()).sum(-1)
+    probs_NT = target.renormalised_NT * target.mass_N1
+    return torch.minimum(probs_NT, _of_target_tokens(log_q_NV, target).exp()).sum(-1)
 
 
-def _depth_weights(
-    objective: Objective, of_depths: Iterator[Tensor], labels_NK: Tensor, valid_NK: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Weights [N, K] of the loss at each draft position and depth; `of_depths` yields each depth's logits_NV."""
-    with torch.no_grad():
-        if objective.depth_weights == "decay":
-            depth_K = torch.arange(valid_NK.shape[1], device=valid_NK.device)
-            return torch.full_like(depth_K, objective.decay, dtype=dtype).pow(depth_K).expand_as(valid_NK)
-        nll_NK = torch.stack(
-            [_loss("ce", logits.log_softmax(-1), labels_NK[:, k], None) for k, logits in enumerate(of_depths)], dim=1
-        )
-        least = objective.d_pace_smoothing
-        reach_NK = torch.where(valid_NK, least + (1 - least) * (-nll_NK).exp(), 0).cumprod(-1)
-        return reach_NK.flip(-1).cumsum(-1).flip(-1)
-
-
-class _Summed(torch.autograd.Function):
-    """Sum of the losses that `of_chunk` yields for every start, each differentiated as soon as it is computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        of_chunk: Callable[[int, Sequence[Tensor]], Iterator[Tensor]],
-        starts: range,
-        train: bool,
-        *leaves: Tensor,
-    ) -> Tensor:
-        needed = [train and asked for asked in ctx.needs_input_grad[3:]]
-        copies = [leaf.detach().requires_grad_(asked) for leaf, asked in zip(leaves, needed, strict=True)]
-        total = leaves[0].new_zeros((), dtype=torch.promote_types(leaves[0].dtype, torch.float32))
-        with torch.set_grad_enabled(train):
-            for start in starts:
-                for loss in of_chunk(start, copies):
-                    total += loss.detach()
-                    if loss.requires_grad:
-                        loss.backward()
-        # Zeros where a batch has nothing to learn: every rank must give every parameter a gradient.
-        gradients = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
-        ctx.gradients = [own if asked else None for own, asked in zip(gradients, needed, strict=True)]
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if own is None else own.mul_(scales[0]) for own in ctx.gradients]
-        del ctx.gradients
-        return (None, None, None, *gradients)
+def _of_target_tokens(log_q_NV: Tensor, target: TargetProbs) -> Tensor:
+    """The draft's log-probabilities of the tokens to which the target's distribution is truncated."""
+    return log_q_NV if target.tokens_NT is None else log_q_NV.gather(1, target.tokens_NT)

@@ -10,7 +10,7 @@ decay^i (section 2.2.1). The loss covers the positions whose root and whole draf
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from .draft_positions import DraftPositions
 from .layers.draft_vocab import most_frequent
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import draft_loss
+from .objective import Objective
 
 
 @dataclass(frozen=True)
-class MedusaConfig(Objective):
+class MedusaConfig:
     """Options of a Medusa head."""
 
     name: ClassVar[str] = "medusa"
@@ -39,8 +41,6 @@ class MedusaConfig(Objective):
     saved but added to a published Medusa checkpoint for vLLM."""
     draft_vocab_size: int | None = None
     """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
-    loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
-    """Losses and their weights; see losses.py."""
 
     def __post_init__(self) -> None:
         if self.lm_head not in ("own", "shared"):
@@ -51,7 +51,6 @@ class MedusaConfig(Objective):
             )
         if self.draft_vocab_size is not None and self.lm_head == "shared":
             raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
-        self.check(self.name)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,12 @@ class MedusaHead(DraftHead):
             for lm_head in self.lm_heads:
                 lm_head.load_state_dict({"weight": rows})
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    @classmethod
+    def default_objective(cls, config: MedusaConfig) -> Objective:
+        return Objective({"ce": 1.0})
+
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
         states_ND = features.last_BTD.flatten(0, 1)[positions.index_N]
         hiddens = [block(states_ND) for block in self.blocks]
@@ -120,7 +124,7 @@ class MedusaHead(DraftHead):
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.get_parameter("weight") for lm_head in lm_heads]
         matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(matching, heads, self.token_map, features, positions, self.config, ranks)
+        return draft_loss(matching, heads, self.token_map, features, positions, objective, ranks)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> MedusaState:
         return MedusaState(modules, depth=0, max_depth=max_depth)

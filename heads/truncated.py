@@ -10,7 +10,7 @@ configs and checkpoints is `cut`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
+from .draft_positions import DraftPositions
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import DraftPositions, Objective, draft_loss
+from .losses import draft_loss
+from .objective import Objective
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,6 @@ class TruncatedConfig:
     """Blocks; null for a seventh of the target's."""
     start: str = "first"
     """Starting values: first (the target's first blocks, and its final norm) or random."""
-    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
-    """Losses and their weights; see losses.py."""
-    target_top_k: int | None = None
-    """Number of the target's most likely tokens in the losses; null for the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or (self.num_layers is not None and self.num_layers < 1):
@@ -54,12 +52,6 @@ class TruncatedConfig:
             raise ValueError(f"cut depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
         if self.start not in ("first", "random"):
             raise ValueError(f"cut start must be first or random, not {self.start!r}")
-        self.objective.check("cut")
-
-    @property
-    def objective(self) -> Objective:
-        """The training objective; depths weigh the same."""
-        return Objective(self.loss, "decay", 1.0, self.target_top_k)
 
 
 class TruncatedHead(DraftHead):
@@ -91,14 +83,19 @@ class TruncatedHead(DraftHead):
             where = f"cut cannot start from {self.target.name!r}: its norm"
             self.norm.load_state_dict({"weight": required_gain(modules.norm, self.target.hidden_size, where)})
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    @classmethod
+    def default_objective(cls, config: TruncatedConfig) -> Objective:
+        return Objective(decay=1.0)
+
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         steps = 1 if self.training else self.max_depth  # all depths have the same loss on true tokens
         positions = DraftPositions.of(features, steps)
         kv = TrainingTimeTest(self.num_layers, features.sequences_BT).at(0)
         out_BTD = self._run(features.tokens_BT, features.position_ids_BT, kv, features.modules)
         weight = features.modules.lm_head.weight
         hiddens = [out_BTD.flatten(0, 1)[rows_N].to(weight.dtype) for rows_N in positions.rows_NK.unbind(1)]
-        return draft_loss(hiddens, [weight] * steps, None, features, positions, self.config.objective, ranks)
+        return draft_loss(hiddens, [weight] * steps, None, features, positions, objective, ranks)
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor

@@ -29,8 +29,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..heads import DraftHead
 from .chat import Chat
-from .compiled import cpu_kernels
-from .compiled.cpu_decoder import packed_head
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
@@ -63,8 +61,9 @@ from .streaming import streamed
 from .target import Target
 from .tracing.record import Recorder
 from .tracing.trace import trace_of
-from .tuning.costs import RoundCosts, measured_costs
+from .tuning.costs import measured_costs
 from .tuning.machine import check_threads
+from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy, is_lossy, top_down_rule
 
@@ -204,9 +203,7 @@ class SpeculativeLM:
             target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
         if target.device.type == "cpu":
             check_threads()
-        if compile == "auto":
-            compile = cpu_kernels.serve(target.device)
-        elif not isinstance(compile, bool):
+        if compile != "auto" and not isinstance(compile, bool):
             raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
 
         loaded_head = None
@@ -220,9 +217,9 @@ class SpeculativeLM:
             loaded_head = loaded_head.to(target.device).eval()
         if compile:
             with as_loaded(target.model):  # kernels may hold a copy of it
-                target.compile()
-            if loaded_head is not None and cpu_kernels.serve(target.device):
-                loaded_head = packed_head(loaded_head)
+                target.compile(compile)
+            if loaded_head is not None:
+                loaded_head = target.engine.draft_head(loaded_head)
 
         drafter_with = partial(make_drafter, target, drafter, head=loaded_head, adaptive=fallback)
         later = needs_costs(target, tree, loaded_head, fallback)
@@ -231,22 +228,23 @@ class SpeculativeLM:
         lm._drafter_with = drafter_with
         if later:
             lm._drafter = None
-        return lm.compile() if compile else lm
+        return lm.compile(compile) if compile else lm
 
-    def compile(self) -> SpeculativeLM:
-        """Compile plain steps and speculation rounds for this device; `compile="auto"` does so on CPUs.
+    def compile(self, mode: bool | str = True) -> SpeculativeLM:
+        """Speed up plain steps and speculation rounds on this device; `from_pretrained` does so with mode "auto".
 
         On a CPU, target and head run in our own kernels, built once per machine in seconds. They hold a copy of the
         weights in the shortest exact format, renewed when the weights change: every call compares a few elements of
         each tensor. After a change that this may miss call `refresh`. Without a C++ compiler a warning is given and
-        nothing changes. On an accelerator, rounds are CUDA graphs, recorded at first use, which takes minutes per
-        process; they read the weights where they lie.
+        nothing changes.
+
+        On a GPU with CUDA, the operations of rounds are recorded as CUDA graphs at their second call, in as little time
+        as that takes, and read the weights where they lie. With mode True the target's forward is fused by
+        torch.compile before, which takes minutes per process.
         """
         with as_loaded(self.target.model):
-            self.target.compile()
-        self.drafter.compile()
-        for rule in (self.sampling_rule, self.greedy_rule):
-            rule.compile(self.target.device)
+            self.target.compile(mode)
+        self.drafter.use(self.target.engine)
         return self
 
     def refresh(self) -> SpeculativeLM:
@@ -467,8 +465,8 @@ class SpeculativeLM:
                 for draft_model in assistants(drafter):
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
-            if target.compiled:
-                target.compile()  # again, if weights or active adapters have changed
+            target.renew()
+            self.drafter.use(target.engine)
             self.drafter.renew()
             self._check_size(prompts, new_tokens, call.max_batch_size)
             sequences = Sequences(
@@ -538,7 +536,7 @@ class SpeculativeLM:
             variant.drafter = drafter
             variant.acceptance = name
             variant.sampling_rule = Verification(choose_rule(name, drafter.kind, self.lossy))
-            self._variants[key] = variant.compile() if self.target.compiled else variant
+            self._variants[key] = variant
         return self._variants[key]
 
     @contextmanager

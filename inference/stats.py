@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 PARTS = ("draft", "target", "processors", "verify", "cache", "host")
 """Parts of a round: the draft and `observe`, the target's forward with its mask, the logits processors, the acceptance
@@ -145,3 +146,14 @@ class Stats:
             for name, seconds in part.seconds.items():
                 whole.seconds[name] = whole.seconds.get(name, 0.0) + seconds
         return whole
+
+
+def acceptance_figures(stats: Stats) -> dict[str, Any]:
+    """Acceptance statistics as plain numbers, as reports and checkpoints hold them."""
+    return {
+        "acceptance_length": stats.acceptance_length,
+        "interval": list(stats.acceptance_length_interval),
+        "acceptance_rate_by_depth": stats.acceptance_rate_by_depth,
+        "rounds": stats.rounds,
+        "plain_rounds": stats.plain_rounds,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import sys
@@ -16,22 +17,22 @@ COMMANDS = {
     "tree": ("tree", "find the draft tree that is fastest for a head on this machine"),
     "datastore": ("datastore", "index a corpus, from which drafts are retrieved"),
     "generate": ("generate", "answer a prompt with a head, streaming"),
-    "chat": ("generating.chat", "talk to a model in the terminal, with drafts or without"),
-    "trace": ("generating.trace", "record a generation as a page that plays it, or a report of what is rejected"),
+    "chat": ("chat", "talk to a model in the terminal, with drafts or without"),
+    "trace": ("trace", "record a generation as a page that plays it, or a report of what is rejected"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
     "certify": ("certify", "certify that an engine's output is the target's own, or say what differs"),
-    "verify": ("checkpoints.verify", "check a head against its target"),
-    "serve-check": ("checkpoints.serve_check", "compare a head in vLLM with the same head here"),
-    "push": ("checkpoints.push", "publish a head on the Hugging Face Hub"),
-    "import": ("checkpoints.import_head", "convert a head of another project to ours"),
-    "export": ("checkpoints.export", "convert a head to another project's format"),
-    "demo": ("demo", "all of it on a small real model, in some minutes"),
+    "verify": ("verify", "check a head against its target"),
+    "serve-check": ("serve_check", "compare a head in vLLM with the same head here"),
+    "push": ("push", "publish a head on the Hugging Face Hub"),
+    "import": ("import_head", "convert a head of another project to ours"),
+    "export": ("export", "convert a head to another project's format"),
+    "demo": ("demo", "all of it on a small real model, in a few minutes"),
 }
 """Module and purpose of each command."""
 
 
 def main() -> None:
-    """Dispatch to one of the commands."""
+    """Run one of the commands."""
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         print("usage: headstart COMMAND [OPTIONS]\n       headstart --version\n\ncommands:")
@@ -41,18 +42,26 @@ def main() -> None:
     elif command == "--version":
         print(f"headstart {importlib.metadata.version('headstart')}")
     elif command in COMMANDS:
-        try:
-            from headstart.scripts.command_line import run  # here: --help and --version need no package
-
-            run(importlib.import_module(f"headstart.scripts.{COMMANDS[command][0]}").main, arguments)
-        except ModuleNotFoundError as error:
-            missing = named(error, f"headstart {command}")
-            if missing is error:
-                raise
-            sys.exit(f"error: {missing}")
+        run_command(command, arguments)
     else:
-        print(f"error: unknown command {command!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        nearest = difflib.get_close_matches(command, COMMANDS, n=3)
+        told = f"the nearest: {', '.join(nearest)}" if nearest else "no command has a similar name"
+        print(f"error: unknown command {command!r}", told, "`headstart --help` lists all", sep="\n", file=sys.stderr)
         sys.exit(2)
+
+
+def run_command(command: str, arguments: list[str]) -> None:
+    """Import a command's module, which needs the packages of an extra, and run it."""
+    module, _ = COMMANDS[command]
+    try:
+        from headstart.scripts.command_line import run
+
+        run(importlib.import_module(f"headstart.scripts.{module}").main, arguments)
+    except ModuleNotFoundError as error:
+        missing = named(error, f"headstart {command}")
+        if missing is error:
+            raise
+        sys.exit(f"error: {missing}")
 
 
 if __name__ == "__main__":

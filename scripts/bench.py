@@ -1,33 +1,28 @@
-"""Measure speed: `headstart bench --target MODEL --head HEAD --prompts '[FILE.jsonl]'`.
+"""Measure speed: `headstart bench --target MODEL --head HEAD --prompts FILE.jsonl`.
 
 Stock `model.generate`, plain decoding by this package and speculation answer the same prompts in one process, one
 prompt after the other, in another order each time, so that a machine whose speed drifts treats them alike. Ratios are
 taken prompt by prompt. A table row for each file, and with `--output FILE.json` every figure with versions and
-hardware. A speedup over `generate` alone flatters: it holds the gain of the plain engine, too.
+hardware. A speedup over `generate` alone flatters: it includes the gain of the plain engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import time
+import signal
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from headstart.console import ProgressBar, console, log, number
 from headstart.scripts.command_line import SpeculativeOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import ProgressBar, Stopped, StopRequest, console, log, number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headstart.inference import SpeculativeLM, Stats, Target
-    from headstart.train.loading import SharedTarget
 
 SIDES = ("generate", "plain", "speculative")
 WELL_COVERED = 0.95
@@ -50,7 +45,7 @@ class BenchConfig(SpeculativeOptions):
     profile: bool = False
     """Compare a round's parts with the target's bare forward and with the time to read its bytes from memory."""
     price_per_hour: float | None = None
-    """What an hour of this machine costs; prints the cost of a million tokens."""
+    """Price of an hour of this machine; prints the cost of a million tokens."""
     watts: float | None = None
     """Power that this machine draws; prints the energy of a million tokens."""
 
@@ -86,44 +81,54 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 
 def main(arguments: list[str]) -> None:
     """Run `headstart bench` with these command-line arguments."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is reported, as after Ctrl-C
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
-def benchmark(config: BenchConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> dict[str, Any]:
-    """Compare the three sides on as many prompts, but at least one, as fit before the deadline; print and write.
+def benchmark(config: BenchConfig) -> dict[str, Any]:
+    """Compare the three sides on the prompts; print the report, write it, and return it.
 
-    `deadline` is a value of `time.monotonic`; `shared` is given if other commands of this process use the target, too.
+    After Ctrl-C the report is about the prompts that were answered.
     """
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
+    from headstart.inference.provenance import provenance
     from headstart.scripts.measuring.bandwidth import profile
     from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
-    from headstart.train.run_folder import provenance
 
-    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit), shared)
+    fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit))
     config = config.as_loaded(fast)
-    with StopRequest() as stop:
-        compared = _compare(fast, encoded, _sides(fast, config), deadline, stop)
-        every, greedy = [row for rows in compared.values() for row in rows], config.temperature == 0
-        report = {
-            "options": dataclasses.asdict(config),
-            "nodes": fast.drafter.max_nodes,
-            "complete": all(len(compared[path]) == len(rows) for path, rows in encoded.items()),
-            "stopped": stop.wanted,
-            "files": {path: figures(rows, greedy) for path, rows in compared.items() if rows},
-            "total": figures(every, greedy),
-            **provenance(),
-        }
-        if config.profile and every:
-            longest = max((ids for rows in encoded.values() for ids in rows), key=lambda ids: ids.shape[1])
-            report["profile"] = profile(fast, Stats.merged(row.stats for row in every), longest)
-        report = json_ready(report)
-        print_report(report)
-        if config.output:
-            Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-            Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        if stop.wanted:
-            raise Stopped(f"stopped after {len(every)} prompts; the same command starts over")
+    greedy = config.temperature == 0
+    compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
+    stopped = False
+    try:
+        _compare(fast, encoded, _sides(fast, config), compared)
+    except KeyboardInterrupt:
+        if not any(compared.values()):
+            raise
+        stopped = True
+
+    every = [row for rows in compared.values() for row in rows]
+    report = {
+        "options": dataclasses.asdict(config),
+        "nodes": fast.drafter.max_nodes,
+        "complete": not stopped,
+        "stopped": stopped,
+        "files": {path: figures(rows, greedy) for path, rows in compared.items() if rows},
+        "total": figures(every, greedy),
+        **provenance(),
+    }
+    if config.profile:
+        prompts = [ids_1T for rows in encoded.values() for ids_1T in rows]
+        longest = max(prompts, key=lambda ids_1T: ids_1T.shape[1])
+        report["profile"] = profile(fast, Stats.merged(row.stats for row in every), longest)
+    report = json_ready(report)
+    print_report(report)
+    if config.output:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if stopped:
+        log.info(f"stopped after {len(every)} prompts; the same command starts over")
     return report
 
 
@@ -133,22 +138,27 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
     from headstart.inference import SpeculativeLM
     from headstart.scripts.measuring.comparison import answer_settings, stock_settings
 
-    target, settings = fast.target, answer_settings(config.max_new_tokens, config.temperature)
+    target = fast.target
+    plain = SpeculativeLM.from_pretrained(target, compile=config.compile)
+    settings = answer_settings(config.max_new_tokens, config.temperature)
     more = stock_settings(target)
     generator = torch.Generator(target.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)  # stock generate samples with the global generator
 
-    def stock(input_ids: Tensor) -> tuple[Tensor, None]:
+    def by_generate(input_ids: Tensor) -> tuple[Tensor, None]:
         mask = torch.ones_like(input_ids)
         return target.model.generate(input_ids, attention_mask=mask, **settings, **more), None
 
-    def ours(lm: SpeculativeLM, input_ids: Tensor) -> tuple[Tensor, Stats]:
+    def by_headstart(lm: SpeculativeLM, input_ids: Tensor) -> tuple[Tensor, Stats]:
         mask = torch.ones_like(input_ids)
         output = lm.generate(input_ids, attention_mask=mask, generator=generator, **settings)
         return output.sequences, output.stats
 
-    plain = SpeculativeLM.from_pretrained(target, compile=config.compile)
-    return {"generate": stock, "plain": partial(ours, plain), "speculative": partial(ours, fast)}
+    return {
+        "generate": by_generate,
+        "plain": lambda input_ids: by_headstart(plain, input_ids),
+        "speculative": lambda input_ids: by_headstart(fast, input_ids),
+    }
 
 
 def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
@@ -157,38 +167,32 @@ def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
 
     from headstart.inference.drafters.tree_policies import HeadDrafter
 
-    heads = [each.head for each in fast.drafter.nested() if isinstance(each, HeadDrafter)]
+    heads = [drafter.head for drafter in fast.drafter.nested() if isinstance(drafter, HeadDrafter)]
     if not heads or heads[0].draft_vocab_size >= fast.target.info.vocab_size:
         return None
     return heads[0].target_tokens(torch.arange(heads[0].draft_vocab_size, device=fast.target.device))
 
 
 def _compare(
-    fast: SpeculativeLM, encoded: dict[str, list[Tensor]], sides: dict[str, Side], deadline: float, stop: StopRequest
-) -> dict[str, list[ComparedPrompt]]:
-    """Answer the prompts until the deadline or a request to stop, but at least one."""
+    fast: SpeculativeLM,
+    encoded: dict[str, list[Tensor]],
+    sides: dict[str, Side],
+    compared: dict[str, list[ComparedPrompt]],
+) -> None:
+    """Answer the prompts and add each to `compared`, which holds what is done if this is interrupted."""
     from headstart.inference.tuning.machine import turns
 
     vocabulary_D = _draft_vocabulary(fast)
-    compared: dict[str, list[ComparedPrompt]] = {path: [] for path in encoded}
     log.info("each side answers the first prompt once, to be warm")
-    with stop.at_once():
-        for side in sides.values():
-            side(next(iter(encoded.values()))[0])
-    began = time.monotonic()
-    with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar, suppress(Stopped):
+    first = next(iter(encoded.values()))[0]
+    for side in sides.values():
+        side(first)
+    with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar:
         for path, prompts in encoded.items():
-            for place, input_ids in enumerate(prompts):
-                each = (time.monotonic() - began) / max(bar.done, 1)
-                if bar.done and time.monotonic() + each > deadline:
-                    return compared
-                with stop.at_once():
-                    found = _compare_one(fast.target, vocabulary_D, input_ids, sides, turns(SIDES, place))
-                compared[path].append(found)
+            for number, input_ids in enumerate(prompts):
+                order = turns(SIDES, number)
+                compared[path].append(_compare_one(fast.target, vocabulary_D, input_ids, sides, order))
                 bar.update(bar.done + 1, Path(path).name)
-    if not any(compared.values()):
-        raise Stopped("stopped before a prompt was answered")
-    return compared
 
 
 def _compare_one(
@@ -205,90 +209,87 @@ def _compare_one(
         start = now(target.device)
         outputs[name] = sides[name](input_ids)
         seconds[name] = now(target.device) - start
+    prompt_length = input_ids.shape[1]
     sequences, stats = outputs["speculative"]
     assert stats is not None
-    answer_T = sequences[0, input_ids.shape[1] :]
+    covered = None
+    if vocabulary_D is not None:
+        covered = int(torch.isin(sequences[0, prompt_length:], vocabulary_D).sum())
     return ComparedPrompt(
-        tokens={name: sequences.shape[1] - input_ids.shape[1] for name, (sequences, _) in outputs.items()},
+        tokens={name: sequences.shape[1] - prompt_length for name, (sequences, _) in outputs.items()},
         seconds=seconds,
-        difference=first_difference(target, outputs["generate"][0], sequences, input_ids.shape[1]),
+        difference=first_difference(target, outputs["generate"][0], sequences, prompt_length),
         stats=stats,
-        covered=None if vocabulary_D is None else int(torch.isin(answer_T, vocabulary_D).sum()),
+        covered=covered,
     )
 
 
 def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, Any]:
     """All figures of a set of prompts; two sampled answers are independent, so only greedy ones are compared."""
     from headstart.inference import Stats
-    from headstart.scripts.measuring.comparison import quartiles
-    from headstart.train.evaluate import summary
+    from headstart.inference.stats import acceptance_figures
 
     stats = Stats.merged(row.stats for row in compared)
-    rates = [{side: row.tokens[side] / row.seconds[side] for side in SIDES} for row in compared]
-    pairs = (("speculative", "generate"), ("speculative", "plain"), ("plain", "generate"))
-    vs_generate, vs_plain, plain = (quartiles([rate[side] / rate[base] for rate in rates]) for side, base in pairs)
+    rates = {}
+    for side in SIDES:
+        tokens = sum(row.tokens[side] for row in compared)
+        rates[side] = tokens / sum(row.seconds[side] for row in compared)
+    differences = [row.difference for row in compared if row.difference is not None]
+    milliseconds = {
+        part: 1000 * seconds / max(stats.rounds, 1) for part, seconds in stats.seconds.items() if part != "prefill"
+    }
     return {
         "prompts": len(compared),
-        "tokens_per_second": {
-            side: sum(row.tokens[side] for row in compared) / sum(row.seconds[side] for row in compared)
-            for side in SIDES
-        },
-        "speedup_vs_generate": vs_generate,
-        "speedup_vs_plain": vs_plain,
-        "plain_vs_generate": plain,
-        **summary(stats),
+        "tokens_per_second": rates,
+        "speedup_vs_generate": _speedup(compared, "speculative", "generate"),
+        "speedup_vs_plain": _speedup(compared, "speculative", "plain"),
+        "plain_vs_generate": _speedup(compared, "plain", "generate"),
+        **acceptance_figures(stats),
         "coverage": coverage(compared),
-        "identical": sum(row.difference is None for row in compared) if greedy else None,
-        "differences": [row.difference for row in compared if row.difference is not None] if greedy else None,
-        "milliseconds_per_round": {
-            name: 1000 * seconds / max(stats.rounds, 1) for name, seconds in stats.seconds.items() if name != "prefill"
-        },
+        "identical": len(compared) - len(differences) if greedy else None,
+        "differences": differences if greedy else None,
+        "milliseconds_per_round": milliseconds,
     }
+
+
+def _speedup(compared: list[ComparedPrompt], side: str, base: str) -> dict[str, float]:
+    """Quartiles, over prompts, of the rate of a side over that of another."""
+    from headstart.scripts.measuring.comparison import quartiles
+
+    ratios = []
+    for row in compared:
+        rate = row.tokens[side] / row.seconds[side]
+        base_rate = row.tokens[base] / row.seconds[base]
+        ratios.append(rate / base_rate)
+    return quartiles(ratios)
 
 
 def coverage(compared: list[ComparedPrompt]) -> float | None:
     """Share of the answers' tokens that are in the draft vocabulary; None if that has all tokens."""
     covered = [row.covered for row in compared if row.covered is not None]
-    return sum(covered) / sum(row.tokens["speculative"] for row in compared) if covered else None
+    if not covered:
+        return None
+    return sum(covered) / sum(row.tokens["speculative"] for row in compared)
 
 
 def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[str]:
     """Lines that say what a million tokens cost, without drafts and with them, if price or power was given."""
     lines = []
     for name, unit, scale in (("price_per_hour", "", 1.0), ("watts", " kWh", 1e-3)):
-        if (given := options.get(name)) is not None:
-            plain, fast = (scale * given * 1e6 / (3600 * tokens_per_second[side]) for side in SIDES[1:])
-            asked = f"{name} = {given:g}"
-            lines.append(f"a million tokens at {asked}: {plain:.3g}{unit} plain, {fast:.3g}{unit} speculative")
+        given = options.get(name)
+        if given is None:
+            continue
+        per_second = scale * given / 3600
+        plain = 1e6 * per_second / tokens_per_second["plain"]
+        fast = 1e6 * per_second / tokens_per_second["speculative"]
+        asked = f"a million tokens at {name} = {given:g}"
+        lines.append(f"{asked}: {plain:.3g}{unit} plain, {fast:.3g}{unit} speculative")
     return lines
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print the table of a report that `benchmark` returned or wrote."""
-    from rich.table import Table
-
-    from headstart.scripts.measuring.comparison import spread
-
-    options = report["options"]
-    title = f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g}, {report['nodes']} nodes"
-    table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
-    table.add_column("prompts")
-    rates = (f"{side} tok/s" for side in SIDES)
-    for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "covered", "identical"):
-        table.add_column(column, justify="right")
-    stems = [Path(path).stem for path in report["files"]]
-    for path, row in {**report["files"], "total": report["total"]}.items():
-        table.add_row(
-            Path(path).stem if stems.count(Path(path).stem) == 1 else path,
-            *(f"{row['tokens_per_second'][side]:.1f}" for side in SIDES),
-            spread(row["speedup_vs_generate"]),
-            spread(row["speedup_vs_plain"]),
-            number(row["acceptance_length"]),
-            " ".join(number(rate) for rate in row["acceptance_rate_by_depth"]),
-            "-" if row["coverage"] is None else f"{row['coverage']:.1%}",
-            "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
-        )
-    console.print(table)
+    """Print a report that `benchmark` returned or wrote."""
+    console.print(_table(report))
     total = report["total"]
     parts = ", ".join(f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items())
     log.info(f"a round in milliseconds: {parts}")
@@ -299,13 +300,49 @@ def print_report(report: dict[str, Any]) -> None:
                 f"{Path(path).stem}: {1 - row['coverage']:.1%} of the answers' tokens are outside the draft vocabulary "
                 "and are never drafted; train on such prompts, with init_from and a larger head.draft_vocab_size"
             )
-    for line in costs(options, total["tokens_per_second"]):
+    for line in costs(report["options"], total["tokens_per_second"]):
         log.info(line)
-    if found := report.get("profile"):
-        log.info(
-            f"of {found['round']:.1f} ms, {found['milliseconds']['mask']:.1f} build the mask (counted in the target's "
-            f"part); the bare forward over {found['nodes']} nodes takes {found['floors']['forward']:.1f} "
-            f"({found['of_the_round']['forward']:.0%}), reading its {found['bytes_read'] / 1e6:.0f} MB at "
-            f"{found['bytes_per_second'] / 1e9:.1f} GB/s {found['floors']['bytes']:.1f} "
-            f"({found['of_the_round']['bytes']:.0%})"
+    if "profile" in report:
+        log.info(_profile_line(report["profile"]))
+
+
+def _table(report: dict[str, Any]) -> Any:
+    """A row for each file of prompts, and their total."""
+    from rich.table import Table
+
+    from headstart.scripts.measuring.comparison import spread
+
+    options = report["options"]
+    title = f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g}, {report['nodes']} nodes"
+    table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
+    table.add_column("prompts")
+    rates = [f"{side} tok/s" for side in SIDES]
+    for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "covered", "identical"):
+        table.add_column(column, justify="right")
+    stems = [Path(path).stem for path in report["files"]]
+    for path, row in {**report["files"], "total": report["total"]}.items():
+        stem = Path(path).stem
+        table.add_row(
+            stem if stems.count(stem) <= 1 else path,
+            *(f"{row['tokens_per_second'][side]:.1f}" for side in SIDES),
+            spread(row["speedup_vs_generate"]),
+            spread(row["speedup_vs_plain"]),
+            number(row["acceptance_length"]),
+            " ".join(number(rate) for rate in row["acceptance_rate_by_depth"]),
+            "-" if row["coverage"] is None else f"{row['coverage']:.1%}",
+            "-" if row["identical"] is None else f"{row['identical']}/{row['prompts']}",
         )
+    return table
+
+
+def _profile_line(profile: dict[str, Any]) -> str:
+    """The parts of a round beside its lower bounds."""
+    milliseconds = profile["milliseconds"]
+    floors = profile["floors"]
+    shares = profile["of_the_round"]
+    return (
+        f"of {profile['round']:.1f} ms, {milliseconds['mask']:.1f} build the mask (counted in the target's part); "
+        f"the bare forward over {profile['nodes']} nodes takes {floors['forward']:.1f} ({shares['forward']:.0%}), "
+        f"reading its {profile['bytes_read'] / 1e6:.0f} MB at {profile['bytes_per_second'] / 1e9:.1f} GB/s "
+        f"{floors['bytes']:.1f} ({shares['bytes']:.0%})"
+    )

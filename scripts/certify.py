@@ -16,11 +16,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from headstart.console import console, counted, log
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import Stopped, StopRequest, console, counted, log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,38 +159,28 @@ class Weights:
 
 def main(arguments: list[str]) -> None:
     """Run `headstart certify` with these command-line arguments."""
-    config = options(CertifyConfig, "certify", __doc__, arguments)
-    try:
-        report = certify(config)
-    except Stopped as stopped:
-        print(stopped)
-        sys.exit(130)  # a pipeline must not take it for a certificate
+    report = certify(options(CertifyConfig, "certify", __doc__, arguments))
     if report is not None and report["verdict"] == "not lossless":
         sys.exit(1)
 
 
 def certify(config: CertifyConfig) -> dict[str, Any]:
     """Let the engine generate, judge it, print and write the report, and return it."""
-    from headstart.heads.checkpoints.files import json_ready
+    from headstart.heads.checkpoints.files import json_ready, write_whole
+    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
+    from headstart.inference.provenance import provenance
     from headstart.scripts.measuring.certificate_page import page, summary
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.scripts.measuring.engines import Prompt
-    from headstart.train.data.chat_template import prompt_ids
-    from headstart.train.loading import SharedTarget
-    from headstart.train.run_folder import provenance, write_whole
 
     read = read_prompt_files(config.prompts, config.limit)
-    tokenizer = SharedTarget(config.target, config.dtype).tokenizer
+    tokenizer = load_chat_tokenizer(config.target)
     prompts = []
     for rows in read.values():
         for messages in rows:
             prompts.append(Prompt(messages, prompt_ids(tokenizer, messages, config.thinking)[0].tolist()))
-    with StopRequest() as stop, stop.at_once():
-        try:
-            generated, weights, about = _generate(config, prompts, tokenizer)
-            judgement = _judge(config, prompts, generated, weights, tokenizer)
-        except Stopped as stopped:
-            raise Stopped("stopped before the engine was judged; the same command starts over") from stopped
+    generated, weights, about = _generate(config, prompts, tokenizer)
+    judgement = _judge(config, prompts, generated, weights, tokenizer)
     greedy, sampling = judgement.greedy, judgement.sampling
     reasons = [*greedy.reasons, *(sampling.reasons if sampling is not None else [])]
     if about["lossy"]:

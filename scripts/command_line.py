@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import difflib
 import gc
 import itertools
 import json
@@ -12,21 +13,23 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from argparse import ArgumentError
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.train.config import TYPE_CHECKING, CommandOptions, Dtype, template_variables
-from headstart.train.console import Stopped, printable, show_on_console
+from headstart.console import printable, show_on_console
+from headstart.options import CommandOptions, Dtype, template_variables
+from headstart.stopping import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.inference import SpeculativeLM
-    from headstart.train.loading import SharedTarget
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -68,14 +71,14 @@ class DecodingOptions(TargetOptions):
         super().__post_init__()
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
 
-    def load(self, shared: SharedTarget | None = None, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
-        from headstart.train.data.chat_template import warn_of_other_data, warn_of_unread_variables
-        from headstart.train.loading import load_speculative_lm
+        from headstart.inference.chat_template import warn_of_other_data, warn_of_unread_variables
+        from headstart.inference.load import load_speculative_lm
 
         names = ("acceptance", "allow_adapter", "compile", "drafter", "fallback", "lossy", "tree")
         options = {name: value for name, value in vars(self).items() if name in names} | more
-        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, shared, **options)
+        lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
         warn_of_unread_variables(tokenizer, self.thinking, self.template_kwargs)
         return lm, tokenizer
@@ -128,18 +131,91 @@ def options(
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
-    Exits with status 2 and a message if an option is unknown or its value has the wrong type. The name of the option
-    `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
+    The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
+
+    Raises:
+        ValueError: an unknown option, with the nearest valid ones; or a value of the wrong type.
     """
-    parser = ArgumentParser(prog=f"headstart {command}", description=description)
+    # jsonargparse resolves types that are written as strings by running the imports of `if TYPE_CHECKING:`, and to
+    # import torch takes seconds.
+    hints = typing.get_type_hints(kind)
+    constructor: Any = kind.__init__
+    constructor.__annotations__ = {name: hints.get(name) for name in constructor.__annotations__}
+    parser = ArgumentParser(
+        prog=f"headstart {command}", description=description, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
     parser.add_class_arguments(kind)
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
-    given = spelled_out(arguments, set(options_of_type(kind, list)), set(options_of_type(kind, bool)))
-    parsed = parser.instantiate(parser.parse_args(given))
+    types = option_types(kind)
+    lists = {name for name, hint in types.items() if is_or_holds(hint, list)}
+    flags = {name for name, hint in types.items() if is_or_holds(hint, bool)}
+    try:
+        parsed = parser.instantiate(parser.parse_args(spelled_out(arguments, lists, flags)))
+    except ArgumentError as error:
+        told = explained(str(error), arguments, types)
+        raise ValueError(f"{told}\n`headstart {command} --help` lists all options") from error
     values = {name: _plain(value) for name, value in vars(parsed).items() if name != "config"}
     return kind(**values)
+
+
+def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
+    """The parser's error as a line or two: what was given, and what is valid.
+
+    Args:
+        message: the error of jsonargparse.
+        arguments: the command line as it was typed.
+        types: types of the valid options, by their dotted names.
+    """
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not names:
+            return f"unexpected {unknown[0]!r}: an option is written --NAME VALUE"
+        typed = {spelled(argument.partition("=")[0]): argument.partition("=")[0] for argument in arguments}
+        given = [typed.get(name, name) for name in names]
+        return unknown_options(given, [name.lstrip("-") for name in names], types)
+    if found := re.fullmatch(r"Option '(.+)' is not accepted", message):
+        return unknown_options([found[1]], [found[1]], types)
+    if found := re.fullmatch(r"Group '(.+)' does not accept option '(.+)'", message):
+        name = f"{found[1]}.{found[2]}"
+        return unknown_options([name], [name], types)
+    key = re.match(r'Parser key "(.+?)":', message)
+    value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
+    if key and value and key[1] in types:
+        return f"option {key[1]} must be {valid_values(types[key[1]])}, not {value[1]!r}"
+    return " ".join(message.replace('Parser key "config":', "option --config:").split())
+
+
+def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -> str:
+    """Two lines: the unknown options as they were given, and the valid ones with the nearest names."""
+    nearest: list[str] = []
+    for name in names:
+        last = name.rpartition(".")[2]
+        in_groups = [option for option in types if option.rpartition(".")[2] == last]
+        similar = difflib.get_close_matches(name, types, n=3)
+        nearest += [f"--{option}" for option in [*in_groups, *similar] if f"--{option}" not in nearest]
+    first = f"unknown option {', '.join(given)}"
+    if not nearest:
+        return f"{first}\nno valid option has a similar name"
+    return f"{first}\nthe nearest: {', '.join(nearest)}"
+
+
+def valid_values(hint: Any) -> str:
+    """Describe the valid values of an option of a type."""
+    words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+    if hint in words:
+        return words[hint]
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        choices = [str(value) for value in typing.get_args(hint)]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if origin in (Union, UnionType):
+        return " or ".join(valid_values(part) for part in typing.get_args(hint))
+    if origin in (list, tuple):
+        return "a list such as [a, b]"
+    return "a mapping such as {name: value}"
 
 
 def _plain(value: Any, inside: bool = False) -> Any:
@@ -148,17 +224,31 @@ def _plain(value: Any, inside: bool = False) -> Any:
         return {name: _plain(child, inside=True) for name, child in value.items()}
     if not inside or not isinstance(value, str):
         return value
-    # YAML reads 1e-3, which has no dot, as a string.
-    return float(value) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else yaml.safe_load(value)
+    if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value):
+        return float(value)  # YAML reads 1e-3, which has no dot, as a string
+    return yaml.safe_load(value)
 
 
-def options_of_type(kind: type, wanted: type, before: str = "") -> Iterator[str]:
-    """Dotted names of the options of a type, such as list."""
-    for name, hint in typing.get_type_hints(kind).items():
-        if wanted in (hint, typing.get_origin(hint), *typing.get_args(hint)):
-            yield before + name
-        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from options_of_type(hint, wanted, f"{before}{name}.")
+def option_types(kind: type, before: str = "") -> dict[str, Any]:
+    """Types of the options of a command by their dotted names, those of nested groups included."""
+    types: dict[str, Any] = {}
+    hints = typing.get_type_hints(kind)
+    for option in dataclasses.fields(kind):
+        hint = hints[option.name]
+        types[before + option.name] = hint
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            types |= option_types(hint, f"{before}{option.name}.")
+    return types
+
+
+def is_or_holds(hint: Any, wanted: type) -> bool:
+    """Whether a type is `wanted`, or a union with it, such as list[str] | None."""
+    return wanted in (hint, typing.get_origin(hint), *typing.get_args(hint))
+
+
+def spelled(name: str) -> str:
+    """The name of an option with underscores: --max_new_tokens for --max-new-tokens."""
+    return name.replace("-", "_").replace("__", "--", 1)
 
 
 def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[str]:
@@ -174,13 +264,16 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
         if not name.startswith("--"):
             plain.append(name + equals + value)
             continue
-        option = name.replace("-", "_").replace("__", "--", 1)
+        option = spelled(name)
         plain.append(option + equals + value)
-        if option.removeprefix("--") in lists and not equals:
+        if equals:
+            continue
+        if option.removeprefix("--") in lists:
             values = list(itertools.takewhile(lambda argument: not argument.startswith("--"), rest))
             del rest[: len(values)]
-            plain.extend(values if len(values) == 1 and values[0].startswith("[") else [json.dumps(values)])
-        if option.removeprefix("--") in flags and not equals and (not rest or rest[0].startswith("--")):
+            is_json = len(values) == 1 and values[0].startswith("[")
+            plain.append(values[0] if is_json else json.dumps(values))
+        elif option.removeprefix("--") in flags and (not rest or rest[0].startswith("--")):
             plain.append("true")
     return plain
 
@@ -188,7 +281,8 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
 def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Run a command; an error ends it with one line on standard error.
 
-    The exit status is 2 after a user's mistake, 1 after a failing disk, and 0 after a request to stop.
+    The exit status is 2 after a user's mistake, 1 after a failing disk, 0 after a stop from which the same command
+    resumes, and 130 after any other.
     """
     show_on_console()
     shown = warnings.formatwarning
@@ -201,6 +295,9 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     except Stopped as stopped:
         print(stopped)
         gc.freeze()  # Python's last garbage collection takes a second, or several on a busy machine
+    except KeyboardInterrupt:
+        print("stopped")
+        sys.exit(130)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Threads of torch's gloo may abort a process while its interpreter ends (pytorch/pytorch#179291).
         atexit._run_exitfuncs()

@@ -11,7 +11,7 @@ from headstart.train.config import SelfMadeConfig
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and make conversations."""
+    """Run `headstart data` with these command-line arguments."""
     config = options(SelfMadeConfig, "data", __doc__, arguments)
     from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
 

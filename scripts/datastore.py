@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headstart.console import log
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
-from headstart.train.config import TYPE_CHECKING, CommandOptions
-from headstart.train.console import log
 
 if TYPE_CHECKING:
     from headstart.inference.drafters.ngram_index import Datastore
@@ -34,7 +35,7 @@ class DatastoreConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and build."""
+    """Run `headstart datastore` with these command-line arguments."""
     build_datastore(options(DatastoreConfig, "datastore", __doc__, arguments))
 
 
@@ -42,10 +43,11 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     """Encode, sort and write the corpus, whole or not at all."""
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
+    from headstart.inference.chat_template import check_tokenizer, render
     from headstart.inference.drafters.ngram_index import MANIFEST_FILE, ORDER_FILE, TOKENS_FILE, Datastore
     from headstart.inference.models.loading import tokenizer_provenance
-    from headstart.train.data.chat_template import check_tokenizer, render
-    from headstart.train.data.conversations import FILES, read_conversations, without_compression
+    from headstart.inference.prompt_files import without_compression
+    from headstart.train.data.conversations import FILES, read_conversations
 
     files = (MANIFEST_FILE, TOKENS_FILE, ORDER_FILE)
     contents = Contents("a datastore", files, lambda folder: (folder / MANIFEST_FILE).is_file())

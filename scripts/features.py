@@ -14,14 +14,14 @@ from headstart.train.config import TrainConfig
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and write."""
+    """Run `headstart features` with these command-line arguments."""
     precompute(options(TrainConfig, "features", __doc__, arguments))
 
 
 def precompute(config: TrainConfig) -> None:
     """Write the states of all training sequences that the cache lacks."""
     # Not before the options are known to be good.
-    from headstart.train.console import log
+    from headstart.console import log
     from headstart.train.data.token_cache import lengths_of
     from headstart.train.engines import end_together, resolved, start
     from headstart.train.features.online import CachedFeatures, cache_bytes, open_cache

@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from headstart.console import console, log
 from headstart.scripts.command_line import SamplingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headstart.inference import GenerateOutput
-    from headstart.train.loading import SharedTarget
+    from headstart.inference import GenerateOutput, Stats
 
 Answer = TypeVar("Answer", "Tensor", "GenerateOutput")
 
@@ -40,25 +38,27 @@ class GenerateConfig(SamplingOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and answer."""
+    """Run `headstart generate` with these command-line arguments."""
     stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
 
 
-def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) -> dict[str, float]:
+def stream_answer(config: GenerateConfig) -> dict[str, float]:
     """Stream the answer to one prompt, print the rate, and return tokens per second by side."""
     import torch
     from transformers import TextStreamer
 
+    from headstart.inference.chat_template import prompt_ids
     from headstart.scripts.measuring.comparison import answer_settings, first_difference, stock_settings
-    from headstart.train.data.chat_template import prompt_ids
 
-    lm, tokenizer = config.load(shared)
+    lm, tokenizer = config.load()
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
     input_ids = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs).to(target.device)
-    mask_1T, streamer = torch.ones_like(input_ids), TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    prompt_length = input_ids.shape[1]
+    mask_1T = torch.ones_like(input_ids)
     settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
-    settings |= {"attention_mask": mask_1T, "streamer": streamer}
+    settings["attention_mask"] = mask_1T
+    settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(config.seed)  # both sides sample with the global generator
     rates: dict[str, float] = {}
 
@@ -66,8 +66,9 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
         console.rule(title)
         start = time.perf_counter()
         answer = generate()
+        seconds = time.perf_counter() - start
         sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
-        rates[side] = (sequences.shape[1] - input_ids.shape[1]) / (time.perf_counter() - start)
+        rates[side] = (sequences.shape[1] - prompt_length) / seconds
         return answer
 
     compared = config.compare and config.max_new_tokens > 0
@@ -80,22 +81,32 @@ def stream_answer(config: GenerateConfig, shared: SharedTarget | None = None) ->
         log.info(f"{rates['generate']:.1f} tokens/s")
     title = "headstart" if config.head or config.drafter else "headstart, plain"
     output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
-    stats = output.stats
-    line = f"{rates['headstart']:.1f} tokens/s"
-    if compared:
-        line += f" ({rates['headstart'] / rates['generate']:.2f} times)"
-    if stats.rounds:
-        accepted = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
-        without = f" ({stats.plain_rounds} without drafts)" if stats.plain_rounds else ""
-        line += f", {stats.rounds} rounds{without}, acceptance length {stats.acceptance_length:.2f}"
-        line += f", acceptance rate by depth {accepted}" if accepted else ""
-    log.info(line)
+    log.info(_statistics(rates, output.stats))
     if compared and config.temperature == 0:
-        difference = first_difference(target, stock, output.sequences, input_ids.shape[1])
-        log.info(
-            "both generated the same text"
-            if difference is None
-            else f"the texts differ from token {difference['token']} on, where the logits of the two tokens lie "
-            f"{abs(difference['logit_gap']):.2g} apart (in {str(target.dtype).removeprefix('torch.')})"
-        )
+        difference = first_difference(target, stock, output.sequences, prompt_length)
+        if difference is None:
+            log.info("both generated the same text")
+        else:
+            dtype = str(target.dtype).removeprefix("torch.")
+            log.info(
+                f"the texts differ from token {difference['token']} on, where the logits of the two tokens are "
+                f"{abs(difference['logit_gap']):.2g} apart (in {dtype})"
+            )
     return rates
+
+
+def _statistics(rates: dict[str, float], stats: Stats) -> str:
+    """A line about an answer: its speed, alone and beside stock generate's, and the acceptance of drafts."""
+    line = f"{rates['headstart']:.1f} tokens/s"
+    if "generate" in rates:
+        line += f" ({rates['headstart'] / rates['generate']:.2f} times)"
+    if not stats.rounds:
+        return line
+    line += f", {stats.rounds} rounds"
+    if stats.plain_rounds:
+        line += f" ({stats.plain_rounds} without drafts)"
+    line += f", acceptance length {stats.acceptance_length:.2f}"
+    if stats.acceptance_rate_by_depth:
+        by_depth = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_by_depth)
+        line += f", acceptance rate by depth {by_depth}"
+    return line

@@ -1,6 +1,6 @@
 """Make a mix of prompts by kind, for `headstart data` to answer: `headstart prompts --config MIX.yaml`.
 
-Prompts are taken from files, or made out of the passages in them. Some of each kind are held out, to measure on.
+Prompts are taken from files, or made from passages in them. Some of each kind are held out to measure on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from headstart.train.config import PromptMixConfig
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and make prompts."""
+    """Run `headstart prompts` with these command-line arguments."""
     config = options(PromptMixConfig, "prompts", __doc__, arguments)
     from headstart.train.data.prompt_mix import write_prompts  # not before the options are known to be good
 

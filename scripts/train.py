@@ -24,7 +24,7 @@ def head_help() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and train."""
+    """Run `headstart train` with these command-line arguments."""
     description = f"{__doc__}\n{head_help()}" if {"-h", "--help"} & set(arguments) else __doc__
     config = options(TrainConfig, "train", description, arguments)
     if config.plan is not None:

@@ -2,23 +2,21 @@
 
 The target answers the prompts. How often the token at each depth is the head's i-th best gives the best static tree
 of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's own candidates along the answers
-give the acceptance of every dynamic tree. A tree of n nodes and depth d, e of them expanded, emits F tokens in
-t_draft(d, e) + t_target(n) + the rest of a round (Sequoia, arXiv:2402.12374, section 4.2). The tree of each kind with
-the most tokens per second is tried; the faster one is saved with the head and used wherever the tree is `auto`.
+give the acceptance of every dynamic tree. With the measured costs of a round, the tree of each kind with the most
+expected tokens per second is tried; the faster one is saved with the head and used wherever the tree is `auto`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from headstart.console import console, counted, log
 from headstart.scripts.command_line import DecodingOptions, options
-from headstart.train.config import TYPE_CHECKING
-from headstart.train.console import console, log
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +25,13 @@ if TYPE_CHECKING:
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
     from headstart.inference.drafters.base import Drafter
     from headstart.inference.drafters.tree_policies import DraftModel
-    from headstart.scripts.measuring.draft_length import Explained
-    from headstart.scripts.measuring.tree_costs import Costs, Shape
+    from headstart.inference.tuning.acceptance import Answered
+    from headstart.inference.tuning.round_costs import RoundCosts
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes of trees that are considered if none is given."""
+WIDTHS = (2, 4, 8)
+"""Widths of dynamic trees that are considered."""
 TIMED_PROMPTS = 3
 """Prompts with the longest answers, on which the parts of a round are timed."""
 
@@ -40,7 +40,7 @@ TIMED_PROMPTS = 3
 class TreeConfig(DecodingOptions):
     """The draft tree that is fastest for a head on this machine."""
 
-    required = ("target", "prompts")
+    required = ("target", "head", "prompts")
     minimum: ClassVar[dict[str, float]] = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
 
     head: str = ""
@@ -53,30 +53,11 @@ class TreeConfig(DecodingOptions):
     """Tokens of each answer."""
     nodes: int | None = None
     """Size of the tree, the root counted; null for the one that is fastest here."""
-    stopper: bool = False
-    """Train an early-exit classifier too, which ends a chain where the next draft would hardly be accepted."""
-    explain: bool = False
-    """Print what chains of each length gain, by the formulas and measured, and write nothing."""
-    drafter: str | None = None
-    """With --explain, in place of a head: ngram:ORDER, random, or model:NAME (a smaller model)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.drafter is not None and not self.explain:
-            raise ValueError(f"drafter {self.drafter!r} has no tree to find; give --explain with it")
-        if not self.head and self.drafter is None:
-            raise ValueError("option 'head' is required and was not given")
-        if self.explain and self.stopper:
-            raise ValueError("explain writes nothing, so a stopper would be lost; choose one of them")
 
 
 def main(arguments: list[str]) -> None:
-    """Parse, then find the tree or explain chains."""
-    config = options(TreeConfig, "tree", __doc__, arguments)
-    if config.explain:
-        explain_chains(config)
-    else:
-        calibrate(config)
+    """Run `headstart tree` with these command-line arguments."""
+    calibrate(options(TreeConfig, "tree", __doc__, arguments))
 
 
 def calibrate(config: TreeConfig) -> TreePolicy:
@@ -90,8 +71,8 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     load_head(config.head)  # mistakes are reported before a model is loaded
     lm, encoded = load_with_prompts(config, messages)
     prompts = list(itertools.chain(*encoded.values()))
-    head = load_head(config.head, lm.target.info, lm.target.dtype)[0].to(lm.target.device).eval()
-    return fastest(lm, head, prompts, config.as_loaded(lm))
+    head, _ = load_head(config.head, lm.target.info, lm.target.dtype)
+    return fastest(lm, head.to(lm.target.device).eval(), prompts, config.as_loaded(lm))
 
 
 def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
@@ -101,125 +82,138 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     """
     from headstart.heads.checkpoints.save_load import save_tree
     from headstart.inference import DynamicShape, TreeShape, spec_of
+    from headstart.inference.provenance import hardware
+    from headstart.inference.stats import acceptance_figures
+    from headstart.inference.tuning.acceptance import accuracy_by_rank
+    from headstart.inference.tuning.costs import costs_of_rounds, timed_trees
     from headstart.inference.tuning.machine import machine_key
-    from headstart.scripts.measuring import tree_costs
+    from headstart.inference.tuning.tree_search import by_speed
     from headstart.scripts.measuring.comparison import answer_settings, answered
-    from headstart.scripts.measuring.early_exit import train_stopper
-    from headstart.train.evaluate import summary, teacher_forced
-    from headstart.train.run_folder import provenance
 
-    target, settings = lm.target, answer_settings(config.max_new_tokens, config.temperature)
-    sequences, examples = answered(lm, prompts, settings)
-    new_tokens = [row.shape[1] - ids.shape[1] for ids, row in zip(prompts, sequences, strict=True)]
-    if max(new_tokens) < 2:
+    target = lm.target
+    answers = answered(lm, prompts, answer_settings(config.max_new_tokens, config.temperature))
+    if max(answer.new_tokens for answer in answers) < 2:
         files = ", ".join(config.prompts)
         raise ValueError(f"no answer to {files} is longer than one token: there is nothing to draft")
-    _, accuracy_KI = teacher_forced(target, head, examples)
+
+    # What each tree would accept, and what its rounds would cost.
+    accuracy_KI = accuracy_by_rank(target, head, counted(answers, "accuracy, by answers"))
     sizes = SIZES if config.nodes is None else (config.nodes,)
-    lengths = tree_costs.expected_lengths(target, head, accuracy_KI, examples, sizes)
-    longest = sorted(range(len(prompts)), key=lambda number: -new_tokens[number])[:TIMED_PROMPTS]
-    trees = [None, *tree_costs.timed_trees(head)]
-    timed = _decode_with(target, head, trees, [prompts[number] for number in longest], config)
-    costs = tree_costs.measured_costs(target, head, timed, sequences[longest[0]], sizes)
-    _print_best_trees(lengths, costs)
-    rates = {policy: costs.rate(policy, length) for policy, length in lengths.items()}
-    kinds: dict[str, type[Shape]] = {"static": TreeShape, "dynamic": DynamicShape}
-    tried = {
-        name: max((each for each in rates if isinstance(each, kind)), key=lambda each: rates[each])
-        for name, kind in kinds.items()
+    lengths = expected_lengths(target, head, accuracy_KI, answers, sizes)
+    longest = sorted(range(len(answers)), key=lambda number: -answers[number].new_tokens)[:TIMED_PROMPTS]
+    timed = _decode_with(target, head, [None, *timed_trees(head)], [prompts[number] for number in longest], config)
+    costs = costs_of_rounds(target, head, timed, answers[longest[0]].tokens_T[None], sizes)
+    ordered = by_speed(lengths, costs)
+    _print_best_trees(ordered, lengths, costs)
+
+    # The best tree of each kind is tried.
+    tried: dict[str, TreePolicy] = {
+        "static": next(tree for tree in ordered if isinstance(tree, TreeShape)),
+        "dynamic": next(tree for tree in ordered if isinstance(tree, DynamicShape)),
     }
-    if config.stopper:
-        step = timed[None].round_parts
-        stopping, lengths[stopping], rates[stopping] = train_stopper(target, head, prompts, settings, step)
-        tried["stopping"] = stopping
     stats = _decode_with(target, head, [None, *tried.values()], prompts, config)
-    speeds = {
-        policy: each.acceptance_length / sum(each.round_parts.values())  # tokens per second, without the prefill
-        for policy, each in stats.items()
-    }
-    found = {name: speeds[policy] / speeds[None] for name, policy in tried.items()}
-    for name, policy in tried.items():
+    plain_speed = _tokens_per_second(stats[None])
+    speedups = {name: _tokens_per_second(stats[tree]) / plain_speed for name, tree in tried.items()}
+    expected = {name: costs.rate(tree, lengths[tree]) * costs.plain for name, tree in tried.items()}
+    for name, tree in tried.items():
         log.info(
-            f"{_described(policy)}: acceptance length {stats[policy].acceptance_length:.2f} (expected "
-            f"{lengths[policy]:.2f}), {speeds[policy]:.1f} tokens/s, {found[name]:.2f} times plain decoding "
-            f"(expected {rates[policy] * costs.plain:.2f})"
+            f"{_described(tree)}: acceptance length {stats[tree].acceptance_length:.2f} "
+            f"(expected {lengths[tree]:.2f}), {_tokens_per_second(stats[tree]):.1f} tokens/s, "
+            f"{speedups[name]:.2f} times plain decoding (expected {expected[name]:.2f})"
         )
-    best = max(found, key=lambda name: found[name])
+    best = max(speedups, key=lambda name: speedups[name])
     measured = {
         "prompts": len(prompts),
         "new_tokens": config.max_new_tokens,
         "accuracy": accuracy_KI,
-        "hardware": provenance()["hardware"] + (", compiled" if config.compile else ""),
-        "expected_speedup": rates[tried[best]] * costs.plain,
-        "speedup": found[best],
-        "trees": {name: {"nodes": policy.size, **summary(stats[policy])} for name, policy in tried.items()},
+        "hardware": hardware() + (", compiled" if config.compile else ""),
+        "expected_speedup": expected[best],
+        "speedup": speedups[best],
+        "trees": {name: {"nodes": tree.size, **acceptance_figures(stats[tree])} for name, tree in tried.items()},
     }
     save_tree(config.head, spec_of(tried[best]), measured, machine_key(target.device, config.compile is True))
     log.info(f"the {best} tree is saved in {config.head}")
     return tried[best]
 
 
-def _print_best_trees(lengths: dict[Shape, float], costs: Costs) -> None:
-    """Print the best tree of each size."""
+def expected_lengths(
+    target: Target,
+    head: DraftHead,
+    accuracy_KI: list[list[float]],
+    answers: list[Answered],
+    sizes: Sequence[int],
+) -> dict[TreePolicy, float]:
+    """Acceptance lengths of the best static tree of every size and depth, and of every dynamic tree."""
+    from headstart.inference import DynamicShape
+    from headstart.inference.tuning.acceptance import dynamic_lengths
+    from headstart.inference.tuning.tree_search import best_static_tree, expected_length
+
+    lengths: dict[TreePolicy, float] = {}
+    for size in sizes:
+        for depth in range(1, head.max_depth + 1):
+            shape = best_static_tree(accuracy_KI[:depth], size)
+            lengths[shape] = expected_length(shape, accuracy_KI)
+    for width in sorted({min(width, head.draft_vocab_size) for width in WIDTHS}):
+        progress = counted(answers, f"trees of width {width}, by answers")
+        for (size, depth), length in dynamic_lengths(target, head, width, progress, sizes).items():
+            most = 1 + width + (depth - 1) * width**2
+            if depth < size:
+                lengths[DynamicShape(min(size, most), depth, width)] = length
+    return lengths
+
+
+def _tokens_per_second(stats: Stats) -> float:
+    """Tokens per second of rounds, the prefill left out."""
+    return stats.acceptance_length / sum(stats.round_parts.values())
+
+
+def _print_best_trees(ordered: list[TreePolicy], lengths: Mapping[TreePolicy, float], costs: RoundCosts) -> None:
+    """Print the best tree of each size; `ordered` are all trees, the fastest first."""
     from rich.table import Table
 
-    table = Table("tree", "expected tokens", "target, ms", "draft, ms", "the rest, ms", "expected tokens/s", "vs plain")
-    for size in sorted({policy.size for policy in lengths}):
-        rates = {policy: costs.rate(policy, lengths[policy]) for policy in lengths if policy.size == size}
-        policy = max(rates, key=lambda each: rates[each])
-        times = (f"{1000 * seconds:.1f}" for seconds in costs.parts(policy))
-        speeds = (f"{rates[policy]:.1f}", f"{rates[policy] * costs.plain:.2f}")
-        table.add_row(_described(policy), f"{lengths[policy]:.2f}", *times, *speeds)
+    table = Table("tree", "expected tokens", "round, ms", "of it target", "expected tokens/s", "vs plain")
+    for size in sorted({tree.size for tree in ordered}):
+        tree = next(tree for tree in ordered if tree.size == size)
+        rate = costs.rate(tree, lengths[tree])
+        table.add_row(
+            _described(tree),
+            f"{lengths[tree]:.2f}",
+            f"{1000 * lengths[tree] / rate:.1f}",
+            f"{1000 * costs.forward_seconds(size):.1f}",
+            f"{rate:.1f}",
+            f"{rate * costs.plain:.2f}",
+        )
     console.print(table)
 
 
-def _described(policy: Shape) -> str:
+def _described(tree: TreePolicy) -> str:
     from headstart.inference import spec_of
 
-    name = spec_of(policy)
-    return name if isinstance(name, str) else f"static, {policy.size} nodes, depth {policy.depth}"
+    spec = spec_of(tree)
+    return spec if isinstance(spec, str) else f"static, {tree.size} nodes, depth {tree.depth}"
 
 
 def _decode_with(
-    target: Target, head: DraftHead, policies: Sequence[TreePolicy | None], prompts: list[Tensor], config: TreeConfig
+    target: Target,
+    head: DraftHead,
+    trees: Sequence[TreePolicy | None],
+    prompts: list[Tensor],
+    config: TreeConfig,
 ) -> dict[TreePolicy | None, Stats]:
     """Statistics of answering the prompts with each tree, and, for None, plainly."""
     from headstart.inference import SpeculativeLM
     from headstart.scripts.measuring.comparison import answer_settings, in_turns
 
-    compiled = config.compile is True
-    engines = {
-        policy: SpeculativeLM(target, None if policy is None else _drafter(head, policy, target.modules, compiled))
-        for policy in policies
-    }
+    engines: dict[TreePolicy | None, SpeculativeLM] = {}
+    for tree in trees:
+        drafter = None if tree is None else _drafter(head, tree, target.modules)
+        engines[tree] = SpeculativeLM(target, drafter)
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
-    """Build the drafter of a tree, once for each, so that nothing is compiled twice."""
+def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules) -> Drafter:
+    """Build the drafter of a tree, once for each, so that nothing is recorded twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 
-    drafter = tree_drafter(head, policy, modules)
-    if compiled:
-        drafter.compile()
-    return drafter
-
-
-def explain_chains(config: TreeConfig) -> list[Explained]:
-    """Print the gain of chains of each length, by the formulas and measured."""
-    from headstart.inference import TreeShape
-    from headstart.inference.drafters.tree_policies import HeadDrafter
-    from headstart.scripts.measuring.comparison import answer_settings, load_with_prompts, read_prompt_files
-    from headstart.scripts.measuring.draft_length import LONGEST, explain
-
-    messages, tree = read_prompt_files(config.prompts, config.limit), "auto" if config.head else f"chain:{LONGEST}"
-    lm, encoded = load_with_prompts(config, messages, tree=tree, fallback=False)
-    prompts = list(itertools.chain(*encoded.values()))
-    if not isinstance(lm.drafter, HeadDrafter):
-        raise ValueError(f"the drafter {config.drafter!r} drafts no chains; choose from ngram, random, model")
-    target, draft = lm.target, lm.drafter.head
-    lengths = range(1, min(draft.max_depth, LONGEST) + 1)
-    compiled = target.graph is not None
-    chains = {length: _drafter(draft, TreeShape.chain(length), target.modules, compiled) for length in lengths}
-    return explain(target, draft, chains, prompts, answer_settings(config.max_new_tokens, config.temperature))
+    return tree_drafter(head, tree, modules)

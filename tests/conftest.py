@@ -35,12 +35,12 @@ from huggingface_hub import constants
 from loopback_hub import Hub
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headstart.console import show_on_console
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.models import dtypes
 from headstart.inference.tuning import machine
 from headstart.train import engines, loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
-from headstart.train.console import show_on_console
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import read_conversations

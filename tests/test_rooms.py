@@ -37,7 +37,7 @@ def imported(source: str, module: str, is_package: bool = False) -> Iterator[str
 
 def forbidden(source: str, module: str, is_package: bool = False) -> list[str]:
     """Imports of packages to the right, and of our packages under bare names, which other distributions own."""
-    allowed = ("extras", *ORDER[: ORDER.index(module.split(".")[0]) + 1])
+    allowed = ("console", "extras", "options", "stopping", *ORDER[: ORDER.index(module.split(".")[0]) + 1])
     wrong = []
     for name in imported(source, module, is_package):
         first, *rest = name.split(".")
@@ -109,18 +109,43 @@ def test_a_right_import_is_not(module: str, line: str) -> None:
     assert not forbidden(line, module)
 
 
+def all_arrows() -> dict[str, set[str]]:
+    """The modules that each module imports; imports in functions and under TYPE_CHECKING count."""
+    arrows: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        names = imported(path.read_text(encoding="utf-8"), module, path.stem == "__init__")
+        others = {defining_module(name) for name in names}
+        arrows[module] = {other for other in others if other not in (None, module)}
+    return arrows
+
+
 def test_no_imports_run_in_a_circle() -> None:
-    """Imports in functions and under TYPE_CHECKING count."""
-    arrows = {
-        module: {
-            other
-            for name in imported(path.read_text(encoding="utf-8"), module, path.stem == "__init__")
-            if (other := defining_module(name)) not in (None, module)
-        }
-        for module, path in MODULES.items()
-    }
-    found = circle(arrows)
+    found = circle(all_arrows())
     assert not found, " -> ".join([*found, found[0]])
+
+
+def reached(module: str, arrows: dict[str, set[str]]) -> set[str]:
+    """The modules that a module imports, and those that they import."""
+    found: set[str] = set()
+    rest = [module]
+    while rest:
+        for other in arrows[rest.pop()] - found:
+            found.add(other)
+            rest.append(other)
+    return found
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate", "chat", "trace", "bench", "tree", "certify", "verify", "serve_check", "export", "import_head", "push"],
+)
+def test_a_command_that_does_not_train_imports_nothing_of_train(command: str) -> None:
+    found = {module for module in reached(f"scripts.{command}", all_arrows()) if module.split(".")[0] == "train"}
+    assert not found, f"scripts.{command} needs {sorted(found)}: what decoding needs stands in inference"
+
+
+def test_what_is_reached_by_others_counts() -> None:
+    assert reached("a", {"a": {"b"}, "b": {"train.loop"}, "train.loop": {"a"}}) == {"a", "b", "train.loop"}
 
 
 def test_a_circle_is_found() -> None:

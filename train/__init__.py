@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 from ..extras import named
 
 if TYPE_CHECKING:
+    from ..console import show_on_console
+    from ..stopping import Stopped
     from .config import (
         AdapterConfig,
         DataConfig,
         EvalConfig,
         FeaturesConfig,
         LoopConfig,
+        ObjectiveConfig,
         OptimConfig,
         TrackingConfig,
         TrainConfig,
     )
-    from .console import Stopped, show_on_console
     from .loop import Callback, train
     from .run_folder import Progress
 
@@ -37,6 +39,7 @@ __all__ = [
     "EvalConfig",
     "FeaturesConfig",
     "LoopConfig",
+    "ObjectiveConfig",
     "OptimConfig",
     "Progress",
     "Stopped",
@@ -48,8 +51,8 @@ __all__ = [
 
 _MODULES = {
     "Callback": "loop",
-    "Stopped": "console",
-    "show_on_console": "console",
+    "Stopped": ".stopping",
+    "show_on_console": ".console",
     "train": "loop",
     "Progress": "run_folder",
 }

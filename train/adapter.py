@@ -14,7 +14,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ..heads import DraftHead, HeadOutput, TargetFeatures
-from ..heads.losses import DraftPositions, Objective, draft_loss
+from ..heads.draft_positions import DraftPositions
+from ..heads.losses import draft_loss
+from ..heads.objective import Objective
 from ..inference import Target
 from .config import AdapterConfig
 from .data.batches import Batch
@@ -26,7 +28,7 @@ KEEP_BASE = Objective({"kl": 1.0}, "decay", 1.0)
 class JointModule(nn.Module):
     """A head and the adapter's weights in one module, for one engine; the target is not registered."""
 
-    def __init__(self, target: Target, head: DraftHead, config: AdapterConfig) -> None:
+    def __init__(self, target: Target, head: DraftHead, objective: Objective, config: AdapterConfig) -> None:
         """Inject the adapter into the target's model; a ValueError if the target lacks one of its modules."""
         super().__init__()
         # Without the LM head, whose own weight the losses read.
@@ -40,6 +42,7 @@ class JointModule(nn.Module):
             )
         lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.modules))
         self.head = head
+        self.objective = objective
         self.keep_base = config.keep_base
         self._target = [target]  # in lists: not submodules
         self._peft = [get_peft_model(target.model, lora)]
@@ -60,7 +63,7 @@ class JointModule(nn.Module):
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers, positions_BT)
         features = target_features(target, batch, features_BTF, last_BTD)
-        output: HeadOutput = self.head(features)
+        output: HeadOutput = self.head(features, self.objective)
         loss = output.loss
         if joint:
             loss = loss + self.keep_base * self._distance(features)

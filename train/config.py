@@ -8,43 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import attrgetter
 from string import Formatter
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-TYPE_CHECKING = False  # not typing's: jsonargparse would run the imports below it, and torch takes seconds to import
-
-if TYPE_CHECKING:
-    import torch
-
-Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Look up a dtype by its name in configs and on the command line, where "fastest" and "auto" are not accepted."""
-    import torch  # not before options are parsed: importing it takes seconds
-
-    names = get_args(Dtype)[2:]
-    if name not in names:
-        raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(names)}")
-    return getattr(torch, name)
-
-
-@dataclass(frozen=True)
-class CommandOptions:
-    """Options of a command; invalid ones raise a ValueError that names the option, its value and what is valid."""
-
-    required: ClassVar[tuple[str, ...]] = ()
-    """Options without which nothing can run, those of groups by dotted names."""
-    minimum: ClassVar[dict[str, float]] = {}
-    """Smallest valid value of numeric options."""
-
-    def __post_init__(self) -> None:
-        for name in self.required:
-            if not attrgetter(name)(self):
-                raise ValueError(f"option {name!r} is required and was not given")
-        for name, least in self.minimum.items():
-            value = attrgetter(name)(self)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+from ..options import CommandOptions, Dtype, template_variables
 
 
 @dataclass(frozen=True)
@@ -203,50 +169,6 @@ class PromptMixConfig(CommandOptions):
     """Seed of every choice."""
 
 
-RESERVED = frozenset(
-    (
-        "conversation",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    )
-)
-"""Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
-
-
-def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables that are passed to the chat template: `template_kwargs`, and `thinking` as enable_thinking.
-
-    Raises:
-        ValueError: the options contradict each other, or a name is not a template's own to read.
-    """
-    variables = dict(template_kwargs or {})
-    if reserved := sorted(RESERVED & variables.keys()):
-        raise ValueError(
-            f"template_kwargs {reserved[0]} = {variables[reserved[0]]!r} is set by headstart itself; give only "
-            "variables that the chat template reads, such as enable_thinking or reasoning_effort"
-        )
-    if thinking is None:
-        return variables
-    if variables.get("enable_thinking", thinking) != thinking:
-        raise ValueError(
-            f"thinking {thinking} and template_kwargs enable_thinking {variables['enable_thinking']!r} contradict each "
-            "other; give one of them"
-        )
-    return {**variables, "enable_thinking": thinking}
-
-
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of the config's head and that head's own options."""
     return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
@@ -310,6 +232,26 @@ class FeaturesConfig:
     number of blocks what leaves the last one, such as [2, 16, 29, 32] for 32 blocks."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Losses of the head and weights of depths; null for the default of its kind."""
+
+    loss: dict[str, float] | None = None
+    """Losses and their weights, such as {kl: 1.0, ce: 0.1}: ce, soft_ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, and
+    smooth_l1 (eagle) or confidence (dspark)."""
+    depth_weights: Literal["decay", "d_pace"] | None = None
+    """decay: decay to the power of the depth; d_pace: what a token adds to the expected number of accepted tokens
+    (arXiv:2605.18810)."""
+    decay: float | None = None
+    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """Number of the target's most likely tokens to which its distribution is truncated; null for all that can be
+    drafted."""
+    d_pace_smoothing: float | None = None
+    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q takes the place of the draft's probability q of a true token,
+    so that deep tokens count early."""
 
 
 @dataclass(frozen=True)
@@ -485,6 +427,8 @@ class TrainConfig(CommandOptions):
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
     """`type`, a name in the HEADS table, and that head's own options."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """Losses and the weights of depths."""
     target_dtype: Dtype = "fastest"
     """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where that is faster, auto
     the checkpoint's own."""

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -33,10 +33,9 @@ from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..heads.base import dtype_name
-from ..inference.models.dtypes import SLOW, fits, own_dtype
+from ..inference.models.dtypes import SLOW, dtype_named, fits, own_dtype
 from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
-from .config import TrainConfig, dtype_of
-from .console import Stopped, StopRequest
+from .config import TrainConfig
 from .data.batches import Share
 from .optim import check_muon
 
@@ -129,11 +128,6 @@ def requested_engine(accelerator: Accelerator) -> str:
     return "one process" if accelerator.num_processes == 1 else "DDP"
 
 
-def alone(accelerator: Accelerator) -> bool:
-    """Whether no other process waits for this one, nor an engine for the end of its step."""
-    return bool(accelerator.distributed_type == DistributedType.NO) and requested_engine(accelerator) == "one process"
-
-
 def actual_engine(module: nn.Module) -> str:
     """Name the engine that really drives a module."""
     stage: Any = getattr(module, "zero_optimization_stage", None)  # DeepSpeed's engine has it
@@ -205,7 +199,7 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return nullcontext()
-    return torch.autocast(accelerator.device.type, dtype_of(precision), enabled=precision == "bfloat16")
+    return torch.autocast(accelerator.device.type, dtype_named(precision), enabled=precision == "bfloat16")
 
 
 def from_main(accelerator: Accelerator, value: Value) -> Value:
@@ -235,35 +229,21 @@ def end_together(accelerator: Accelerator) -> None:
 def distributed(
     accelerator: Accelerator,
     items: Sequence[Item],
-    work: Callable[[Sequence[Item], Callable[[], None]], list[Result]],
-    stop: StopRequest,
+    work: Callable[[Sequence[Item]], list[Result]],
     together: bool = False,
 ) -> list[Result]:
     """Distribute work on items over the processes; return all results on every process, in the items' order.
 
-    `work` gets consecutive items, perhaps none, and a function to call between its parts. With `together` every process
-    does all of the work, since its parts need all processes. If any process is stopped, at once or, with `together`,
-    between two parts, `Stopped` is raised on all of them.
+    `work` gets consecutive items, perhaps none. With `together` every process does all of the work,
+    because its parts need all processes.
     """
-    stopped = Stopped("stopped; the same command resumes from there")
-
-    def agree() -> None:
-        if any_process(accelerator, stop.wanted):
-            raise stopped
-
     if together:
-        return work(items, agree)
-    processes, process = accelerator.num_processes, accelerator.process_index
-    first, last = (len(items) * place // processes for place in (process, process + 1))
-    own: list[Result] | None = None
-    with suppress(Stopped), stop.at_once():
-        own = work(items[first:last], lambda: None)
-    parts: list[list[Result] | None] = gather_object([own])
-    whole = [part for part in parts if part is not None]
-    if len(whole) < len(parts):
-        end_together(accelerator)
-        raise stopped
-    return [result for part in whole for result in part]
+        return work(items)
+    processes = accelerator.num_processes
+    first = len(items) * accelerator.process_index // processes
+    last = len(items) * (accelerator.process_index + 1) // processes
+    parts: list[list[Result]] = gather_object([work(items[first:last])])
+    return [result for part in parts for result in part]
 
 
 def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Share) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import html
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,19 +19,20 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..console import ProgressBar
 from ..heads import DraftHead
-from ..heads.layers.decoder_layer import at_least_fp32
+from ..heads.objective import Objective
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.detokenizer import text_pieces
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
-from ..inference.stats import RoundRecord
+from ..inference.stats import RoundRecord, acceptance_figures
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
+from ..stopping import StopFlag
 from .config import EvalConfig
-from .console import ProgressBar, StopRequest
 from .data.batches import collate
 from .data.chat_template import Example
-from .engines import distributed
+from .engines import any_process, distributed
 from .features.online import online_features
 from .features.placement import is_sharded
 
@@ -39,12 +40,8 @@ BATCH_SIZE = 8
 """Conversations of a teacher-forced forward."""
 RANKS = 10
 """Ranks of a head's tokens whose accuracy is measured: the most children that a node of a calibrated tree has."""
-FINGERPRINT_ENDS = (9, 20, 33, 64)
-"""Lengths of the text's prefixes that the drafts of a fingerprint continue."""
-FINGERPRINT_NOISE = 0.06
-"""Largest mean difference of log-probabilities between two fingerprints of a head, by dtypes and machines."""
-FINGERPRINT_TIES = 0.15
-"""Largest share of drafts that differ between two fingerprints of a head, where two tokens are nearly tied."""
+
+
 Sums = tuple[Tensor, Tensor, Tensor]
 """losses_K, counts_K and hits_KI of a batch, on the CPU."""
 
@@ -81,7 +78,8 @@ class Evaluation:
             "new_tokens": config.new_tokens,
             "accuracy": self.accuracy_KI,
             "trees": {
-                name: {"nodes": self.policies[name].size, **summary(stats)} for name, stats in self.trees.items()
+                name: {"nodes": self.policies[name].size, **acceptance_figures(stats)}
+                for name, stats in self.trees.items()
             },
         }
 
@@ -89,35 +87,49 @@ class Evaluation:
 def evaluate(
     target: Target,
     head: DraftHead,
+    objective: Objective,
     held_out: list[Example],
     config: EvalConfig,
     accelerator: Accelerator,
-    stop: StopRequest,
-) -> Evaluation:
+    stop: StopFlag,
+) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
-    The processes of `accelerator`, all of which have the same head and conversations, share the work. `stop` interrupts
-    it on all of them, with `Stopped`.
+    The processes of `accelerator`, all of which have the same head and conversations, share the work.
+    None on all of them if `stop` is wanted on any: it is looked at before the losses and before each
+    tree.
     """
-    served, together = copy.deepcopy(head).to(target.dtype).eval(), is_sharded(target)
-    examples, prompts = held_out[: config.conversations], eval_prompts(target, held_out, config)
+    served = copy.deepcopy(head).to(target.dtype).eval()
+    together = is_sharded(target)
+    if any_process(accelerator, stop.wanted):
+        return None
+    examples = held_out[: config.conversations]
     batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
-    sums = distributed(accelerator, batches, partial(sums_of, target, served), stop, together)
+    sums = distributed(accelerator, batches, partial(sums_of, target, served, objective), together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
+
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
         "static": best_static_tree(accuracy_KI, config.nodes),
         "dynamic": default_dynamic_tree(head.max_depth, config.nodes),
     }
-
-    def answer(tree: TreePolicy, part: Sequence[Tensor], between: Callable[[], None]) -> list[Stats]:
-        return [greedy_answers(target, served, tree, list(part), config.new_tokens, between).stats] if part else []
-
-    trees = {
-        name: Stats.merged(distributed(accelerator, prompts, partial(answer, policy), stop, together))
-        for name, policy in policies.items()
-    }
+    prompts = eval_prompts(target, held_out, config)
+    trees: dict[str, Stats] = {}
+    for name, policy in policies.items():
+        if any_process(accelerator, stop.wanted):
+            return None
+        answer = partial(_stats_of, target, served, policy, config.new_tokens)
+        trees[name] = Stats.merged(distributed(accelerator, prompts, answer, together))
     return Evaluation(loss_K, accuracy_KI, policies, trees)
+
+
+def _stats_of(
+    target: Target, head: DraftHead, tree: TreePolicy, new_tokens: int, prompts: Sequence[Tensor]
+) -> list[Stats]:
+    """Statistics of greedy answers to prompts, of which there may be none."""
+    if not prompts:
+        return []
+    return [greedy_answers(target, head, tree, list(prompts), new_tokens).stats]
 
 
 def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
@@ -137,19 +149,23 @@ def teacher_forced(
 ) -> tuple[list[float], list[list[float]]]:
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
     batches = [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
-    return means(sums_of(target, head, batches), head.max_depth)
+    objective = head.default_objective(head.config)
+    return means(sums_of(target, head, objective, batches), head.max_depth)
 
 
 @torch.no_grad()
 def sums_of(
-    target: Target, head: DraftHead, batches: Sequence[list[Example]], between: Callable[[], None] = lambda: None
+    target: Target,
+    head: DraftHead,
+    objective: Objective,
+    batches: Sequence[list[Example]],
 ) -> list[Sums]:
-    """Sum a head's losses and hits over each batch; `between` is called before each."""
+    """Sum a head's losses and hits over each batch."""
     ranks, sums = min(RANKS, head.draft_vocab_size), []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
-            between()
-            output = head(online_features(target, head, collate(examples), target.dtype), ranks=ranks)
+            features = online_features(target, head, collate(examples), target.dtype)
+            output = head(features, objective, ranks)
             sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
             bar.update(bar.done + len(examples))
     return sums
@@ -174,10 +190,9 @@ def greedy_answers(
     tree: TreePolicy,
     prompts: list[Tensor],
     new_tokens: int,
-    between: Callable[[], None] = lambda: None,
     drafter: str | None = None,
 ) -> GenerateOutput:
-    """Answer prompts greedily with the head, all in one left-padded batch; `between` is called after each round.
+    """Answer prompts greedily with the head, all in one left-padded batch.
 
     A `drafter` beside the head adds what it looks up, as in `SpeculativeLM.from_pretrained`.
 
@@ -185,29 +200,18 @@ def greedy_answers(
     """
     if isinstance(target, ReplayTarget) and (unknown := target.unknown(prompts, new_tokens)):
         with ProgressBar("answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)) as bar:
-            target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens), lambda _: between()])
+            target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens)])
     # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False)
     input_ids, mask = left_padded(prompts, target.device)
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        lm.round_callbacks += [lambda out: bar.update(out.tokens), lambda _: between()]
+        lm.round_callbacks.append(lambda out: bar.update(out.tokens))
         return lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
 
 
 def prompt_of(example: Example) -> Tensor:
     """Return the tokens before the first answer."""
     return torch.tensor(example.tokens[: example.loss_mask.index(True)])
-
-
-def summary(stats: Stats) -> dict[str, Any]:
-    """Return acceptance statistics as plain numbers."""
-    return {
-        "acceptance_length": stats.acceptance_length,
-        "interval": list(stats.acceptance_length_interval),
-        "acceptance_rate_by_depth": stats.acceptance_rate_by_depth,
-        "rounds": stats.rounds,
-        "plain_rounds": stats.plain_rounds,
-    }
 
 
 @dataclass(frozen=True)
@@ -267,37 +271,3 @@ def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedT
         if text:
             pieces.append((text, is_draft))
     return pieces
-
-
-@torch.inference_mode()
-def fingerprint(target: Target, head: DraftHead) -> dict[str, list[float]]:
-    """Draft along a fixed text: the head's best token at every depth, teacher-forced, and its log-probability.
-
-    Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a little less;
-    its own drafts can. `headstart verify` repeats them and compares.
-    """
-    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
-    vocab = target.info.vocab_size
-    length = FINGERPRINT_ENDS[-1] + head.max_depth
-    text_1T = torch.tensor([[(7919 * i + 31) % vocab for i in range(length)]], device=target.device)
-    output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
-    tokens: list[float] = []
-    scores: list[float] = []
-    for end in FINGERPRINT_ENDS:
-        state = served.begin(target.modules, 1, length, head.max_depth, head.max_depth)
-        read_B = torch.tensor([end - 1], device=target.device)
-        state = served.observe(state, output.features_BNF[:, : end - 1], text_1T[:, 1:end], read_B)
-        for depth in range(head.max_depth):
-            parent_11 = torch.full_like(text_1T[:, :1], 0 if depth else -1)
-            logits_11V, state = served.expand(state, text_1T[:, end - 1 + depth : end + depth], parent_11)
-            best = at_least_fp32(logits_11V).log_softmax(-1).max(-1)
-            tokens.append(int(served.target_tokens(best.indices)))  # sync: once for each checkpoint
-            scores.append(float(best.values))
-    return {"tokens": tokens, "scores": scores}
-
-
-def fingerprint_difference(found: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
-    """Return the share of drafts that differ, and the mean difference of their log-probabilities."""
-    others = [one != other for one, other in zip(found["tokens"], saved["tokens"], strict=True)]
-    differences = [abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)]
-    return sum(others) / len(others), sum(differences) / len(differences)

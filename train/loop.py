@@ -14,12 +14,9 @@ interruption. Callbacks run code of the caller's own between steps; `train(confi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,18 +32,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
-from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules, build_head
-from ..heads.by_name import head_config
+from ..console import ProgressBar, log
+from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
+from ..heads.objective import Objective
 from ..inference import Target, load_tokenizer
+from ..inference.chat_template import data_origin, warn_of_unread_variables
+from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import target_facts
 from ..inference.models.replay import ReplayTarget
-from .config import TrainConfig, dtype_of, head_options
-from .console import ProgressBar, Stopped, StopRequest, log
+from ..inference.probe import probe_drafts
+from ..inference.provenance import provenance
+from ..stopping import StopFlag, Stopped, stop_on_signals
+from .config import TrainConfig
 from .data.bad_rows import settle_unused_rows
 from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Example, data_origin, warn_of_unread_variables
+from .data.chat_template import Example
 from .data.conversations import Source, open_sources
 from .data.split import check_renders, rendering, split_cache
 from .data.token_cache import (
@@ -58,14 +60,14 @@ from .data.token_cache import (
     digest_of,
     lengths_of,
 )
-from .engines import actual_engine, alone, autocast, end_together, from_main, prepare, resolved, shard, start
-from .evaluate import Evaluation, eval_prompts, evaluate, fingerprint, sample_answers
+from .engines import actual_engine, autocast, end_together, from_main, prepare, resolved, shard, start
+from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
 from .features.online import OnlineFeatures, feature_source
 from .features.placement import is_sharded, load_target
-from .loading import SharedTarget
+from .head import head_of, objective_of
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
-from .run_folder import Progress, RunFolder, as_begun, provenance
+from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
 
 TIMED_STEPS = 3
@@ -77,7 +79,7 @@ SAMPLE = 4
 class Callback:
     """Methods that a run calls, on its main process only; a subclass overrides those that it needs.
 
-    Each gets the state of the run, a copy. An exception ends the run as Ctrl-C does: `train` writes a checkpoint from
+    Each gets a copy of the run's state. An exception ends the run as Ctrl-C does: `train` writes a checkpoint from
     which the same options resume, and raises it again. A callback raises `Stopped` to end the run. Losses and weights
     do not depend on callbacks, unless they draw from torch's global generator.
     """
@@ -104,34 +106,27 @@ class Callbacks:
 
     callbacks: Sequence[Callback]
     main_process: bool
-    error: BaseException | None = None
+    error: Exception | None = None
 
-    def call(self, name: str, progress: Progress, given: Any, stop: StopRequest | None = None) -> None:
+    def call(self, name: str, progress: Progress, given: Any, stop: StopFlag | None = None) -> None:
         """Call a method of all callbacks; the first exception sets `stop`, and no callback is called after it."""
         for callback in self.callbacks if self.main_process else ():
             if self.error is not None:
                 return
             try:
                 getattr(callback, name)(dataclasses.replace(progress), given)
-            except (Exception, Stopped) as error:
+            except Exception as error:
                 self.error = error
                 log.warning(f"{type(callback).__name__}.{name} ends the run: {error!r}")
                 if stop is not None:
                     stop.wanted = True
 
 
-def train(
-    config: TrainConfig,
-    deadline: float = math.inf,
-    shared: SharedTarget | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Path:
+def train(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Path:
     """Run or resume a training run; return its folder.
 
     Args:
         config: options of the run.
-        deadline: on the main process's `time.monotonic`; a run begins no step after it, and then evaluates its head.
-        shared: the target, if other work in this process uses it too.
         callbacks: called between steps, on the main process.
 
     Raises:
@@ -152,20 +147,19 @@ def train(
         end_together(accelerator)
         return run.folder
     check_tracker(config)
-    tracker, called, failed = Tracker(accelerator), Callbacks(callbacks, accelerator.is_main_process), True
+    tracker = Tracker(accelerator)
+    called = Callbacks(callbacks, accelerator.is_main_process)
+    failed = True
     try:
-        run_steps(run, share, config, deadline, shared, tracker, called)
+        unfinished = run_steps(run, share, config, tracker, called)
         failed = False
-    except Stopped:
-        failed = False
-        if called.error is None:
-            raise
     finally:
         tracker.close(run.best, failed)
-        if not failed:
-            accelerator.end_training()
+    accelerator.end_training()
     if called.error is not None:
         raise called.error
+    if unfinished is not None:
+        raise Stopped(unfinished)
     return run.folder
 
 
@@ -173,19 +167,23 @@ def run_steps(
     run: RunFolder,
     share: Share,
     config: TrainConfig,
-    deadline: float,
-    shared: SharedTarget | None,
     tracker: Tracker,
     callbacks: Callbacks,
-) -> None:
-    """Make a run's remaining steps, with evaluations and checkpoints between them."""
+) -> str | None:
+    """Make a run's remaining steps, with evaluations and checkpoints between them.
+
+    Ctrl-C and SIGTERM set a flag, which is looked at after each step and between the parts of an evaluation.
+
+    Returns:
+        How far the run is if it was stopped, once a checkpoint has been written; else None.
+    """
     accelerator = run.accelerator
-    inputs = load_inputs(config, accelerator, shared, run.folder)
+    inputs = load_inputs(config, accelerator, run.folder)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
     cached, adapted = config.features.mode == "cached", config.adapter.rank > 0
-    flops = count_flops(target, head, training[:SAMPLE], cached, adapted)
+    flops = count_flops(target, head, inputs.objective, training[:SAMPLE], cached, adapted)
     state = build_state(run, share, inputs, config, steps)
     torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
     progress = run.resume(actual_engine(state.module))
@@ -209,32 +207,35 @@ def run_steps(
         features.settle(accelerator)  # a run that resumes from here finds the states that it has trained on
         callbacks.call("on_save", progress, run.save(progress, config.loop.keep), stop)
 
-    with StopRequest() as stop, worker_deaths_explained():
+    with stop_on_signals() as stop, worker_deaths_explained():
         with (
             ProgressBar("training steps", steps, progress.step) as bar,
             closing(loaded(reader, inputs.order, progress.step, workers, accelerator.device.type == "cuda")) as batches,
-            suppress(Stopped),
         ):
-            last_epoch, stopping = None, False
+            last_epoch = None
+            stopping = False
             while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
                     found = evaluate_and_save(state, metrics, stop, callbacks)
+                    if found is None:
+                        break
                     if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
                 if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
                     save()
-                if progress.step > 0 and deadline < math.inf and from_main(accelerator, time.monotonic() > deadline):
-                    steps = progress.step
-                if progress.step == steps or stopping or (alone(accelerator) and stop.wanted):
+                if accelerator.num_processes == 1:
+                    stopping = stop.wanted
+                if progress.step == steps or stopping:
                     break
                 metrics.start_step()
                 data = next(batches)
                 if data.epoch != last_epoch:
                     features.settle(accelerator)
                 last_epoch = data.epoch
-                number, adapt, wanted = progress.step + 1, progress.step >= joint_from, stop.wanted
-                with stop.at_once(alone(accelerator)), random_state_kept_if_stopped():
-                    outputs, norm, stopping = gradients(state, data, features, metrics.clock, number, adapt, wanted)
+                number = progress.step + 1
+                adapt = progress.step >= joint_from
+                # Processes agree on stopping in the sum of the loss: the one exchange that a step has anyway.
+                outputs, norm, stopping = gradients(state, data, features, metrics.clock, number, adapt, stop.wanted)
                 lr = update(state)
                 progress.step = number
                 progress.answer_tokens += data.answer_tokens
@@ -242,29 +243,14 @@ def run_steps(
                 bar.update(progress.step, metrics.note)
         save()
         if progress.step < steps:
-            raise Stopped(f"stopped at step {progress.step} of {steps}; the same command resumes from there")
-        evaluate_and_save(state, metrics, stop, callbacks, last=True)
-        with stop.at_once(alone(accelerator)):
-            if accelerator.is_main_process:
-                log.info(f"the report: {write_report(run.folder)}")
+            return f"stopped at step {progress.step} of {steps}; the same command resumes from there"
+        if evaluate_and_save(state, metrics, stop, callbacks, last=True) is None:
+            return "stopped in the last evaluation; the same command resumes from there"
+        if accelerator.is_main_process:
+            log.info(f"the report: {write_report(run.folder)}")
         callbacks.call("on_end", progress, run.folder)
         end_together(accelerator)
-
-
-def seconds_per_step(config: TrainConfig, shared: SharedTarget | None = None) -> float:
-    """Measure the time of a step: the mean of `TIMED_STEPS` after one warm-up. Nothing is changed or written."""
-    accelerator, share = start(config)
-    config = resolved(config, accelerator)
-    inputs = load_inputs(config, accelerator, shared)
-    state = build_state(RunFolder(Path(config.output), accelerator), share, inputs, config, steps=1)
-    clock, features = StepClock(accelerator.device), OnlineFeatures(inputs.target, inputs.head)
-    reader = Steps(inputs.training, share, inputs.head.max_depth + 2)
-    taken = []
-    for rows in itertools.islice(inputs.order.from_step(0), 1 + TIMED_STEPS):
-        began = time.monotonic()
-        gradients(state, reader[rows], features, clock, step=1, adapt=False)
-        taken.append(time.monotonic() - began)
-    return statistics.mean(taken[1:])
+    return None
 
 
 @dataclass(frozen=True)
@@ -273,6 +259,7 @@ class Inputs:
 
     target: Target
     head: DraftHead
+    objective: Objective
     tokenizer: PreTrainedTokenizerBase
     provenance: dict[str, Any]
     """Identity of target and tokenizer, saved with the head."""
@@ -287,31 +274,25 @@ class Inputs:
     """The target for evaluations; None where training changes it, or several processes hold parts of it."""
 
 
-def load_inputs(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    shared: SharedTarget | None = None,
-    folder: Path | None = None,
-) -> Inputs:
+def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | None = None) -> Inputs:
     """Load data, target and head; invalid options or data raise a ValueError before the target is loaded.
 
     Rows that cannot be used are written to a file in `folder`, if one is given.
     """
-    kind, options = head_options(config)
-    head_config(kind, options)  # mistakes in the options or the data are reported before a model is loaded
+    objective = objective_of(config)  # mistakes in the options are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
-    tokenizer = shared.tokenizer if shared else load_tokenizer(config.target, config.target_revision)
+    tokenizer = load_tokenizer(config.target, config.target_revision)
     check_renders(tokenizer, sources, config.target)
     if accelerator.is_main_process:
         warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
     # The data before the target, whose loading takes minutes, unless only loading it tells how they are read.
-    known = target_facts(config.target, config.target_revision) or loaded_target(config, accelerator, shared)
+    known = target_facts(config.target, config.target_revision) or load_target(config, accelerator)
     how = rendering(config, known, tokenizer)
     cache, training, held_out = load_data(config, accelerator, sources, how, folder)
-    target = known if isinstance(known, Target) else loaded_target(config, accelerator, shared)
+    target = known if isinstance(known, Target) else load_target(config, accelerator)
     if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
-    head = build_head(kind, options, target.info)
+    head = head_of(config, target.info)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
@@ -333,12 +314,7 @@ def load_inputs(
     lengths = lengths_of(training)
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
     replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
-    return Inputs(target, head, tokenizer, provenance, training, held_out, order, float(covered), replay)
-
-
-def loaded_target(config: TrainConfig, accelerator: Accelerator, shared: SharedTarget | None) -> Target:
-    """The target, loaded unless it is shared."""
-    return shared.target if shared else load_target(config, accelerator)
+    return Inputs(target, head, objective, tokenizer, provenance, training, held_out, order, float(covered), replay)
 
 
 def load_data(
@@ -403,7 +379,7 @@ def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfi
     if config.adapter.rank > 0:
         from .adapter import JointModule  # imports peft, which takes a second
 
-        trained = joint = JointModule(inputs.target, inputs.head, config.adapter)
+        trained = joint = JointModule(inputs.target, inputs.head, inputs.objective, config.adapter)
         adapted = joint.peft
         slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
     trained = trained.to(accelerator.device)
@@ -444,7 +420,7 @@ def gradients(
         accelerator.sync_gradients = last  # gradients are exchanged once a step
         with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
-            given = (batch, adapt) if state.adapted else (features(batch),)
+            given = (batch, adapt) if state.adapted else (features(batch), state.inputs.objective)
             clock.part("head")
             with autocast(accelerator, state.config.loop.precision):
                 output = module(*given)
@@ -475,40 +451,32 @@ def update(state: TrainState) -> float:
     return lr
 
 
-@contextmanager
-def random_state_kept_if_stopped() -> Iterator[None]:
-    """Restore the random state if a step is interrupted: the run resumes with this step."""
-    host, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    except Stopped:
-        torch.set_rng_state(host)
-        torch.cuda.set_rng_state_all(devices)
-        raise
-
-
 def evaluate_and_save(
-    state: TrainState, metrics: MetricsLogger, stop: StopRequest, callbacks: Callbacks, last: bool = False
-) -> Evaluation:
-    """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last."""
+    state: TrainState, metrics: MetricsLogger, stop: StopFlag, callbacks: Callbacks, last: bool = False
+) -> Evaluation | None:
+    """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last.
+
+    None if the evaluation was stopped, on all processes.
+    """
     run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
     accelerator, target = run.accelerator, inputs.target
-    copy = build_head(*head_options(config), target.info)
+    copy = head_of(config, target.info)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
-    copy = copy.to(accelerator.device, dtype_of(config.loop.save_dtype))
-    found = evaluate(inputs.replay or target, copy, inputs.held_out, config.eval, accelerator, stop)
+    copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
+    found = evaluate(inputs.replay or target, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop)
+    if found is None:
+        return None
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []
-    with stop.at_once(alone(accelerator)):
-        if config.loop.tracker != "none" and config.tracking.samples > 0:
-            prompts = eval_prompts(target, inputs.held_out, config.eval)[: config.tracking.samples]
-            tree, tokens = found.policies[found.best], config.eval.new_tokens
-            samples = sample_answers(inputs.replay or target, copy, tree, prompts, tokens, inputs.tokenizer)
+    if config.loop.tracker != "none" and config.tracking.samples > 0:
+        prompts = eval_prompts(target, inputs.held_out, config.eval)[: config.tracking.samples]
+        tree = found.policies[found.best]
+        samples = sample_answers(inputs.replay or target, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer)
     metadata = CheckpointMetadata(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-        measured={"coverage": inputs.coverage, "probe": fingerprint(target, copy), **found.measured(config.eval)},
+        measured={"coverage": inputs.coverage, "probe": probe_drafts(target, copy), **found.measured(config.eval)},
         provenance=inputs.provenance,
         adapted=state.adapted is not None,
     )

@@ -17,15 +17,18 @@ from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
 
+from ..console import console, log
 from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules, build_head
-from ..heads.losses import Objective, positions_at_once
+from ..heads.losses import positions_at_once
+from ..heads.objective import Objective
 from ..inference import Target
-from .config import TrainConfig, dtype_of, head_options
-from .console import console, log
+from ..inference.models.dtypes import dtype_named
+from .config import TrainConfig, head_options
 from .data.batches import Share
 from .engines import check_engine, formats, with_formats
 from .features.online import cache_bytes
 from .features.placement import empty_model
+from .head import head_of, objective_of
 from .optim import matrices_of
 
 SCALE = 16
@@ -73,12 +76,11 @@ def plan_run(config: TrainConfig) -> Plan:
     rows = max(1, step_rows // (processes * share.forwards))
     here = torch.device("cpu") if processes == 1 and not torch.accelerator.is_available() else torch.device("cuda")
     config = with_formats(config, *formats(config, here))
-    dtype = dtype_of(config.target_dtype)
+    dtype = dtype_named(config.target_dtype)
     model = empty_model(config, dtype)
     target = Target(model, config.target)
-    kind, options = head_options(config)
     with init_empty_weights():
-        head = build_head(kind, options, target.info)
+        head = head_of(config, target.info)
     whole = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in target.modules.blocks]
     size = sum(parameter.numel() for parameter in head.parameters())
@@ -100,18 +102,16 @@ def plan_run(config: TrainConfig) -> Plan:
         "gradients": FLOAT * size // sharded[1],
         "optimizer": FLOAT * states // sharded[0] + (FLOAT * size if config.optim.ema else 0),
         "activations": activations(config, info, rows, length) + in_16_bits,
-        "loss": loss_chunk(head, tokens, dtype.itemsize, here),
+        "loss": loss_chunk(head, objective_of(config), tokens, dtype.itemsize, here),
     }
     dtypes, per_token = (config.target_dtype, config.loop.precision), cache_bytes(head, config.features.format)
     return Plan(engine, processes, whole, size, *dtypes, memory, per_token)
 
 
-def loss_chunk(head: DraftHead, tokens: int, itemsize: int, device: torch.device) -> int:
+def loss_chunk(head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device) -> int:
     """Count bytes of the loss's chunk: the target's logits in its dtype, the draft's with their copies in float32."""
-    vocab_size, drafted = head.target.vocab_size, head.draft_vocab_size
-    config = head.config  # its objective, or has one; else the head computes its loss otherwise
-    objective: Objective | None = config if isinstance(config, Objective) else getattr(config, "objective", None)
-    target = vocab_size if objective is None else objective.target_logits(vocab_size, drafted)
+    drafted = head.draft_vocab_size
+    target = objective.target_logits(head.target.vocab_size, drafted)
     positions = min(tokens, positions_at_once(device, max(target, drafted)))
     return positions * (target * itemsize + CHUNK_COPIES * FLOAT * drafted)
 
@@ -158,7 +158,7 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
 
     hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
-        output = head(features)
+        output = head(features, objective_of(config))
     assert output.loss.requires_grad  # the tensors that it keeps are counted while it is alive
     sizes = {one.storage.data_ptr(): one.storage.nbytes() for one in saved}
     return sum(size for place, size in sizes.items() if place not in own)

@@ -17,16 +17,19 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..console import duration, log, number
 from ..heads import DraftHead, HeadOutput
 from ..heads.checkpoints.files import json_ready
+from ..heads.objective import Objective
 from ..inference import Target
-from .console import duration, log, number
+from ..inference.stats import acceptance_figures
+from ..inference.tracing.plots import plotted
 from .data.batches import collate
 from .data.chat_template import Example
-from .evaluate import Evaluation, Sample, summary
+from .evaluate import Evaluation, Sample
 from .features.online import online_features
 from .run_folder import Progress, RunFolder
-from .tracking import Tracker, plotted
+from .tracking import Tracker
 
 PEAK_TFLOPS = {
     r"NVIDIA A100( \d+GB PCIe|-(SXM4|PCIE)-\d+GB)": 312,
@@ -171,7 +174,7 @@ class MetricsLogger:
 
     def log_evaluation(self, found: Evaluation, samples: list[Sample]) -> dict[str, Any]:
         """Log an evaluation, on the main process; return the line of log.jsonl, on every process."""
-        step, rows = self.progress.step, {name: summary(stats) for name, stats in found.trees.items()}
+        step, rows = self.progress.step, {name: acceptance_figures(stats) for name, stats in found.trees.items()}
         row: dict[str, Any] = json_ready(
             {"step": step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
         )
@@ -239,7 +242,9 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], cached: bool, adapted: bool) -> float:
+def count_flops(
+    target: Target, head: DraftHead, objective: Objective, examples: Sequence[Example], cached: bool, adapted: bool
+) -> float:
     """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
@@ -250,7 +255,7 @@ def count_flops(target: Target, head: DraftHead, examples: Sequence[Example], ca
         with FlopCounterMode(display=False) as of_target:
             features = online_features(target, head, batch, next(head.parameters()).dtype)
         with FlopCounterMode(display=False) as of_head:
-            head(features)
+            head(features, objective)
     target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)
     return (target_flops + 3 * of_head.get_total_flops()) / max(int(batch.loss_mask_BT.sum()), 1)
 

@@ -9,34 +9,26 @@ best/, last/       head checkpoints: of the longest acceptance length, and after
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
+from ..console import log
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
-from ..inference.models.loading import default_device
-from ..inference.tuning import machine
 from .config import TrainConfig
-from .console import log
 
-PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
-"""Packages whose versions are saved with every result."""
 FREE_TO_CHANGE = (
     "loop.log_every",
     "loop.eval_every",
@@ -277,21 +269,3 @@ class RunFolder:
         """Append a line to log.jsonl."""
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_ready(row)) + "\n")
-
-
-def provenance() -> dict[str, Any]:
-    """Return package versions, the processor or GPU with its threads, and the git revision of a checkout."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        versions[name] = next((found.version for found in importlib.metadata.distributions(name=name)), None)
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        revision = None
-    return {"versions": versions, "hardware": hardware(), "git_revision": revision}
-
-
-def hardware() -> str:
-    """Return the first GPU's name; or the processor's, the instruction set that torch uses, and torch's threads."""
-    return machine.hardware(torch.device(default_device()))

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,14 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 
+from ..console import log
 from ..heads.checkpoints.files import json_ready
+from ..inference.tracing.plots import plotted
 from .config import TrainConfig
-from .console import log
 from .evaluate import Sample
 from .run_folder import flat
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from wandb.sdk.wandb_run import Run as WandbRun
 
 RETRY_SECONDS = 60.0
@@ -237,24 +237,6 @@ def _show_in_tensorboard(writer: Any, rates: dict[str, list[float | None]], samp
     if samples:
         writer.add_text("eval/samples", "<hr>".join(sample.html("strong") for sample in samples), global_step=step)
     writer.flush()
-
-
-def plotted(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]) -> Figure:
-    """Plot curves of points (x, y), without the points whose y was not measured, with a legend if they are several."""
-    from matplotlib.figure import Figure  # takes a second to import, and is needed last
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, points in curves.items():
-        measured = [(x, y) for x, y in points if y is not None]
-        marker = "." if len(measured) < 20 else None
-        axes.plot([x for x, _ in measured], [y for _, y in measured], label=name, marker=marker)
-    axes.set_xlabel(x_title)
-    axes.set_ylabel(y_title)
-    axes.grid(alpha=0.3)
-    if len(curves) > 1:
-        axes.legend()
-    return figure
 
 
 def _upload(run: WandbRun, best: Path) -> None:

@@ -326,16 +326,12 @@ def _window_options(layer: Mapping[str, Any], keys: Mapping[str, Any], nested: M
 
 def _dspark_options(source: Source) -> dict[str, Any]:
     keys = source.keys
-    estimates = bool(keys["enable_confidence_head"])
-    options = _dflash_options(source) | {
+    return _dflash_options(source) | {
         "markov": keys["markov_head_type"],
         "markov_rank": keys["markov_rank"],
-        "confidence": estimates,
+        "confidence": bool(keys["enable_confidence_head"]),
         "confidence_with_markov": bool(keys["confidence_head_with_markov"]),
     }
-    if not estimates:
-        options["loss"] = {"ce": 0.1, "tv": 0.9}
-    return options
 
 
 def _medusa_options(source: Source) -> dict[str, Any]:

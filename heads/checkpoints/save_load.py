@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
-from ..by_name import build_head, head_name
+from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids
 from .files import (
     CONFIG_FILE,
@@ -40,7 +40,6 @@ from .files import (
 from .hub import local_folder, push_folder
 from .model_card import Listing, model_card
 from .public import public
-from .quantized import int8_tensor, plain_tensors, unread_by
 
 SHARD = "5GB"
 """Largest weight file; a larger head is split over several."""
@@ -101,21 +100,16 @@ def load_head(
     if target is not None:
         saved_target.check(target)
     _check_weights(section, saved_target, folder)
-    head = build_head(section["head"], section["options"], saved_target)
+    head = build_head(section["head"], _architecture(section), saved_target)
     _check_server_keys(head, config, folder)
     saved = read_weights(folder, (WEIGHTS_FILE,))
     for name in head.served_names:  # copies of the target's tensors, for servers
         saved.pop(name, None)
-    own = head.state_dict()
     try:
-        int8 = {name: int8_tensor(saved, name, own[name].shape) for name in own if f"{name}.qdata" in saved}
         for name, parameter in head.named_parameters():
             if name in saved:
                 parameter.data = parameter.data.to(saved[name].dtype)
-        load_exactly(head, saved | {name: own[name] for name in int8})
-        for name, tensor in int8.items():
-            module, _, last = name.rpartition(".")
-            setattr(head.get_submodule(module), last, nn.Parameter(tensor, requires_grad=False))
+        load_exactly(head, saved)
         head.check_loaded()
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
@@ -137,10 +131,10 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
             "options": dataclasses.asdict(head.config),
             "target": dataclasses.asdict(head.target),
             **{SECTION_KEYS[name]: value for name, value in dataclasses.asdict(metadata).items()},
-            "unread_by": unread_by(head),
+            "unread_by": head.unread_by,
         }
     )
-    state = {key: value.detach().cpu().contiguous() for key, value in plain_tensors(head.state_dict()).items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     dtype = dtype_name(next(head.parameters()).dtype)
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
     with new_folder(folder, HEAD) as partial:
@@ -324,21 +318,21 @@ def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) ->
     """Refuse a file whose tensors do not have the shapes that config.json says, by the file's header."""
     shapes = weight_shapes(folder)
     try:
-        head = build_unloaded(section["head"], section["options"], target, len(shapes))
+        head = build_unloaded(section["head"], _architecture(section), target, len(shapes))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
-    saved: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        weight, _, kind = name.rpartition(".")
-        if kind == "qdata":  # int8 values of a weight
-            saved[weight] = shape
-        elif kind != "scale" and name not in head.served_names:
-            saved[name] = shape
+    saved = {name: shape for name, shape in shapes.items() if name not in head.served_names}
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     try:
         _refuse_other_shapes(expected, saved)
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+
+
+def _architecture(section: dict[str, Any]) -> dict[str, Any]:
+    """The options of the head itself: older checkpoints tell there what it was trained on, too."""
+    options = section["options"]
+    return {name: value for name, value in options.items() if name not in OBJECTIVE_OPTIONS}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from ...heads import DraftHead
+from ..engines.base import Engine
 from ..tree import DraftTree
-from ..tuning.costs import RoundCosts
-from ..tuning.tree_search import chain_length, default_dynamic_tree, default_length
+from ..tuning.round_costs import RoundCosts
+from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
 from .tree_policies import HeadDrafter
@@ -257,9 +258,9 @@ class AdaptiveDrafter(Drafter):
         self._rows.record(seconds, sum(map(len, step.tokens)) / len(step.tokens))
         self._started = None
 
-    def compile(self) -> None:
+    def use(self, engine: Engine) -> None:
         for tree in self.trees:
-            tree.compile()
+            tree.use(engine)
 
     def renew(self, force: bool = False) -> None:
         for tree in self.trees:
@@ -315,9 +316,9 @@ def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts)
         longest = head.max_depth
         share = (costs.seconds(longest + 1, longest) - costs.seconds(2, 1)) / (longest - 1) / costs.seconds(1, 0)
         trees.append(EarlyExitShape(longest, min(max(share, 0.0), 1.0)))
-    paying = [
-        tree
+    lengths = {
+        tree: default_length(tree)
         for tree in trees
-        if chain_length([BEST_RATE], tree.depth) * costs.seconds(1, 0) > costs.seconds(tree.size, tree.depth)
-    ]
-    return sorted(paying, key=lambda tree: -default_length(tree) / costs.seconds(tree.size, tree.depth)) or [trees[0]]
+        if costs.rate(tree, chain_length([BEST_RATE], tree.depth)) * costs.plain > 1
+    }
+    return by_speed(lengths, costs) or [trees[0]]

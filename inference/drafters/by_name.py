@@ -11,8 +11,9 @@ from ...heads import CheckpointMetadata, DraftHead, TargetModules
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_provenance
 from ..target import Target
-from ..tuning.costs import RoundCosts, measured_costs
+from ..tuning.costs import measured_costs
 from ..tuning.machine import machine_key
+from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import (
     DynamicShape,
@@ -134,7 +135,7 @@ def _head_drafter(
         return tree_drafter(head, tree, modules)
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     policies = auto_trees(head, metadata, _machine(target), costs)
-    if not adaptive or target.graph is not None:  # to compile a function for each tree would take minutes
+    if not adaptive:
         policies = policies[:1]
     trees = [_policy_drafter(head, policy, modules, batch_budget(policy, target.device)) for policy in policies]
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]

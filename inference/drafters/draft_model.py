@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...heads import TargetInfo, TargetModules
-from ...heads.layers.draft_cache import counting
+from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
 from ..target import Target
 from ..tree import framed

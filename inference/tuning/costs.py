@@ -1,18 +1,16 @@
-"""Costs of a step on this machine: forwards of the target over a number of tokens, and drafts of a head.
+"""Costs of a round on this machine: forwards of the target over a number of tokens, and drafts of a head.
 
-They are measured in about a second when they are first needed, and kept (see `machine`) for all models of the same
-dimensions: so a tree can fit the machine although nobody calibrated it there.
+`measured_costs` takes about a second when it is first needed, and is kept (see `machine`) for all models of the same
+dimensions: so a tree can fit the machine although nobody calibrated it there. `costs_of_rounds` derives them from
+rounds that were decoded, which `headstart tree` does.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,61 +18,29 @@ from torch import Tensor
 
 from ...heads import DraftHead
 from ...heads.base import dtype_name
-from ..compiled.cpu_decoder import is_packed
-from ..compiled.cpu_kernels import kernels
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
+from ..engines.cpu_decoder import is_packed
 from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
+from ..stats import Stats
 from ..target import Target
-from .machine import measured_once, positive, seconds_in_turns
-from .tree_spec import TreeShape
+from .machine import measured_once, seconds_in_turns
+from .round_costs import SIZES, RoundCosts
+from .tree_spec import DynamicShape, TreePolicy, TreeShape
 
-SIZES = (1, 2, 4, 8, 16, 32)
-"""Tokens of the forwards that are timed."""
 TEXT = 16
 """Tokens of the text that they follow."""
 DEPTH = 4
 """Depth of the chain by which drafts are timed, at most."""
 REPEATS, LIMIT = 5, 0.8
 """Calls of each, at most, and seconds after which there are no more."""
+TIMED_NODES = 8
+"""Nodes of the trees by whose rounds drafting is timed."""
+TIMED_WIDTHS = (2, 8)
+"""Their widths."""
 CHUNK_TOKENS = 2048
 """Tokens of a text that are read at once."""
-
-
-@dataclass(frozen=True)
-class RoundCosts:
-    """Seconds of the parts of a step; until they are measured, in autoregressive steps."""
-
-    forward: dict[int, float]
-    """Forward of the target, by its tokens."""
-    draft: float
-    """One draft step, a depth of the tree, with its share of what the head reads after a step; 0 without a head."""
-
-    def seconds(self, nodes: int, depth: int) -> float:
-        """Seconds of a step with a tree, the root counted: linear between the measured sizes, and beyond the last."""
-        sizes = list(self.forward)
-        after = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
-        low, high = sizes[after - 1], sizes[after]
-        slope = (self.forward[high] - self.forward[low]) / (high - low)
-        return self.forward[low] + slope * (nodes - low) + self.draft * depth
-
-    @classmethod
-    def read(cls, kept: Any) -> RoundCosts:
-        """Parse what the machine's file holds.
-
-        Raises:
-            ValueError: it holds no costs.
-        """
-        forward = {int(size): positive(seconds) for size, seconds in kept["forward"].items()}
-        if tuple(forward) != SIZES:
-            raise ValueError(f"costs of {list(forward)} tokens, not of {list(SIZES)}")
-        return cls(forward, positive(kept["draft"]) if kept["draft"] else 0.0)
-
-    @classmethod
-    def assumed(cls, device: torch.device) -> RoundCosts:
-        """Costs in autoregressive steps; a token more costs nothing on an accelerator, which waits for its memory."""
-        return cls({1: 1.0, 2: 1 + 1 / 16 if device.type == "cpu" else 1.0}, draft=1 / 8)
 
 
 def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
@@ -85,20 +51,18 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
         drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
         drafts += ", 8 bits" if is_packed(head) else ""
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
-    code = "eager" if not target.compiled else "compiled"
-    if target.compiled and target.graph is None:  # a hash of the kernels' source, compiler and processor
-        code = "kernels " + Path(kernels()._name).stem.removeprefix("cpu_kernels-")
     name = (  # all that the cost depends on, but for the values of the weights
         f"seconds of a round: {type(model).__name__}, "
         f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
         f"{info.num_attention_heads} heads in {info.num_key_value_heads} groups of {info.head_dim}, "
         f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
-        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {code}; {drafts}"
+        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {target.engine.name}; {drafts}"
     )
 
     def measure() -> dict[str, Any]:
         with target.lock:  # another thread may be generating with the same kernels
-            return asdict(_measured(target, head))
+            found = _measured(target, head)
+            return {"forward": found.forward, "draft": found.draft}
 
     return measured_once(target.device, name, measure, RoundCosts.read)
 
@@ -115,6 +79,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
         drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
+        drafter.use(target.engine)
         drafter.begin(DraftContext(1, TEXT + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
         features = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, []).features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))
@@ -131,6 +96,57 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     # More tokens never take less time: such a measurement was disturbed.
     forward = dict(zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True))
     return RoundCosts(forward, taken[0] / depth if depth else 0.0)
+
+
+def timed_trees(head: DraftHead) -> tuple[DynamicShape, DynamicShape, DynamicShape]:
+    """Trees by whose rounds drafting is timed: a shallow one, a deeper one, and one that expands more nodes."""
+    depth = min(head.max_depth, DEPTH)
+    narrow = min(TIMED_WIDTHS[0], head.draft_vocab_size)
+    wide = min(TIMED_WIDTHS[1], head.draft_vocab_size)
+    return (
+        DynamicShape(TIMED_NODES, 1, narrow),
+        DynamicShape(TIMED_NODES, depth, narrow),
+        DynamicShape(TIMED_NODES, depth, wide),
+    )
+
+
+def costs_of_rounds(
+    target: Target,
+    head: DraftHead,
+    timed: Mapping[TreePolicy | None, Stats],
+    text_1T: Tensor,
+    sizes: Sequence[int],
+) -> RoundCosts:
+    """Derive costs from rounds that were decoded.
+
+    Args:
+        target: the model.
+        head: the head that drafted.
+        timed: statistics of decoding with each of `timed_trees` and, at None, plainly.
+        text_1T: forwards over trees are timed after this text.
+        sizes: nodes of those trees.
+    """
+    trees = timed_trees(head)
+    shallow, deep, wide = trees
+    parts = [timed[tree].round_parts for tree in trees]
+    shallow_draft, deep_draft, wide_draft = (part["draft"] for part in parts)
+    node = 0.0
+    if wide.expanded > deep.expanded:
+        node = max(0.0, wide_draft - deep_draft) / (wide.expanded - deep.expanded)
+    depth = 0.0
+    if deep.depth > shallow.depth:
+        by_nodes = node * (deep.expanded - shallow.expanded)
+        depth = max(0.0, deep_draft - shallow_draft - by_nodes) / (deep.depth - shallow.depth)
+    constant = shallow_draft - depth * shallow.depth - node * shallow.expanded
+    others = [sum(part.values()) - part["draft"] - part["target"] for part in parts]
+
+    step = timed[None].round_parts
+    forward = forward_seconds(target, text_1T, sorted({1, 2, *sizes}), head.feature_layers)
+    if target.device.type == "cpu":
+        # Forwards in rounds take longer than alone. On a GPU the parts of a round are launches, and tell nothing.
+        scale = step["target"] / forward[1]
+        forward = {size: scale * seconds for size, seconds in forward.items()}
+    return RoundCosts(forward, depth, node, constant + statistics.mean(others), sum(step.values()))
 
 
 def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:

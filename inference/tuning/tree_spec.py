@@ -176,10 +176,6 @@ class SampledShape:
         vars(self).update(size=self.shape.size, depth=self.shape.depth, kind=kind)
 
 
-EXIT_FEATURES = 4
-"""Features of an early-exit classifier; see `early_exit.exit_features`."""
-
-
 @dataclass(frozen=True)
 class EarlyExitShape:
     """A chain that ends where the next token's probability of being accepted falls below a threshold."""
@@ -190,8 +186,6 @@ class EarlyExitShape:
     """From 0, never to end early, to 1."""
     sampled: bool = False
     """Whether its tokens are sampled; else they are the best ones."""
-    weights: tuple[float, ...] | None = None
-    """Weights of a trained classifier; None to take the draft's own probability of its best token."""
     size: int = field(init=False, repr=False, compare=False)
     """Number of nodes, the root counted, at most."""
     expanded: int = field(init=False, repr=False, compare=False)
@@ -204,8 +198,6 @@ class EarlyExitShape:
                 f"{self.depth} and {self.threshold}"
             )
         _check_size(self.depth)
-        if self.weights is not None and len(self.weights) != EXIT_FEATURES:
-            raise ValueError(f"an early-exit classifier has {EXIT_FEATURES} weights, not {len(self.weights)}")
         vars(self).update(size=self.depth + 1, expanded=self.depth)
 
 
@@ -237,8 +229,7 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
             `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of paths such as
             [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list samples the
             children instead of taking the top-k, without replacement; `independent:` samples them independently.
-            `stop:0.4:` before a chain, sampled or not, ends it where the draft's confidence is below 0.4;
-            `stop:0.4@WEIGHTS:` where that of a trained classifier is.
+            `stop:0.4:` before a chain, sampled or not, ends it where the draft's confidence is below 0.4.
 
     Raises:
         ValueError: another spec, or limits that allow no tree.
@@ -253,10 +244,9 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         if isinstance(shape, TreeShape) and shape.paths:
             return SampledShape(shape, kind == "independent")
     number = r"-?\d+(?:\.\d+)?"
-    early_exit = re.fullmatch(rf"stop:({number})(?:@({number}(?:,{number})*))?:(drawn:)?chain:(\d+)", tree)
+    early_exit = re.fullmatch(rf"stop:({number}):(drawn:)?chain:(\d+)", tree)
     if early_exit:
-        weights = tuple(map(float, early_exit[2].split(","))) if early_exit[2] else None
-        return EarlyExitShape(int(early_exit[4]), float(early_exit[1]), early_exit[3] is not None, weights)
+        return EarlyExitShape(int(early_exit[3]), float(early_exit[1]), early_exit[2] is not None)
     if tree == "root":
         return ROOT
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
@@ -286,7 +276,7 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
 
 STORED = re.compile(
     r"(drawn:|independent:)?(\[[\[\]0-9, ]*\]|root|(chain|branch|dynamic)(:[0-9x]+)*)"
-    r"|stop:[0-9.,@-]+:(drawn:)?chain:[0-9]+"
+    r"|stop:[0-9.-]+:(drawn:)?chain:[0-9]+"
 )
 """A tree spec that names no file."""
 
@@ -314,6 +304,5 @@ def spec_of(policy: TreePolicy) -> str | list[list[int]]:
     if isinstance(policy, SampledShape):
         return f"{'independent' if policy.independent else 'drawn'}:{spec_of(policy.shape)}"
     if isinstance(policy, EarlyExitShape):
-        weights = "" if policy.weights is None else "@" + ",".join(map(str, policy.weights))
-        return f"stop:{policy.threshold:g}{weights}:{'drawn:' if policy.sampled else ''}chain:{policy.depth}"
+        return f"stop:{policy.threshold:g}:{'drawn:' if policy.sampled else ''}chain:{policy.depth}"
     return [list(path) for path in policy.paths]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from headstart.console import log
 from headstart.heads import DraftHead, build_head
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.eagle3 import Eagle3Head
@@ -39,18 +40,18 @@ from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.logits import RandomSampler, Sampler
 from headstart.inference.loop import Verification
+from headstart.inference.provenance import provenance
 from headstart.inference.tree import DraftTree
 from headstart.inference.verify import VerifyResult, greedy
+from headstart.options import CommandOptions
 from headstart.scripts.command_line import options, run
 from headstart.scripts.measuring.bandwidth import memory_bandwidth, now, weight_bytes
-from headstart.train.config import CommandOptions, OptimConfig
-from headstart.train.console import log
+from headstart.train.config import OptimConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
 from headstart.train.optim import build_optimizer
 from headstart.train.report import count_flops, peak_tflops
-from headstart.train.run_folder import provenance
 
 TRAINING_STEPS = 5
 """Training steps that are timed."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.console import ProgressBar, counted
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.chat_template import check_lengths, prompt_ids
+from headstart.inference.messages import Messages
+from headstart.inference.prompt_files import read_prompts
+from headstart.inference.tuning.acceptance import Answered
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import DecodingOptions
-from headstart.train.console import ProgressBar, counted
-from headstart.train.data.chat_template import Example, check_lengths, prompt_ids
-from headstart.train.data.conversations import Messages, read_prompts
-from headstart.train.loading import SharedTarget
 
 Key = TypeVar("Key")
 
@@ -24,20 +25,23 @@ Key = TypeVar("Key")
 def read_prompt_files(paths: Sequence[str], limit: int | None) -> dict[str, list[Messages]]:
     """Read the first `limit` prompts of each file."""
     prompts = {path: read_prompts(path, limit) for path in paths}
-    if empty := [path for path, rows in prompts.items() if not rows]:
-        raise ValueError(f"{empty[0]} holds no prompts")
+    for path, rows in prompts.items():
+        if not rows:
+            raise ValueError(f"{path} holds no prompts")
     return prompts
 
 
 def load_with_prompts(
-    config: DecodingOptions, prompts: dict[str, list[Messages]], shared: SharedTarget | None = None, **more: Any
+    config: DecodingOptions, prompts: dict[str, list[Messages]], **more: Any
 ) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
     """Load a model that drafts, and encode the prompts of every file as token ids [1, time] on its device."""
-    lm, tokenizer = config.load(shared, **more)
-    encoded = {}
+    lm, tokenizer = config.load(**more)
+    encoded: dict[str, list[Tensor]] = {}
     for path, rows in prompts.items():
-        ids = [prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs) for messages in rows]
-        encoded[path] = [each.to(lm.target.device) for each in ids]
+        encoded[path] = []
+        for messages in rows:
+            ids_1T = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
+            encoded[path].append(ids_1T.to(lm.target.device))
         check_lengths(encoded[path], config.max_new_tokens, lm.target.max_positions, path)
     return lm, encoded
 
@@ -57,30 +61,27 @@ def stock_settings(target: Target, tokenizer: PreTrainedTokenizerBase | None = N
     return {"tokenizer": tokenizer or load_tokenizer(target.name)}
 
 
-def answered(
-    lm: SpeculativeLM, prompts: Sequence[Tensor], settings: dict[str, Any]
-) -> tuple[list[Tensor], list[Example]]:
-    """Answer prompts [1, time]: the whole sequences, and what a head's drafts of the answers are judged by."""
-    sequences = [lm.generate(ids, **settings).sequences for ids in counted(prompts, "answers")]
-    examples = [
-        Example(row[0].tolist(), [i >= ids.shape[1] for i in range(row.shape[1])])
-        for ids, row in zip(prompts, sequences, strict=True)
-    ]
-    return sequences, examples
+def answered(lm: SpeculativeLM, prompts: Sequence[Tensor], settings: dict[str, Any]) -> list[Answered]:
+    """Answer prompts [1, time], one after the other."""
+    answers = []
+    for ids_1T in counted(prompts, "answers"):
+        sequences_1T = lm.generate(ids_1T, **settings).sequences
+        answers.append(Answered(sequences_1T[0], ids_1T.shape[1]))
+    return answers
 
 
 def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
     """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike."""
-    found: dict[Key, list[Stats]] = {key: [] for key in engines}
+    stats: dict[Key, list[Stats]] = {key: [] for key in engines}
     with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
-        for lm in engines.values():
+        for lm in engines.values():  # the first answer of each is slow
             lm.generate(prompts[0], **settings)
             bar.update(bar.done + 1)
-        for number, ids in enumerate(prompts):
+        for number, ids_1T in enumerate(prompts):
             for key in turns(list(engines), number):
-                found[key].append(engines[key].generate(ids, **settings).stats)
+                stats[key].append(engines[key].generate(ids_1T, **settings).stats)
                 bar.update(bar.done + 1)
-    return {key: Stats.merged(parts) for key, parts in found.items()}
+    return {key: Stats.merged(parts) for key, parts in stats.items()}
 
 
 @torch.inference_mode()
@@ -92,7 +93,9 @@ def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: 
     shorter = min(stock_1T.shape[1], ours_1T.shape[1])
     differing = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()
     if len(differing) == 0:
-        return None if stock_1T.shape == ours_1T.shape else {"token": shorter - prompt, "logit_gap": float("inf")}
+        if stock_1T.shape == ours_1T.shape:
+            return None
+        return {"token": shorter - prompt, "logit_gap": float("inf")}
     place = int(differing[0])
     logits_V = target.model(stock_1T[:, :place], logits_to_keep=1).logits[0, -1].float()
     gap = logits_V[stock_1T[0, place]] - logits_V[ours_1T[0, place]]

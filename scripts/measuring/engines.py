@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.inference.certificate import Path
-from headstart.train.data.conversations import Messages
+from headstart.inference.messages import Messages
 
 KEY = "OPENAI_API_KEY"
 """Environment variable that holds the server's API key, if it requires one."""

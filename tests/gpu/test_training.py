@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, VOCAB, head_for
 
 from headstart.heads import HEADS, TargetFeatures, losses
-from headstart.heads.losses import LOSSES
+from headstart.heads.objective import LOSSES, Objective
 
 WAITS = 1
 """A forward and its backward: the host learns how many positions are judged."""
@@ -39,10 +39,10 @@ def moved(features, ends, device):
     return dataclasses.replace(features, modules=ends, **tensors)
 
 
-def step(head, features):
+def step(head, features, objective=None):
     torch.manual_seed(0)
     head.zero_grad()
-    output = head(features)
+    output = head(features, objective)
     output.loss.backward()
     return [output.loss.detach(), output.losses_K, output.counts_K, output.hits_KI], [p.grad for p in head.parameters()]
 
@@ -75,11 +75,10 @@ def test_a_step_waits_once_however_many_chunks_it_has(on_cpu, there, device, kin
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)  # chunks of 64 positions
     _, (head, features) = sides(on_cpu, there, device, kind)
     loss = dict.fromkeys(LOSSES, 1.0) | ({"smooth_l1": 1.0} if kind == "eagle" else {})
-    changes = {"loss": loss, "depth_weights": weights} if kind != "cut" else {"loss": loss}
-    head.config = dataclasses.replace(head.config, **changes)
-    step(head, features)  # what is made once
+    objective = Objective(loss, weights)
+    step(head, features, objective)  # what is made once
     with simulated.counted() as counts:
-        step(head, features)
+        step(head, features, objective)
     print(f"{kind}, {weights}: {counts.waits.total()} waits, {counts.operations.total()} operations")
     assert counts.waits.total() <= WAITS, counts.waits
     assert counts.uploads.total() <= 3, counts.uploads  # the draft positions, which are found on the host

@@ -10,7 +10,8 @@ from block_heads import INFO, TIME, VOCAB, batch, build, modules
 from torch import nn
 
 from headstart.heads import DFlashHead, build_head
-from headstart.heads.losses import LOSSES, DraftPositions
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.objective import LOSSES, Objective
 from headstart.inference import SpeculativeLM, Target
 
 OPTIONS = [
@@ -50,9 +51,10 @@ def test_a_block_in_training_is_the_block_of_decoding(options, packed, monkeypat
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_as_many_anchors_as_there_are_give_the_loss_of_all(options, weights):
-    head = build(options, loss=dict.fromkeys(LOSSES, 1.0), depth_weights=weights)
+    head = build(options)
+    objective = Objective(dict.fromkeys(LOSSES, 1.0), weights)
     features = batch(head)
-    whole, some = head.eval()(features), head.train()(features)
+    whole, some = head.eval()(features, objective), head.train()(features, objective)
     assert all(torch.allclose(one, other, rtol=1e-9) for one, other in zip(whole, some, strict=True))
     assert some.loss > 0
 

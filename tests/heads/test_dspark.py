@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads import DSparkHead, TargetFeatures, build_head
-from headstart.heads.losses import DraftPositions
+from headstart.heads.by_name import build_objective
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.objective import Objective
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.logits import RandomSampler
@@ -20,7 +22,7 @@ from headstart.inference.tuning.tree_spec import EarlyExitShape
 OPTIONS = [
     {"block_size": 4, "markov_rank": 3},
     {"block_size": 3, "markov_rank": 2, "markov": "gated", "draft_vocab_size": 9, "confidence_with_markov": False},
-    {"block_size": 4, "markov_rank": 3, "markov": "rnn", "depth_weights": "d_pace"},
+    {"block_size": 4, "markov_rank": 3, "markov": "rnn"},
     {"block_size": 5, "markov_rank": 3, "sample_from_anchor": False},
 ]
 
@@ -40,14 +42,16 @@ def decoded(head: DSparkHead, features: TargetFeatures, row: int, time: int, dep
     return torch.stack(logits), torch.stack(rates)
 
 
+@pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_loss_is_that_of_decoding_along_the_text(options):
-    head = build(options, name="dspark", loss={"tv": 0.7, "ce": 0.2, "confidence": 0.5}, d_pace_smoothing=0.3).eval()
+def test_the_loss_is_that_of_decoding_along_the_text(options, weights):
+    head = build(options, name="dspark").eval()
+    objective = Objective({"tv": 0.7, "ce": 0.2, "confidence": 0.5}, weights, d_pace_smoothing=0.3)
     features = batch(head)
     found = DraftPositions.of(features, head.max_depth)
     target_BTV = features.modules.lm_head(features.last_BTD).softmax(-1)
     vocabulary_V = torch.arange(VOCAB) if head.vocabulary_V is None else head.vocabulary_V
-    paced, total = head.config.depth_weights == "d_pace", 0.0
+    paced, total = weights == "d_pace", 0.0
     for index, depths in zip(found.index_N.tolist(), found.valid_NK.sum(1).tolist()):
         row, time = divmod(index, TIME)
         logits_KV, rate_K = decoded(head, features, row, time, depths)
@@ -57,11 +61,11 @@ def test_the_loss_is_that_of_decoding_along_the_text(options):
         draftable_K = true_KV.any(1)
         log_true_K = (log_q_KV * true_KV).sum(1)
         reach_K = (draftable_K * (0.3 + 0.7 * log_true_K.exp())).cumprod(0)
-        decay_K = head.config.decay ** torch.arange(depths).double()
+        decay_K = objective.decay ** torch.arange(depths).double()
         weight_K = reach_K.flip(0).cumsum(0).flip(0) if paced else decay_K
         total += (draftable_K * weight_K * (0.7 * (1 - overlap_K) - 0.2 * log_true_K)).sum()
         total += 0.5 * (decay_K * F.binary_cross_entropy(rate_K, overlap_K.detach(), reduction="none")).sum()
-    torch.testing.assert_close(head(features).loss, total, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(head(features, objective).loss, total, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -105,11 +109,17 @@ def test_a_chain_ends_where_the_head_expects_a_rejection():
         ({"markov": "bigram"}, "a markov of vanilla, gated, rnn and a markov_rank of at least 1, not 'bigram' and 256"),
         ({"markov_rank": 0}, "not 'vanilla' and 0"),
         ({"markov": "rnn", "sample_from_anchor": False}, "dspark markov rnn needs sample_from_anchor"),
-        ({"confidence": False}, "dspark cannot have the loss 'confidence': it does not estimate its acceptance rate"),
-        ({"d_pace_smoothing": 2}, "dspark d_pace_smoothing must be from 0 to 1, not 2"),
         ({"block_size": 1}, "dspark needs a block_size of at least 2"),
     ],
 )
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         build_head("dspark", options, dataclasses.replace(INFO))
+
+
+def test_only_a_head_that_estimates_its_acceptance_is_trained_to():
+    assert build_objective("dspark", {}, {}).loss == {"ce": 0.1, "tv": 0.9, "confidence": 1.0}
+    assert build_objective("dspark", {"confidence": False}, {}).loss == {"ce": 0.1, "tv": 0.9}
+    told = "dspark cannot have the loss 'confidence': it does not estimate its acceptance rate"
+    with pytest.raises(ValueError, match=told):
+        build_objective("dspark", {"confidence": False}, {"loss": {"ce": 1.0, "confidence": 1.0}})

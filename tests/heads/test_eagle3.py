@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, TargetInfo, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
+from headstart.heads.objective import Objective
 from headstart.inference import Target
 
 VOCAB, WIDTH, BLOCKS, DEPTH = 47, 32, 7, 4
@@ -211,7 +212,7 @@ def test_paths_that_are_expanded_side_by_side_are_chains_of_their_own(name: str,
 def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(name: str, target: Target) -> None:
     """Positions are singled out by masks; the token is the label, so that nothing of the target's enters."""
     head = build(name, target, torch.float64)
-    head.config = replace(head.config, loss={"ce": 1.0})
+    objective = Objective({"ce": 1.0})
     torch.manual_seed(3)
     tokens_BT = torch.randint(VOCAB, (1, 8))
     drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
@@ -222,7 +223,7 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(name:
         for depth in range(min(DEPTH, 6 - place)):
             mask_BT = torch.zeros(1, 8, dtype=torch.bool)
             mask_BT[:, place + 1 : place + 3 + depth] = True
-            output = head(replace(features, loss_mask_BT=mask_BT), ranks=head.draft_vocab_size)
+            output = head(replace(features, loss_mask_BT=mask_BT), objective, ranks=head.draft_vocab_size)
             assert output.counts_K[depth] == 1
             token = int(tokens_BT[0, place + 2 + depth])
             if token not in drafted:
@@ -513,14 +514,9 @@ def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target)
         ({"train_steps": 0}, "train_steps must be from 1 to the depth 7, not 0"),
         ({"train_steps": 3, "depth": 2}, "train_steps must be from 1 to the depth 2, not 3"),
         ({"num_attention_heads": 3}, "num_attention_heads 3 is no multiple of num_key_value_heads 2"),
-        ({"loss": {"kll": 1.0}}, "unknown eagle3 loss 'kll'; choose from ce, soft_ce, kl, "),
-        ({"loss": {"smooth_l1": 1.0}}, "eagle3 cannot have the loss 'smooth_l1': it predicts no features; choose from"),
-        ({"loss": {}}, "eagle3 needs a loss with a weight above 0"),
-        ({"depth_weights": "pace"}, "unknown eagle3 depth_weights 'pace'; choose from decay, d_pace"),
-        ({"decay": 0.0}, r"eagle3 decay must be above 0, not 0\.0"),
         (
             {"layers": 1},
-            "unknown eagle3 head option 'layers'; choose from attention_bias, d_pace_smoothing, decay, depth, ",
+            "unknown eagle3 head option 'layers'; choose from attention_bias, depth, ",
         ),
     ],
     ids=str,
@@ -540,7 +536,6 @@ def test_options_that_no_head_can_have_are_refused_by_name(
         {"draft_vocab_size": "8k"},
         {"fc_norm": "no"},
         {"start": 1.5},
-        {"decay": "fast"},
     ],
     ids=str,
 )

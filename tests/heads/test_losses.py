@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.heads import HeadOutput, TargetFeatures, TargetModules, losses
-from headstart.heads.losses import LOSSES, NEED_HEAD, DraftPositions, Objective, draft_loss
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.losses import draft_loss
+from headstart.heads.objective import LOSSES, NEED_HEAD, Objective
 
 WIDTH, TARGET_WIDTH, VOCAB, ROWS = 5, 6, 21, 64
 """A draft's states may be narrower than the target's; no chunk is smaller than ROWS."""
@@ -294,6 +296,59 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> N
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+@pytest.mark.parametrize("weights", ["decay", "d_pace"])
+def test_a_backward_may_be_repeated_and_scaled(weights: str) -> None:
+    """Each backward through a retained graph adds the same gradient, times its own scale."""
+    problem = build(answers(14), shared=False)
+    loss = problem.solve(MIX, weights).loss
+    once = torch.autograd.grad(loss, problem.leaves(), retain_graph=True)
+    (0.5 * loss).backward(retain_graph=True)
+    (3 * loss).backward(retain_graph=True)
+    for leaf, gradient in zip(problem.leaves(), once, strict=True):
+        torch.testing.assert_close(leaf.grad, 3.5 * gradient, **EXACT)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_derivative_of_the_gradient_is_refused() -> None:
+    problem = build(answers(14))
+    loss = problem.solve(MIX).loss
+    (gradient,) = torch.autograd.grad(loss.square(), problem.hiddens[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_gradients_are_those_of_the_pure_function() -> None:
+    """The loss of a chunk can be called by itself: it changes nothing, and depends on its arguments alone."""
+    problem = build(answers(14), depths=1)
+    objective = Objective({"ce": 1.0})
+    modules = problem.features.modules
+    labels_N = problem.features.tokens_BT.flatten()[problem.positions.rows_NK[:, 0] + 1]
+    judged_N = problem.positions.valid_NK[:, 0]
+    truth = losses.Truth(None, labels_N, judged_N, judged_N, judged_N.double(), 1.0)
+    draft = losses.Draft(problem.hiddens[0].detach(), problem.lm_heads[0].detach(), is_target_head=False)
+
+    def loss_of(hidden_ND: Tensor) -> tuple[Tensor, losses.DepthMetrics]:
+        return losses.depth_loss(dataclasses.replace(draft, hidden_ND=hidden_ND), truth, objective, modules, ranks=2)
+
+    gradient, (value, metrics) = torch.func.grad_and_value(loss_of, has_aux=True)(draft.hidden_ND)
+    whole = problem.solve({"ce": 1.0}, ranks=2)
+    torch.testing.assert_close(value, whole.loss.detach(), **EXACT)
+    torch.testing.assert_close(metrics.loss, whole.losses_K[0], **EXACT)
+    assert torch.equal(metrics.hits_I, whole.hits_KI[0])
+    torch.testing.assert_close(gradient, torch.autograd.grad(whole.loss, problem.hiddens[0])[0], **EXACT)
+
+
+def test_a_head_may_feed_one_state_to_all_its_lm_heads() -> None:
+    problem = build(answers(14), shared=False)
+    same = [problem.hiddens[0]] * 3
+    copies = [problem.hiddens[0].detach().clone().requires_grad_() for _ in range(3)]
+    dataclasses.replace(problem, hiddens=same).solve(MIX).loss.backward()
+    dataclasses.replace(problem, hiddens=copies).solve(MIX).loss.backward()
+    torch.testing.assert_close(same[0].grad, sum(copy.grad for copy in copies), **EXACT)
 
 
 def test_the_target_learns_nothing() -> None:
@@ -621,9 +676,9 @@ def test_what_cannot_be_trained_on_is_refused_by_name(objective: Any, message: s
 
 
 def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
-    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", "smooth_l1")
+    Objective({"smooth_l1": 1.0, "soft_ce": 0.1}, "d_pace", 0.5).check("eagle", ("smooth_l1",))
     with pytest.raises(ValueError, match=r"unknown eagle loss 'l1'; choose from .*, smooth_l1"):
-        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", "smooth_l1")
+        Objective({"l1": 1.0}, "decay", 1.0).check("eagle", ("smooth_l1",))
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -15,11 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from headstart.heads import HEADS, build_head
 from headstart.heads.layers.draft_cache import masked_attention
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
-from headstart.inference.compiled.cpu_decoder import is_packed, packed_head
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
 from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.engines.cpu import CpuEngine
+from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.logits import RandomSampler
 from headstart.inference.loop import padded_prompts
 from headstart.inference.speculative_lm import Call
@@ -219,7 +220,7 @@ def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options
     target = Target(model)
     if "kernels" in options:
         target.compile()
-        assert target.packed is not None
+        assert isinstance(target.engine, CpuEngine)
     for rows in (rows_of(7), rows_of(9, 2, 5)):
         truths = [ours(SpeculativeLM(target), [row])[0][0] for row in rows]
         if dtype != torch.bfloat16:
@@ -467,7 +468,7 @@ def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
     """Added to such a score, the lowest float16 would not hide it."""
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
     seen_BNS = torch.ones(1, 2, 6, dtype=torch.bool).tril(3)
-    mask = target._masks({"full_attention": seen_BNS})
+    mask = target.engine._masks({"full_attention": seen_BNS})
     query, key, value = torch.full((1, 4, 2, 8), 30.0), torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
     key[:, :, -2:], value[:, :, -2:] = 60000.0, 1.0
     out = masked_attention(*(each.half() for each in (query, key, value)), mask)

@@ -166,7 +166,7 @@ def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token()
     result = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
     *_, emitted_BA, features_BAF, _ = Verification(lambda *_: result).verify(
-        tree, output, output.logits_BNV, None, None
+        tree, output.features_BNF, output.logits_BNV, None
     )
     assert emitted_BA.tolist() == [[6, 4, 9]]
     assert features_BAF.flatten().tolist() == [0, 2, 3]

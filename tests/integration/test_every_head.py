@@ -18,9 +18,9 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from headstart.heads import HEADS, CheckpointMetadata, DraftHead, Eagle3Head, EagleHead, TargetFeatures, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
+from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.layers import training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
-from headstart.heads.losses import DraftPositions
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.verify import point_mass
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "gated": {"block_size": DEPTH, "markov_rank": 2, "markov": "gated", "confidence_with_markov": False},
         "not from the anchor": {"block_size": DEPTH + 1, "sample_from_anchor": False, "markov_rank": 4},
         "rnn, truncated": {"block_size": DEPTH, "markov": "rnn", "markov_rank": 4}
-        | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False, "loss": {"kl": 1.0}},
+        | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False},
     },
     # Noise would make training's states other than decoding's, as it is meant to.
     "eagle": {

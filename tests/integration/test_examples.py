@@ -16,10 +16,10 @@ import yaml
 from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE_FILE, generate_source
-from headstart.scripts.checkpoints.serve_check import METHODS
+from headstart.inference.prompt_files import read_prompts
 from headstart.scripts.command_line import options
+from headstart.scripts.serve_check import METHODS
 from headstart.train.config import TrainConfig
-from headstart.train.data.conversations import read_prompts
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "examples" / "prompts.jsonl"

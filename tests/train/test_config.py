@@ -20,7 +20,6 @@ from headstart.train.config import (
     OptimConfig,
     SelfMadeConfig,
     TrainConfig,
-    dtype_of,
 )
 
 GROUPS = {"data": DataConfig, "optim": OptimConfig, "loop": LoopConfig, "features": FeaturesConfig, "eval": EvalConfig}
@@ -152,8 +151,3 @@ def test_an_adapter_needs_fresh_states_and_adamw():
 def test_a_head_without_a_type_is_refused():
     with pytest.raises(ValueError, match=r"head\.type"):
         build(TrainConfig, head={"num_heads": 2})
-
-
-def test_an_unknown_dtype_is_named_with_the_valid_ones():
-    with pytest.raises(ValueError, match=r"'float8'; choose from float32, bfloat16, float16"):
-        dtype_of("float8")

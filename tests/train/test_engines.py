@@ -441,8 +441,8 @@ def two(options, thirteen, whole, tmp_path_factory):
         "cut, cached": (cut(thirteen, "cached"), more),
         "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
         "cut, auto": (cut(thirteen, "auto"), more),
-        "cut, stopped": (cut(judged_often(options), "online"), {"stopped_in_round": {"1": 3}}),
-        "stopped": (judged_often(options), {"stopped_in_round": {"1": 3}}),
+        "cut, stopped": (cut(judged_often(options), "online"), {"stopped_in_answers": {"1": 2}}),
+        "stopped": (judged_often(options), {"stopped_in_answers": {"1": 2}}),
         "other numbers": (judged_often(options, patience=1), {"other_numbers": ["1"]}),
     }
     jobs = {

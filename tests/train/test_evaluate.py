@@ -10,13 +10,15 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from headstart.heads import MedusaConfig, MedusaHead
+from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, Target, TreeShape, tree_policy
 from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import best_static_tree
+from headstart.stopping import StopFlag
 from headstart.train.config import EvalConfig
-from headstart.train.console import StopRequest
 from headstart.train.data.chat_template import Example
-from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, summary, teacher_forced
+from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, teacher_forced
 
 VOCAB = 24
 
@@ -95,10 +97,11 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
     found = evaluate(
         target,
         head,
+        Objective({"ce": 1.0}),
         examples,
         EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7),
         Accelerator(),
-        StopRequest(),
+        StopFlag(),
     )
     assert head.training and all(torch.equal(before[name], tensor) for name, tensor in head.state_dict().items())
     assert found.policies == {
@@ -123,10 +126,10 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
 
 def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_target(target, examples, monkeypatch):
     head, config = build_head(target), EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7)
-    expected = evaluate(target, head, examples, config, Accelerator(), StopRequest())
+    expected = evaluate(target, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag())
     replay = ReplayTarget(target)
     for _ in range(2):
-        found = evaluate(replay, head, examples, config, Accelerator(), StopRequest())
+        found = evaluate(replay, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag())
         assert (found.loss_K, found.accuracy_KI, found.tree) == (expected.loss_K, expected.accuracy_KI, expected.tree)
         assert {name: stats.rows for name, stats in found.trees.items()} == {
             name: stats.rows for name, stats in expected.trees.items()
@@ -136,12 +139,12 @@ def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_t
 
 def test_the_card_gets_every_tree_with_its_size(target, examples):
     config = EvalConfig(prompts=2, new_tokens=4, conversations=4, nodes=5)
-    found = evaluate(target, build_head(target), examples, config, Accelerator(), StopRequest())
+    found = evaluate(target, build_head(target), Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag())
     measured = found.measured(config)
     assert (measured["prompts"], measured["new_tokens"]) == (2, 4)
     assert {name: row["nodes"] for name, row in measured["trees"].items()} == {"chain": 4, "static": 5, "dynamic": 5}
     for name, row in measured["trees"].items():
-        assert repr(row) == repr({"nodes": row["nodes"], **summary(found.trees[name])})
+        assert repr(row) == repr({"nodes": row["nodes"], **acceptance_figures(found.trees[name])})
 
 
 def test_a_prompt_is_what_comes_before_the_first_answer():

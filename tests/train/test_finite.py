@@ -46,8 +46,8 @@ def poison(patch, how, step=STEP, every=1):
     """From a step's first forward on, the training loss becomes `how` of it."""
     forward, calls = MedusaHead.forward, []
 
-    def poisoned(self, features, ranks=1):
-        output = forward(self, features, ranks)
+    def poisoned(self, features, objective=None, ranks=1):
+        output = forward(self, features, objective, ranks)
         if not torch.is_grad_enabled():  # evaluation, and what is counted before the first step
             return output
         calls.append(0)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,9 @@ from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
 from headstart.scripts.command_line import options as options_of
+from headstart.stopping import Stopped
 from headstart.train import evaluate, loop
 from headstart.train.config import FeaturesConfig, TrainConfig
-from headstart.train.console import Stopped, StopRequest
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_examples
@@ -239,7 +238,8 @@ def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(undisturb
         ("optim.lr", {"optim": {"lr": 0.5}}, "0.003", "0.5"),
         ("loop.batch_size", {"loop": {"batch_size": 3}}, "4", "3"),
         ("head.num_heads", {"head": {"type": "medusa", "num_heads": 5}}, "2", "5"),
-        ("head.decay", {"head": {"type": "medusa", "num_heads": 2, "decay": 0.25}}, "None", "0.25"),
+        ("head.bias", {"head": {"type": "medusa", "num_heads": 2, "bias": False}}, "None", "False"),
+        ("objective.decay", {"objective": {"decay": 0.25}}, "None", "0.25"),
     ],
 )
 def test_a_folder_with_a_run_of_other_options_is_refused(undisturbed, options, name, change, before, now, changed):
@@ -524,9 +524,9 @@ def asks(original, at):
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "step"), [("gradients", 1, 0), ("gradients", 5, 4), ("evaluate", 1, 4), ("evaluate", 2, 8)]
+    ("name", "at", "step"), [("gradients", 1, 1), ("gradients", 5, 5), ("evaluate", 1, 4), ("evaluate", 2, 8)]
 )
-def test_a_run_stops_inside_of_a_step_or_an_evaluation_and_ends_as_if_it_had_not(
+def test_a_run_stops_after_a_step_or_inside_an_evaluation_and_ends_as_if_it_had_not(
     options, tmp_path, monkeypatch, changed, name, at, step
 ):
     short = changed(options, loop={"max_steps": 10, "eval_every": 4, "save_every": 3})
@@ -547,35 +547,16 @@ def test_a_run_stops_inside_of_a_step_or_an_evaluation_and_ends_as_if_it_had_not
     assert [row["step"] for row in evaluations[0]] == [4, 8, 10] and evaluations[0] == evaluations[1]
 
 
-def test_draws_of_a_step_that_is_cut_off_are_drawn_again():
-    torch.manual_seed(5)
-    with StopRequest() as stop:
-        before = torch.get_rng_state()
-        with suppress(Stopped), stop.at_once(), loop.random_state_kept_if_stopped():
-            torch.rand(3)
-            signal.raise_signal(signal.SIGTERM)
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_run_whose_last_evaluation_or_report_was_cut_off_makes_it_again(options, monkeypatch, changed):
+def test_a_run_whose_last_evaluation_was_stopped_makes_it_again(options, monkeypatch, changed):
     short = changed(options, loop={"max_steps": 2, "eval_every": 0, "save_every": 0})
-    for owner, name in ((evaluate, "sums_of"), (loop, "write_report")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lambda *_: signal.raise_signal(signal.SIGTERM))
-            with pytest.raises(Stopped):
-                train(short)
-        folder = Path(short.output)
-        assert (folder / "last").exists() == (name == "write_report") and not (folder / "report.md").exists()
+    original = evaluate.sums_of
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "sums_of", lambda *given: signal.raise_signal(signal.SIGTERM) or original(*given))
+        with pytest.raises(Stopped, match="stopped in the last evaluation; the same command resumes"):
+            train(short)
+    folder = Path(short.output)
+    assert not (folder / "last").exists() and not (folder / "report.md").exists()
     assert (train(short) / "report.md").exists()
-
-
-def test_when_the_time_is_over_a_run_ends_with_the_head_that_it_has(options, monkeypatch, changed):
-    short = changed(options, loop={"max_steps": 9, "eval_every": 0, "save_every": 0})
-    folder = train(short, deadline=0.0)
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 1] and "eval" in rows[1]
-    monkeypatch.setattr(loop, "load_inputs", lambda *_: pytest.fail("began again"))
-    assert train(short) == folder
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from headstart.heads import build_head
 from headstart.scripts.command_line import options
 from headstart.train import memory_plan as plan
-from headstart.train.config import OptimConfig, TrainConfig, head_options
+from headstart.train.config import OptimConfig, TrainConfig
 from headstart.train.engines import with_formats
+from headstart.train.head import head_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LLAMAS = {
@@ -111,7 +111,7 @@ def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
         "smollm2", 576, 8, 30, 1536, 9, 3, 64, "silu", 1e-5, 8192, {"rope_type": "default", "rope_theta": 1e5}
     )
     recipe = with_formats(recipe, "bfloat16", "bfloat16")
-    head = build_head(*head_options(recipe), info)
+    head = head_of(recipe, info)
     in_16_bits = 2 * sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
     estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits
     real = plan.kept(recipe, info, 200, scale=1)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 
 from headstart.heads import HEADS, build_head
+from headstart.stopping import Stopped
 from headstart.train import optim
 from headstart.train.config import OptimConfig
-from headstart.train.console import Stopped
 from headstart.train.loop import train
 from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer
 

@@ -12,10 +12,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from headstart.heads import build_head
+from headstart.heads.objective import Objective
 from headstart.inference import Stats
 from headstart.inference.stats import RoundRecord
+from headstart.stopping import Stopped
 from headstart.train import loop, report
-from headstart.train.console import Stopped
 from headstart.train.data.chat_template import Example
 from headstart.train.loop import train
 from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
@@ -141,7 +142,7 @@ def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cac
     times = 0 if cached else 3 if adapted else 1
     least = 2 * blocks * 18 * times + 6 * heads * judged
     before = torch.random.get_rng_state()
-    found = 12 * count_flops(target, head, examples, cached, adapted)
+    found = 12 * count_flops(target, head, Objective(), examples, cached, adapted)
     assert torch.equal(torch.random.get_rng_state(), before)
     lm_head = 2 * target.modules.lm_head.weight.numel() * 12 * 3
     assert least <= found < 1.3 * least + lm_head + 18 * 6 * 2 * 32 * 2 * 2 * times * 2

@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from headstart.inference.stats import RoundRecord
+from headstart.stopping import Stopped
 from headstart.train import loop, tracking
 from headstart.train.config import TrackingConfig
-from headstart.train.console import Stopped
 from headstart.train.evaluate import Sample, marked
 from headstart.train.loop import train
 from headstart.train.run_folder import flat

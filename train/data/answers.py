@@ -18,9 +18,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ...inference.messages import check_conversation, user_turns
 from ..config import SelfMadeConfig
 from .chat_template import REASONING_TAGS
-from .conversations import check_conversation, distinct_share, open_file, user_turns
+from .conversations import distinct_share, open_file
 from .token_cache import UnusedRow
 
 PROMPT_END = 32

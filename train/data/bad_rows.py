@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
+from ...console import log
 from ..config import DataConfig, SelfMadeConfig
-from ..console import log
 from ..run_folder import write_whole
 from .token_cache import TokenCache, UnusedRow
 

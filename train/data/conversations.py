@@ -14,60 +14,38 @@ In training, a row that has `input_ids` and `loss_mask` is a sequence of tokens 
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import glob
 import hashlib
-import io
 import itertools
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-import fsspec
 import numpy as np
 from datasets import Dataset, DatasetDict, LargeList, List, load_dataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
+from ...inference.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
+from ...inference.prompt_files import compression, holds_array, json_array, open_bytes, parsed_line, without_compression
 from ...inference.tuning.machine import cache_folder
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXT_FORMATS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt/completion": ("prompt", "completion"),
-}
-"""Columns of the formats that hold text: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer.
-A row has the first format of which it has all columns."""
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
 """Columns of the formats that training reads: the token ids of a whole sequence with 1 for each that the model wrote,
 as the package speculators names them, or text."""
-SHAREGPT_ROLES = {
-    "system": "system",
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-}
-"""Roles by ShareGPT's value of `from`."""
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-"""Compressions by the ends of file names."""
 FILES = (".jsonl", ".json", ".parquet")
 """Ends of the names of files, before that of a compression."""
-UTF_16_AND_32 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-"""Byte order marks of encodings that are not read."""
 SCANNED = 2**26
 """Bytes of a file that are searched for line feeds at once."""
 BATCH = 1000
 """Rows that are read from Arrow at once."""
 
-Messages = list[dict[str, str]]
-"""Roles and contents of a prompt or a conversation."""
 RESUME_ADVICE = "continue it with its own options, or choose another output"
 """End of the error where a file of conversations was begun with other options."""
 
@@ -94,7 +72,7 @@ class RowReader:
             with self.file.open("rb") as file:
                 for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
                     file.seek(start)
-                    yield _line(self.name, line, file.read(stop - start))
+                    yield parsed_line(self.name, line, file.read(stop - start))
             return
         for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
             where, row = f"{self.name}, row {number}", dict(zip(batch, cells, strict=True))
@@ -159,31 +137,11 @@ class Source:
             with open_bytes(self.name) as file:  # bytes: only a line feed ends a line, not U+2028 and the like
                 full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
                 for number, text in itertools.islice(full, self.limit):
-                    yield _line(self.name, number, text)
+                    yield parsed_line(self.name, number, text)
             return
         for start in range(0, len(self.rows), BATCH):
             batch = self.rows[start : start + BATCH]
             yield from self.reader.values(batch, range(start, min(start + BATCH, len(self.rows))))
-
-
-def compression(name: str) -> str | None:
-    """Name of a file's compression, None for none.
-
-    Raises:
-        ValueError: a compression for which a package is missing.
-    """
-    found = COMPRESSIONS.get(Path(name).suffix)
-    if found is not None and found not in fsspec.available_compressions():
-        raise ValueError(f"{name}: reading {found} needs the package zstandard: pip install zstandard")
-    return found
-
-
-def open_bytes(name: str) -> IO[bytes]:
-    """Open a file for reading, decompressed."""
-    if compression(name) is None:
-        return Path(name).open("rb")
-    packed: Any = fsspec.open(str(Path(name).absolute()), "rb", compression=compression(name)).open()
-    return io.BufferedReader(packed)  # zstandard's reader has no lines
 
 
 def open_source(name: str, limit: int | None = None) -> Source:
@@ -191,13 +149,8 @@ def open_source(name: str, limit: int | None = None) -> Source:
     is_file = without_compression(name).endswith(FILES) or Path(name).is_file()
     source = dataclasses.replace(open_file(name) if is_file else _data_set(name, limit), limit=limit)
     if source.kind == "columns" and len(source.rows) > 0:
-        check_columns(source.rows.column_names, name)
+        check_columns(source.rows.column_names, name, FORMATS)
     return source
-
-
-def without_compression(name: str) -> str:
-    """A file's name without the end that tells its compression."""
-    return name.removesuffix(Path(name).suffix) if Path(name).suffix in COMPRESSIONS else name
 
 
 def files_of(name: str) -> list[str]:
@@ -228,16 +181,7 @@ def open_file(name: str) -> Source:
             raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
-    try:
-        with open_bytes(name) as file:
-            first = next((text.lstrip() for text in file if text.strip()), b"")
-    except (OSError, EOFError) as error:
-        raise ValueError(f"{name}: cannot be read: {error}") from error
-    if first.startswith(UTF_16_AND_32) or b"\0" in first[:4]:
-        raise ValueError(
-            f"{name} is in UTF-16 or UTF-32; convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {name} > converted.jsonl"
-        )
-    if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    if holds_array(name):
         return Source(name, "texts", identity, partial(_elements, name))
     return Source(name, "lines", identity, None)
 
@@ -263,67 +207,15 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
     return [check_row(row, where) for where, row in rows]
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
-    """Read the prompts of a file, each as the messages before an answer."""
-    return [row["messages"] for row in read_prompt_rows(path, limit)]
-
-
-def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the rows of a file of prompts, whose `messages` are those before an answer.
-
-    A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
-    (the first turn is the prompt), or {"prompt": ...}.
-    """
-    rows: list[dict[str, Any]] = []
-    for where, row in itertools.islice(open_file(str(path)).read(), limit):
-        turns = user_turns(row)
-        if turns and isinstance(turns[0], str):
-            rows.append({**row, "messages": [{"role": "user", "content": turns[0]}]})
-            continue
-        row = check_conversation(row, where)
-        messages = row["messages"]
-        rows.append({**row, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages})
-    return rows
-
-
-def user_turns(row: Any) -> list[Any]:
-    """The user's turns in a row without messages: Spec-Bench's `turns`, or its `prompt`; empty for any other row."""
-    if not isinstance(row, dict):
-        return []
-    if isinstance(row.get("turns"), list) and row["turns"]:
-        return row["turns"]
-    return [row["prompt"]] if isinstance(row.get("prompt"), str) else []
-
-
 def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
     """Share of a text's n-grams that are distinct; 1 for texts shorter than 8 n-grams, which are too short to judge."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
 
 
-def check_columns(columns: list[str], where: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
-    """Return the first of the formats that has these columns."""
-    for name, needed in formats.items():
-        if set(needed) <= set(columns):
-            return name
-    lacking = "; ".join(
-        f"{name} lacks {', '.join(repr(column) for column in needed if column not in columns)}"
-        for name, needed in formats.items()
-    )
-    there = ", ".join(map(repr, columns)) or "no columns"
-    raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
-
-
-def format_of(row: Any, where: str, formats: Mapping[str, tuple[str, ...]] = FORMATS) -> str:
-    """Return the format of a row, whose columns without a value do not count."""
-    if not isinstance(row, dict):
-        raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
-    return check_columns([name for name, value in row.items() if value is not None], where, formats)
-
-
 def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
     """Check a row to train on: tokens stay as they are, any other format becomes `messages`."""
-    if format_of(row, where) != "tokens":
+    if format_of(row, where, FORMATS) != "tokens":
         return check_conversation(row, where, expected)
     tokens, mask = row["input_ids"], row["loss_mask"]
     for name, values_T, valid in (("input_ids", tokens, "token ids"), ("loss_mask", mask, "0 and 1")):
@@ -345,31 +237,6 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     return dict(row)
 
 
-def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """Convert a row of text to `messages`; its other columns stay. Errors name the row's place, `where`.
-
-    `expected` is the format of the source's earlier rows, if there are any.
-    """
-    found = format_of(row, where, TEXT_FORMATS)
-    if expected not in (None, "tokens", found):
-        raise ValueError(
-            f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
-            "have one format: split it into several sources"
-        )
-    messages: Any
-    if found == "conversations":
-        messages = _sharegpt(row, where)
-    else:
-        messages = row["messages"] if found == "messages" else _pair(row, where)
-        if not isinstance(messages, list):
-            raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
-        messages = [_message(message, i, where) for i, message in enumerate(messages)]
-    if not messages:
-        raise ValueError(f"{where}: no conversation: {TEXT_FORMATS[found][0]!r} is empty")
-    tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
-    return {**row, "messages": messages, **tools}
-
-
 def without_fill(value: Any, feature: Any) -> Any:
     """Drop keys that Arrow fills with null because other rows have them; `content` stays.
 
@@ -386,12 +253,7 @@ def without_fill(value: Any, feature: Any) -> Any:
 
 def _elements(name: str) -> Dataset:
     """Elements of a JSON array, each as a text, since their keys may differ."""
-    try:
-        with open_bytes(name) as file:
-            elements = json.loads(file.read())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: begins with '[' and is no JSON array: {error}") from error
-    return Dataset.from_dict({"json": [json.dumps(each) for each in elements]})
+    return Dataset.from_dict({"json": [json.dumps(each) for each in json_array(name)]})
 
 
 def _places(path: Path) -> Dataset:
@@ -407,15 +269,6 @@ def _places(path: Path) -> Dataset:
     for i in doubtful.tolist():
         kept[i] = bool(text[starts[i] : stops[i]].tobytes().strip())
     return Dataset.from_dict({"start": starts[kept], "stop": stops[kept], "line": np.flatnonzero(kept) + 1})
-
-
-def _line(name: str, number: int, text: bytes) -> tuple[str, Any]:
-    """Place and value of a line; its error if it is not JSON."""
-    where = f"{name}, line {number}"
-    try:
-        return where, json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return where, ValueError(f"{where}: not JSON: {error}")
 
 
 def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
@@ -453,84 +306,6 @@ def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
     found = re.fullmatch(r"([^:\[\]]+):(.+)", rest)
     config, split = (found[1], found[2]) if found else (None, rest)
     return place, revision or None, config, split or None
-
-
-def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    turns = row["conversations"]
-    if not isinstance(turns, list):
-        raise ValueError(f"{where}: no conversation; 'conversations' must be a list of {{'from': ..., 'value': ...}}")
-    messages = [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) else []
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise ValueError(f"{where}: message {i} needs a 'from' and a 'value' text")
-        if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
-            raise ValueError(
-                f"{where}: message {i} is from {turn.get('from')!r}; choose from {', '.join(SHAREGPT_ROLES)}"
-            )
-        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
-    return messages
-
-
-def _pair(row: dict[str, Any], where: str) -> list[Any]:
-    """Join a prompt and its completion, each a text or messages."""
-    messages: list[Any] = []
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        part = row[name]
-        if not isinstance(part, (str, list)):
-            raise ValueError(f"{where}: {name!r} must be a text or a list of messages, not {part!r}")
-        messages += [{"role": role, "content": part}] if isinstance(part, str) else part
-    return messages
-
-
-def _message(message: Any, number: int, where: str) -> dict[str, Any]:
-    """Check a message; its content becomes one text, or null beside tool calls."""
-    if not isinstance(message, dict):
-        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(
-                    f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
-                )
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'")
-    if message.get("role") not in ROLES:
-        raise ValueError(f"{where}: message {number} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
-    message = {**message, "content": content}
-    if message.get("tool_calls"):
-        if not isinstance(message["tool_calls"], list):
-            raise ValueError(f"{where}: message {number} needs a list of 'tool_calls', not {message['tool_calls']!r}")
-        message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
-    return message
-
-
-def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """Check a tool call, whose arguments are an object or, as OpenAI sends them, its JSON text."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
-    return dict(call)
-
-
-def _tools(tools: Any, where: str) -> list[Any]:
-    """Parse the tools of a conversation, which some data sets hold as JSON text."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: 'tools' is a text and no JSON: {error}") from error
-    if not isinstance(tools, list):
-        raise ValueError(f"{where}: 'tools' must be a list of tools, or its JSON text, not {tools!r}")
-    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
 
 
 def _hash(*parts: Any) -> str:

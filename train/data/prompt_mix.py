@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...console import log
+from ...inference.messages import check_conversation, user_turns
 from ..config import KindConfig, PromptMixConfig
-from ..console import log
 from ..run_folder import write_whole
-from .conversations import check_conversation, open_file, user_turns
+from .conversations import open_file
 
 GRAM = 8
 """Words in a row that two independent texts hardly share."""

@@ -4,17 +4,15 @@ A prompt is the model's continuation of its own chat template, truncated right b
 arXiv:2406.08464).
 
 Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch has one temperature
-and is written whole or not at all, so a run that is stopped, even inside a batch, resumes and ends with the same file.
+and is written whole or not at all, so a run that is stopped, or killed, resumes and ends with the same file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,20 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from ...console import ProgressBar, log
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM, tokenizer_provenance
+from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
+from ...inference.load import load_speculative_lm
 from ...inference.models.loading import target_facts
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
+from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from ..console import ProgressBar, Stopped, StopRequest, log
-from ..loading import SharedTarget, load_speculative_lm
 from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
 from .bad_rows import settle_rejected_prompts
-from .chat_template import prompt_ids, render
 from .conversations import RESUME_ADVICE, distinct_share
 from .token_cache import UnusedRow
 
@@ -43,8 +42,6 @@ MIN_PROMPT_TOKENS = 4
 """Shorter prompts are dropped."""
 WAVES = 8
 """Conversations that each row of the batch generates, one after the other, between two writes to the file."""
-ENOUGH = 8
-"""Conversations that are made even if the time is over."""
 EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
 PADDING = 0
@@ -54,7 +51,7 @@ FREE_TO_CHANGE = ("output", "metrics_port", "server", "tokenizer", "request_seco
 
 
 @dataclass
-class Progress:
+class FileProgress:
     """Progress of the file, kept in a state file beside it."""
 
     batches: int = 0
@@ -65,8 +62,6 @@ class Progress:
     """Answers that were cut off."""
     size: int = 0
     """Bytes of the file that belong to whole batches."""
-    ended: bool = False
-    """Whether the time was over before all conversations were made."""
 
 
 class _Output:
@@ -76,7 +71,7 @@ class _Output:
         """Start the file, or cut off a half-written batch."""
         self.path = Path(config.output)
         self.state_path = state_path(self.path)
-        self.progress = Progress()
+        self.progress = FileProgress()
         self.seen = set[str]()
         self.tokenizer: str | None = None
         self.config = config
@@ -97,7 +92,7 @@ class _Output:
             raise ValueError(
                 f"{self.path} was begun with a server's answers, not the model's in this process; {RESUME_ADVICE}"
             )
-        self.progress = Progress(**state["progress"])
+        self.progress = FileProgress(**state["progress"])
         self.seen = set(state["seen"])
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
@@ -123,10 +118,11 @@ class _Output:
     def state(self) -> tuple[int, bool]:
         """Conversations made, or given prompts answered, and whether that is all."""
         progress = self.progress
-        ended = progress.ended or progress.conversations >= self.config.conversations
+        enough = progress.conversations >= self.config.conversations
         if not self.given:
-            return progress.conversations, ended
-        return sum(map(len, self.batches[: progress.batches])), ended or progress.batches >= len(self.batches)
+            return progress.conversations, enough
+        answered = sum(len(batch) for batch in self.batches[: progress.batches])
+        return answered, enough or progress.batches >= len(self.batches)
 
     def add(self, conversations: list[Conversation]) -> None:
         """Write the conversations of a batch."""
@@ -171,15 +167,12 @@ def _batches(prompts: list[dict[str, Any]], size: int, temperature: float) -> li
     return batches
 
 
-class _TimeIsOver(Exception):
-    """Raised inside a batch, with its rows of tokens as argument; those that have not ended are empty."""
-
-
-def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, shared: SharedTarget | None = None) -> Path:
+def make_conversations(config: SelfMadeConfig) -> Path:
     """Write the file, or resume it; return its path.
 
-    At the deadline, on `time.monotonic`'s clock, the finished conversations of the batch in progress are kept, and the
-    file is complete with at least `ENOUGH`. Ctrl-C or SIGTERM loses the batch in progress.
+    Raises:
+        ValueError: invalid prompts or options, or a file that cannot be resumed.
+        Stopped: Ctrl-C or SIGTERM; the batch in progress is thrown away.
     """
     if config.server is not None:
         from .server_answers import ask_servers  # needs the package openai, which nothing else does
@@ -195,7 +188,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
     # What only the tokenizer can tell comes before the model is loaded.
-    tokenizer = (shared or SharedTarget(config.target, config.target_dtype)).tokenizer
+    tokenizer = load_chat_tokenizer(config.target)
     output.claim(tokenizer_provenance(tokenizer)["tokenizer"])
     if prompts is None:
         user_prefix(tokenizer)
@@ -218,7 +211,7 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
         monitor = Monitor(model=config.target, head=config.head or "")
         log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
     lm, _ = load_speculative_lm(
-        config.target, config.head, output.config.target_dtype, shared, allow_adapter=config.allow_adapter
+        config.target, config.head, output.config.target_dtype, allow_adapter=config.allow_adapter
     )
     if monitor is not None:
         lm.callbacks.append(monitor.add)
@@ -226,78 +219,72 @@ def make_conversations(config: SelfMadeConfig, deadline: float = math.inf, share
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
     if beyond := _too_long(given, lengths, config, lm.target.max_positions):
         settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
-    with StopRequest() as stop:
-        watch = _Watch(output, deadline)
-        lm.round_callbacks.append(watch)
-        with watch.bar, suppress(_TimeIsOver, Stopped):
-            empty = 0
-            while not output.state()[1]:
-                watch.begin_batch()
-                with stop.at_once():
-                    made = _make_batch(lm, tokenizer, output)
-                empty = 0 if made else empty + 1
-                if empty == EMPTY_BATCHES:
-                    raise ValueError(
-                        f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
-                        "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
-                    )
-                output.add(made[: config.conversations - progress.conversations])
-        written = (
-            f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens, {progress.unfinished} "
-            f"cut off after {config.answer_tokens}"
-        )
-        if not output.state()[1]:
+    watch = _Watch(output)
+    lm.round_callbacks.append(watch)
+    with stop_on_signals() as stop, watch.bar:
+        empty = 0
+        while not output.state()[1] and not stop.wanted:
+            watch.begin_batch()
+            made = _make_batch(lm, tokenizer, output, stop)
             if stop.wanted:
-                raise Stopped(f"stopped; {written}; the same command resumes from there")
-            progress.ended = True
-            output.write_state()
-            written += ", as many as there was time for"
-        log.info(written)
+                break
+            empty = 0 if made else empty + 1
+            if empty == EMPTY_BATCHES:
+                raise ValueError(
+                    f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
+                    "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
+                )
+            output.add(made[: config.conversations - progress.conversations])
+    written = (
+        f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens, "
+        f"{progress.unfinished} cut off after {config.answer_tokens}"
+    )
+    if not output.state()[1]:
+        raise Stopped(f"stopped; {written}; the same command resumes from there")
+    log.info(written)
     return path
 
 
 class _Watch:
-    """Called after every round: shows the progress of the batch, and ends it when the time is over."""
+    """Called after every round: shows the progress of the batch."""
 
-    def __init__(self, output: _Output, deadline: float) -> None:
-        self.output, self.deadline = output, deadline
-        self.bar = ProgressBar("conversations", output.total, min(output.state()[0], output.total))
-        self.began, self.tokens = time.monotonic(), 0
-        self.batch_began, self.batches = self.began, -1
-        self.generations: list[Sequences] = []  # of the batch in progress
+    def __init__(self, output: _Output) -> None:
+        self.output = output
+        done = min(output.state()[0], output.total)
+        self.bar = ProgressBar("conversations", output.total, done)
+        self.began = time.monotonic()
+        self.tokens = 0
+        """Tokens of the batches before."""
+        self.generations: list[Sequences] = []
+        """Those of the batch in progress."""
+        self.parts: list[str] = []
 
     def begin_batch(self) -> None:
-        """Start counting a batch, unless less time is left than half of what a batch has taken so far."""
+        """Start counting a batch."""
         self.tokens += sum(out.tokens for out in self.generations)
-        self.batch_began, self.batches, self.generations = time.monotonic(), self.batches + 1, []
-        self.parts = ["answers"] if self.output.given else ["prompts", "answers"]
-        if self.output.given:
-            most = max(len(prompt["turns"]) for prompt in self.output.batches[self.output.progress.batches])
-            self.parts += [f"answers to turn {turn}" for turn in range(2, most + 1)]
-        half = (self.batch_began - self.began) / self.batches / 2 if self.batches else 0.0
-        if self.output.progress.conversations >= ENOUGH and self.batch_began + half > self.deadline:
-            raise _TimeIsOver
+        self.generations = []
+        self.parts = ["answers"]
+        if not self.output.given:
+            self.parts = ["prompts", "answers"]
+            return
+        prompts = self.output.batches[self.output.progress.batches]
+        most = max(len(prompt["turns"]) for prompt in prompts)
+        for turn in range(2, most + 1):
+            self.parts.append(f"answers to turn {turn}")
 
     def __call__(self, out: Sequences) -> None:
-        """Show the progress after a round, and end this part of the batch when its time is over.
-
-        Half of the first rows must have ended, or only short texts would be kept.
-        """
+        """Show the progress after a round."""
         if not self.generations or out is not self.generations[-1]:
             self.generations.append(out)
-        now, part = time.monotonic(), len(self.generations)
-        tokens = self.tokens + sum(each.tokens for each in self.generations)
-        share = (part - 1 + len(out.ended) / len(out.rows)) / len(self.parts)
+        part = len(self.generations)
+        tokens = self.tokens + sum(generation.tokens for generation in self.generations)
+        ended = len(out.ended)
+        rows = len(out.rows)
+        share = (part - 1 + ended / rows) / len(self.parts)
         done = self.output.state()[0] + share * self.output.at_once
-        self.bar.update(
-            min(done, self.output.total),
-            f"{tokens / (now - self.began):.0f} tokens/s; {self.parts[part - 1]} of this batch: "
-            f"{len(out.ended)}/{len(out.rows)}",
-        )
-        until = self.batch_began + (self.deadline - self.batch_began) * part / len(self.parts)
-        enough = self.output.progress.conversations >= ENOUGH or 2 * len(out.ended) >= len(out.rows)
-        if now > until and enough:
-            raise _TimeIsOver([tokens if row in out.ended else [] for row, tokens in enumerate(out.rows)])
+        rate = tokens / (time.monotonic() - self.began)
+        note = f"{rate:.0f} tokens/s; {self.parts[part - 1]} of this batch: {ended}/{rows}"
+        self.bar.update(min(done, self.output.total), note)
 
 
 def _too_long(
@@ -332,8 +319,10 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     return text[: text.index(marker)]
 
 
-def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output) -> list[Conversation]:
-    """Generate the usable conversations of the next batch."""
+def _make_batch(
+    lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, stop: StopFlag
+) -> list[Conversation]:
+    """Generate the usable conversations of the next batch; not all of them if a stop is wanted."""
     config, batch = output.config, output.progress.batches
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
     prompts = output.batches[batch] if output.given else _generate_prompts(lm, tokenizer, output, generator)
@@ -349,7 +338,10 @@ def _make_batch(lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _
         columns = {"source": source, "temperature": temperature, **kind}
         conversations.append(Conversation(columns, prompt["turns"], prompt.get("tools")))
     asked = conversations
-    while asked := [conversation for conversation in asked if conversation.goes_on]:
+    while not stop.wanted:
+        asked = [conversation for conversation in asked if conversation.goes_on]
+        if not asked:
+            break
         _answer(lm, tokenizer, asked, temperature, config, generator)
     return [conversation for conversation in conversations if conversation.answers]
 
@@ -436,19 +428,16 @@ def _continue(
     lengths_B = torch.tensor([len(prompts[row]) for row in longest_first])
     mask_BT = torch.arange(ids_BT.shape[1]) >= ids_BT.shape[1] - lengths_B[:, None]
     device = lm.target.device
-    try:
-        output = lm.generate(
-            ids_BT.to(device),
-            attention_mask=mask_BT.long().to(device),
-            max_new_tokens=new_tokens,
-            generator=generator,
-            max_batch_size=slots,
-            pad_token_id=PADDING,
-            **sampling,
-        )
-        rows = output.sequences[:, ids_BT.shape[1] :].tolist()
-    except _TimeIsOver as over:
-        rows = over.args[0]
+    output = lm.generate(
+        ids_BT.to(device),
+        attention_mask=mask_BT.long().to(device),
+        max_new_tokens=new_tokens,
+        generator=generator,
+        max_batch_size=slots,
+        pad_token_id=PADDING,
+        **sampling,
+    )
+    rows = output.sequences[:, ids_BT.shape[1] :].tolist()
     ends = lm.target.end_tokens
     written: list[tuple[list[int], bool]] = [([], False)] * len(prompts)
     for row, tokens in zip(longest_first, rows, strict=True):

@@ -27,10 +27,14 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from openai import APIError, AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerBase
 
+from ...console import ProgressBar, log
 from ...heads.checkpoints.public import public_url
 from ...inference import load_tokenizer, tokenizer_provenance
-from ..config import SelfMadeConfig, template_variables
-from ..console import ProgressBar, Stopped, StopRequest, log
+from ...inference.chat_template import REASONING_KEYS, prompt_ids
+from ...inference.messages import check_conversation
+from ...options import template_variables
+from ...stopping import StopFlag, Stopped, stop_on_signals
+from ..config import SelfMadeConfig
 from ..run_folder import check_options, write_whole
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import (
@@ -43,8 +47,8 @@ from .answers import (
     text_of,
 )
 from .bad_rows import settle_rejected_prompts
-from .chat_template import REASONING_KEYS, REASONING_TAGS, encode, prompt_ids
-from .conversations import RESUME_ADVICE, check_conversation
+from .chat_template import REASONING_TAGS, encode
+from .conversations import RESUME_ADVICE
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
@@ -140,7 +144,7 @@ def ask_servers(config: SelfMadeConfig) -> Path:
     given = [(number, prompt) for number, prompt in enumerate(prompts) if prompt["turns"]]
     rest = ((number, prompt) for number, prompt in given if number not in answered)
     bar = ProgressBar("conversations", len(given), len(answered))
-    with path.open("a", encoding="utf-8") as file, StopRequest() as stop, bar:
+    with path.open("a", encoding="utf-8") as file, stop_on_signals() as stop, bar:
         work = _Work(config, rest, file, stop, bar, tokenizer, fingerprint, with_tokens, done=len(answered))
         work.written = len(answered)
         asyncio.run(work.run())
@@ -194,7 +198,7 @@ class _Work:
     config: SelfMadeConfig
     prompts: Iterator[tuple[int, dict[str, Any]]]
     file: TextIO
-    stop: StopRequest
+    stop: StopFlag
     bar: ProgressBar
     tokenizer: PreTrainedTokenizerBase | None
     fingerprint: str | None

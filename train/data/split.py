@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...inference import Target
+from ...inference.chat_template import check_tokenizer
 from ...inference.models.loading import TargetFacts
 from ..config import TrainConfig
-from .chat_template import NEEDS_NO_TEMPLATE, Example, check_tokenizer
+from .chat_template import NEEDS_NO_TEMPLATE, Example
 from .conversations import Source
 from .token_cache import Rendering, TokenCache, TokenizedSequences, first_format
 
@@ -57,7 +58,10 @@ def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequen
 
 
 def split_examples(
-    conversations: list[dict[str, Any]], config: TrainConfig, target: Target, tokenizer: PreTrainedTokenizerBase
+    conversations: list[dict[str, Any]],
+    config: TrainConfig,
+    target: Target | TargetFacts,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[Example], list[Example]]:
     """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)

@@ -35,13 +35,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...console import console
 from ...inference import tokenizer_provenance
+from ...inference.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
-from ..config import template_variables
-from ..console import console
+from ...options import template_variables
 from ..run_folder import check_options, write_whole
 from .chat_template import Example, whole_sequences
-from .conversations import RowReader, Source, check_row, format_of
+from .conversations import FORMATS, RowReader, Source, check_row
 
 FINGERPRINT = re.compile("[0-9a-f]{16}")
 """Form of a tokenizer's fingerprint in the column `tokenizer`."""
@@ -381,7 +382,7 @@ def first_format(source: Source) -> str | None:
     """The format of the first row that has one, and so of all others; None if none has."""
     for where, row in source.read_all():
         with suppress(ValueError):
-            return format_of(row, where)
+            return format_of(row, where, FORMATS)
     return None
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ...console import ProgressBar, log
 from ...heads import DraftHead, TargetFeatures
 from ...inference import Target
+from ...stopping import Stopped, stop_on_signals
 from ..config import FeaturesConfig, TrainConfig
-from ..console import ProgressBar, Stopped, StopRequest, log
 from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of
-from ..engines import alone, any_process, from_main
+from ..engines import any_process, from_main
 from .cached import FORMATS, MANIFEST, FeatureCache, corrupt_shards, decoded, key_of
 from .placement import is_sharded
 from .server_states import take_server_states
@@ -111,7 +111,11 @@ class CachedFeatures(OnlineFeatures):
         return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
 
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
-        """Compute all missing states, each process its part; Ctrl-C and SIGTERM raise `Stopped` and lose nothing."""
+        """Compute all missing states, each process its part.
+
+        Raises:
+            Stopped: Ctrl-C or SIGTERM, once the states so far are written.
+        """
         lengths = lengths_of(examples)
         scanned = range(len(lengths)) if accelerator.is_main_process else ()
         found = {key_of(torch.tensor(examples[i].tokens)): i for i in scanned}
@@ -119,18 +123,19 @@ class CachedFeatures(OnlineFeatures):
         lacking = from_main(accelerator, lacking)  # another job may be writing: the processes need one list
         lacking.sort(key=lambda i: -lengths[i])
         batches = budgeted(lacking, lengths, BATCH_TOKENS)
-        with StopRequest() as stop:
-            with ProgressBar("tokens", sum(lengths[i] for i in lacking)) as bar, suppress(Stopped):
+        with stop_on_signals() as stop:
+            stopping = False
+            with ProgressBar("tokens", sum(lengths[i] for i in lacking)) as bar:
                 for start in range(0, len(batches), accelerator.num_processes):
                     group = batches[start : start + accelerator.num_processes]
-                    if any_process(accelerator, stop.wanted):
+                    stopping = any_process(accelerator, stop.wanted)
+                    if stopping:
                         break
                     own = group[accelerator.process_index :][:1]  # empty, if the last group has none for this process
-                    with stop.at_once(alone(accelerator)):
-                        self.fill(collate([examples[i] for batch in own for i in batch]))
+                    self.fill(collate([examples[i] for batch in own for i in batch]))
                     bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
             self.settle(accelerator)
-            if any_process(accelerator, stop.wanted):
+            if stopping:
                 raise Stopped("stopped; the same command resumes from there")
 
     def settle(self, accelerator: Accelerator) -> None:

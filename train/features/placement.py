@@ -18,13 +18,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...inference import Target
+from ...inference.models.dtypes import dtype_named
 from ...inference.models.loading import locate
-from ..config import TrainConfig, dtype_of
+from ..config import TrainConfig
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
     """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it."""
-    dtype, placement = dtype_of(config.target_dtype), config.target_placement
+    dtype, placement = dtype_named(config.target_dtype), config.target_placement
     options = loading_options(config)
     if placement == "whole":
         return Target.load(config.target, dtype, accelerator.device, config.target_revision, options)

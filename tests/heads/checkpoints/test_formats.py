@@ -45,7 +45,7 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "dspark": [
         ("dspark", {}),
         ("dspark", {"draft_vocab_size": 7, "block_size": 3, "markov": "gated", "markov_rank": 5, "mask_token_id": 3}),
-        ("dspark", {"sample_from_anchor": False, "confidence": False, "loss": {"tv": 1.0}, "num_layers": 1}),
+        ("dspark", {"sample_from_anchor": False, "confidence": False, "num_layers": 1}),
     ],
     "speculators-dspark": [
         ("dspark", {"markov_rank": 3, "confidence_with_markov": False}),

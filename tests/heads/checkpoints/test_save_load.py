@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headstart.heads import HEADS, CheckpointMetadata, DraftHead, build_head
+from headstart.heads.by_name import OBJECTIVE_OPTIONS
 from headstart.heads.checkpoints import save_load as checkpoint
 from headstart.heads.checkpoints.model_card import Listing, model_card
 from headstart.heads.checkpoints.save_load import load_head, save_head
@@ -103,6 +104,17 @@ def test_loading_converts_parameters_and_never_the_token_map(dtype: torch.dtype,
     assert_same(loaded, head.to(dtype))
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
+
+
+def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(tmp_path: Path) -> None:
+    save_head(build(), tmp_path / "head", CheckpointMetadata())
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    assert not set(config["headstart"]["options"]) & set(OBJECTIVE_OPTIONS)
+    objective = {"loss": {"ce": 1.0}, "depth_weights": "decay", "decay": 0.8, "target_top_k": None}
+    config["headstart"]["options"] |= objective
+    path.write_text(json.dumps(config))
+    assert_same(load_head(tmp_path / "head")[0], build())
 
 
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"sample_from_anchor": True}),
     ("dspark", {"markov_rank": 4}),
     ("dspark", {"markov_rank": 4, "draft_vocab_size": 20, "sample_from_anchor": False}),
-    ("dspark", {"markov_rank": 4, "confidence": False, "loss": {"kl": 1.0}}),
+    ("dspark", {"markov_rank": 4, "confidence": False}),
     ("dspark", {"markov_rank": 4, "confidence_with_markov": False}),
     ("dspark", {"markov": "rnn"}),
     ("medusa", {"num_heads": 3, "num_layers": 2}),

@@ -25,7 +25,7 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
-from headstart.inference.tuning.costs import RoundCosts
+from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
 
@@ -373,7 +373,7 @@ def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_t
     costs = RoundCosts({1: 1.0, 2: 1.1, 8: 1.7}, 0.05)  # each token of a chain costs 0.15 plain steps
     sure, unsure = (
         candidate_trees(block_heads.build({"block_size": 4, **options}, name="dspark"), None, costs)
-        for options in ({}, {"confidence": False, "loss": {"kl": 1.0}})
+        for options in ({}, {"confidence": False})
     )
     (chain,) = [tree for tree in sure if tree not in unsure]
     assert isinstance(chain, EarlyExitShape) and chain.depth == 4 and chain.threshold == pytest.approx(0.15)

@@ -264,7 +264,6 @@ def test_a_head_and_a_lookup_share_prefixes_and_count_whose_drafts_were_accepted
         HeadAndLookup(make_drafter(target, "random", "drawn:chain:2"), PromptLookupDrafter())
 
 
-@pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
@@ -316,6 +315,7 @@ def test_several_trees_are_a_list_of_objects_or_text(target):
     assert make_drafter(target, "ngram:2", [[0], [0, 0]]).max_nodes == 3
 
 
+@pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
 def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     """From the prompt's first token on, prompts of one token too."""
     lm = SpeculativeLM(target, source(word, target, tiny_target))

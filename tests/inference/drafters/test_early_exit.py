@@ -9,12 +9,12 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter, tree_drafter
-from headstart.inference.drafters.early_exit import confidence, exit_features
+from headstart.inference.drafters.early_exit import confidence
 from headstart.inference.tuning.tree_spec import EarlyExitShape, spec_of
 from headstart.inference.verify import RULES, choose_rule
 
 VOCAB = 20
-WORDS = ["stop:0.3:chain:4", "stop:0.2:drawn:chain:3", "stop:0.5@1.0,-0.1,0.2,0.3:chain:2", "stop:1:chain:3"]
+WORDS = ["stop:0.3:chain:4", "stop:0.2:drawn:chain:3", "stop:1:chain:3"]
 
 
 def medusa(target, **options):
@@ -64,7 +64,7 @@ def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
 
 
 @pytest.mark.parametrize("acceptance", [word for word, rule in RULES.items() if not rule.lossy])
-@pytest.mark.parametrize("tree", ["stop:0.5:drawn:chain:2", "stop:0.4@0.5,-0.5,-0.2,0.6:drawn:chain:2"])
+@pytest.mark.parametrize("tree", ["stop:0.5:drawn:chain:2", "stop:0.4:drawn:chain:2"])
 def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, acceptance):
     target = tiny_target(vocab_size=3)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
@@ -111,12 +111,10 @@ def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(tiny
     assert len(lengths) > 1  # some blocks end, and others do not
 
 
-def test_the_signs_are_those_of_the_distribution():
+def test_confidence_is_the_heads_own_estimate_or_the_probability_of_its_best_token():
     logits = torch.tensor([[0.0, 0.0, -torch.inf], [9.0, 0.0, 0.0]])
-    found = exit_features(logits, 2)
-    assert found[0].tolist() == pytest.approx([-0.6931, 0.6931, 2, 1], abs=1e-4)
-    assert confidence(found, None).tolist() == pytest.approx(logits.softmax(-1).amax(-1).tolist())
-    assert confidence(found, (0.0, 0.0, 1.0, -2.0)).tolist() == [0.5, 0.5]
+    assert confidence(logits).tolist() == pytest.approx(logits.softmax(-1).amax(-1).tolist())
+    assert confidence(logits, torch.tensor([0.0, 0.0])).tolist() == [0.5, 0.5]
 
 
 def test_words_and_policies_mean_each_other():
@@ -125,7 +123,5 @@ def test_words_and_policies_mean_each_other():
         assert isinstance(policy, EarlyExitShape) and tree_policy(str(spec_of(policy))) == policy
     with pytest.raises(ValueError, match=r"threshold from 0 to 1, not 3 and 1\.5"):
         tree_policy("stop:1.5:chain:3")
-    with pytest.raises(ValueError, match="has 4 weights, not 2"):
-        tree_policy("stop:0.5@1,2:chain:3")
     with pytest.raises(ValueError, match="unknown tree 'stop:x:chain:3'"):
         tree_policy("stop:x:chain:3")

@@ -76,7 +76,7 @@ class PathHead(DraftHead):
     def initialize(self, ends, token_counts_V):
         raise NotImplementedError
 
-    def forward(self, features, ranks=1):
+    def forward(self, features, objective=None, ranks=1):
         raise NotImplementedError
 
     def server_config(self):

@@ -9,6 +9,8 @@ from helpers import build_model
 from templates import FAMILIES, end_tokens, tokenizer_of
 
 from headstart.inference import tokenizer_provenance
+from headstart.inference.chat_template import prompt_ids
+from headstart.inference.messages import check_conversation
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made
 from headstart.train.data.answer_file import lines_of
@@ -20,8 +22,8 @@ from headstart.train.data.answers import (
     readable,
     turns_to_answer,
 )
-from headstart.train.data.chat_template import encode, prompt_ids
-from headstart.train.data.conversations import check_conversation, check_row
+from headstart.train.data.chat_template import encode
+from headstart.train.data.conversations import check_row
 from headstart.train.data.self_made import make_conversations
 
 SYSTEM = {"role": "system", "content": "Be short."}

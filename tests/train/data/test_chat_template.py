@@ -10,19 +10,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.train.config import DataConfig, TrainConfig
-from headstart.train.data.batches import collate
-from headstart.train.data.chat_template import (
-    Example,
+from headstart.inference.chat_template import (
     check_tokenizer,
     data_origin,
-    encode,
     prompt_ids,
     render,
     variables_read,
     warn_of_unread_variables,
 )
-from headstart.train.data.conversations import read_conversations, read_prompts
+from headstart.inference.prompt_files import read_prompts
+from headstart.train.config import DataConfig, TrainConfig
+from headstart.train.data.batches import collate
+from headstart.train.data.chat_template import Example, encode
+from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_examples, split_held_out
 from headstart.train.data.token_cache import count_answer_tokens
 

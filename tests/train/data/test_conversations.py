@@ -12,14 +12,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from headstart.train.data.conversations import (
-    check_conversation,
-    check_row,
-    open_source,
-    open_sources,
-    parsed_name,
-    read_conversations,
-)
+from headstart.inference.messages import check_conversation
+from headstart.train.data.conversations import check_row, open_source, open_sources, parsed_name, read_conversations
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headstart.inference.prompt_files import read_prompt_rows, read_prompts
 from headstart.train.config import KindConfig, PromptMixConfig
-from headstart.train.data.conversations import read_prompt_rows, read_prompts
 from headstart.train.data.prompt_mix import grams, mix_prompts, paragraphs, topic, write_prompts
 
 WORDS = [

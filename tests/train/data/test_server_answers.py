@@ -21,11 +21,12 @@ pytest.importorskip("openai")
 from helpers import build_tokenizer
 
 from headstart.inference import tokenizer_provenance
+from headstart.inference.chat_template import prompt_ids
 from headstart.scripts.command_line import options
+from headstart.stopping import Stopped
 from headstart.train.config import SelfMadeConfig
-from headstart.train.console import Stopped
 from headstart.train.data import server_answers as served
-from headstart.train.data.chat_template import encode, prompt_ids
+from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import check_row, open_source, read_conversations
 from headstart.train.data.self_made import make_conversations
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedTokenizerFast
 
-from headstart.train.data.chat_template import Example, encode, joined, prompt_ids
+from headstart.inference.chat_template import prompt_ids
+from headstart.train.data.chat_template import Example, encode, joined
 
 REASONING = "one and two add\n\nthe numbers"
 CONTENT = "the sum is three"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.inference import Target
+from headstart.stopping import Stopped
 from headstart.train.config import FeaturesConfig
-from headstart.train.console import Stopped
 from headstart.train.data.batches import collate, collate_rows
 from headstart.train.data.chat_template import Example
 from headstart.train.features import cached as feature_cache

@@ -1,0 +1,128 @@
+"""Positions of a training batch at which drafts are judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .base import TargetFeatures
+
+
+@dataclass(frozen=True)
+class DraftPositions:
+    """Positions of a batch at which drafts are judged, as indices into its flattened [B * T] tokens.
+
+    A draft position is the position t of the newest feature. The root of its tree is the token at
+    t + 1. The draft at depth k, counted from 0, is judged by the target's state at t + 1 + k and by
+    the token at t + 2 + k.
+
+    Draft positions are sorted. If no position is left out, draft k of position n, where valid, is
+    judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are then
+    enough for all depths.
+    """
+
+    index_N: Tensor
+    rows_NK: Tensor
+    """The position whose target state judges the draft; the token after it is the true one."""
+    valid_NK: Tensor
+    """True where the root and all drafts up to depth k lie in one answer."""
+    per_row: tuple[int, ...] = ()
+    """Draft positions in each row of the batch, if the loss mask is on the host, as in training."""
+    judged_U: Tensor | None = None
+    """The distinct positions in `rows_NK`, sorted, if some draft positions are left out; else None."""
+    places_NK: Tensor | None = None
+    """Index of each of `rows_NK` in `judged_U`, on the host."""
+
+    @property
+    def all(self) -> bool:
+        """Whether every position that has a draft to judge is included."""
+        return self.judged_U is None
+
+    @classmethod
+    def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
+        """The positions of a batch with at least one draft to judge.
+
+        With `at_most`, that many positions of each sequence, chosen at random.
+        """
+        loss_mask_BT = features.loss_mask_BT
+        batch, time = loss_mask_BT.shape
+        padded = F.pad(loss_mask_BT, (0, depths + 1))
+        answers = []  # answers[k - 1]_BT: whether the token at t + k belongs to an answer
+        for k in range(1, depths + 2):
+            answers.append(padded[:, k : k + time])
+        valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
+        has_draft_BT = valid_BTK[..., 0]
+
+        every = True
+        if at_most is not None:
+            documents_BT = features.documents_BT
+            if documents_BT is None and features.sequences_BT is not None:
+                documents_BT = features.sequences_BT.cpu()  # sync: training gives them on the host
+            chosen_BT = _some_of_each(has_draft_BT, documents_BT, at_most)
+            every = torch.equal(chosen_BT, has_draft_BT)
+            has_draft_BT = chosen_BT
+
+        index_N = has_draft_BT.flatten().nonzero()[:, 0]
+        depth_K = torch.arange(depths, device=index_N.device)
+        # Past the end any row serves: no draft is valid there.
+        rows_NK = (index_N[:, None] + 1 + depth_K).clamp(max=batch * time - 2)
+        on_host = has_draft_BT.device.type == "cpu"
+        per_row = tuple(has_draft_BT.sum(1).tolist()) if on_host else ()
+        judged_U = None
+        places_NK = None
+        if not every:
+            judged_U, places_NK = rows_NK.unique(return_inverse=True)
+        valid_NK = valid_BTK.flatten(0, 1)[index_N]
+        positions = cls(index_N, rows_NK, valid_NK, per_row, judged_U, places_NK)
+        return positions._to(features.tokens_BT.device)
+
+    @classmethod
+    def of_answers(cls, features: TargetFeatures) -> DraftPositions:
+        """The positions before answer tokens, at one depth: a model judged on its own next token."""
+        before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
+        index_N = before_BT.flatten().nonzero()[:, 0]
+        valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)
+        return cls(index_N, index_N[:, None], valid_N1)._to(features.tokens_BT.device)
+
+    def _to(self, device: torch.device) -> DraftPositions:
+        """Copy to a device without waiting for it: the positions were counted on the host."""
+        judged_U = None if self.judged_U is None else _sent(self.judged_U, device)
+        return replace(
+            self,
+            index_N=_sent(self.index_N, device),
+            rows_NK=_sent(self.rows_NK, device),
+            valid_NK=_sent(self.valid_NK, device),
+            judged_U=judged_U,
+        )
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":  # a copy from pageable memory may wait for the device's work
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:
+    """Choose at most so many positions of each sequence, by torch's global generator on the host.
+
+    A packed row holds several sequences, numbered in order; None where every row is one sequence.
+    """
+    batch, time = has_draft_BT.shape
+    sequences_BT = documents_BT
+    if sequences_BT is None:
+        sequences_BT = torch.zeros(batch, time, dtype=torch.int64)
+    zeros_BS = torch.zeros(batch, time + 1, dtype=torch.int64)
+    counts_BS = zeros_BS.scatter_add(1, sequences_BT, has_draft_BT.long())
+    if int(counts_BS.max()) <= at_most:
+        return has_draft_BT
+    # Sort by sequence, then at random, with positions that have no draft last. The rank in the row
+    # minus the size of the sequences before is the rank in the sequence.
+    draws_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 1.0).double()
+    order_BT = (2 * sequences_BT + draws_BT).argsort(1)
+    ranks_BT = order_BT.argsort(1)
+    sizes_BS = zeros_BS.scatter_add(1, sequences_BT, torch.ones_like(ranks_BT))
+    first_BS = sizes_BS.cumsum(1) - sizes_BS
+    return has_draft_BT & (ranks_BT - first_BS.gather(1, sequences_BT) < at_most)

@@ -1,0 +1,89 @@
+"""The objective of training a head: losses with their weights, and the weights of depths.
+
+An objective is an option of training. The losses are defined in `losses.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda")
+"""Losses over the vocabulary."""
+NEED_HEAD = {
+    "smooth_l1": "predicts no features",
+    "confidence": "does not estimate its acceptance rate",
+}
+"""Losses that only some heads have, and what is said of the others."""
+NEED_MASS = {"tv", "lk_alpha", "lk_lambda", "confidence"}
+"""Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A weighted mix of losses, and the weights of depths."""
+
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0})
+    """Losses and their weights; see losses.py."""
+    depth_weights: str = "decay"
+    """decay: decay ** depth. d_pace: the derivative of the expected number of accepted tokens by a
+    token's log-probability, sum_{k >= j} prod_{i <= k} q_i with q_i the draft's probability of the
+    true token (arXiv:2605.18810). The losses of NEED_HEAD keep decay."""
+    decay: float = 0.8
+    """Loss weight of a depth relative to the one before, for depth_weights: decay."""
+    target_top_k: int | None = None
+    """Number of the target's most likely tokens to which its distribution is truncated, renormalised
+    where the loss renormalises; None for the whole draft vocabulary."""
+    d_pace_smoothing: float = 0.0
+    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep tokens
+    count early."""
+
+    @property
+    def over_vocabulary(self) -> list[str]:
+        """The weighted losses over the vocabulary, which every head has."""
+        return [name for name, weight in self.loss.items() if weight > 0 and name in LOSSES]
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether a loss uses the target's probabilities as they are, not renormalised."""
+        return any(self.loss.get(name, 0) > 0 for name in NEED_MASS)
+
+    def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
+        """Number of the target's logits that are computed at a position."""
+        if self.needs_mass:
+            return vocab_size
+        if self.over_vocabulary in ([], ["ce"]):
+            return 0
+        return draft_vocab_size
+
+    def check(self, head: str, extra: tuple[str, ...] = ()) -> None:
+        """Refuse losses and weights that a head cannot be trained on.
+
+        Args:
+            head: name of the head, for errors.
+            extra: losses of `NEED_HEAD` that the head can be trained on.
+
+        Raises:
+            ValueError: a loss that the head cannot have, or a value that is out of range.
+        """
+        known = (*LOSSES, *extra)
+        valid = ", ".join(known)
+        for name, weight in self.loss.items():
+            if name in NEED_HEAD and name not in extra:
+                raise ValueError(f"{head} cannot have the loss {name!r}: it {NEED_HEAD[name]}; choose from {valid}")
+            if name not in known:
+                raise ValueError(f"unknown {head} loss {name!r}; choose from {valid}")
+            is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            if not is_number or weight < 0:
+                raise ValueError(f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}")
+        if not any(self.loss.values()):
+            raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
+        if self.depth_weights not in ("decay", "d_pace"):
+            raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
+        if not 0 <= self.d_pace_smoothing <= 1:
+            raise ValueError(f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}")
+        if self.decay <= 0:
+            raise ValueError(f"{head} decay must be above 0, not {self.decay}")
+        if self.target_top_k is not None and self.target_top_k < 1:
+            raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
+        if self.target_top_k is not None and self.loss.get("reverse_kl"):
+            raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")

@@ -1,0 +1,336 @@
+"""CPU kernels: linear layers and decoder layers for a few tokens, over weights in the shortest exact format.
+
+`cpu_kernels.cpp` is compiled once for each machine, in seconds, into the user's cache folder. It computes in float32
+(rounding to bfloat16 where a bfloat16 model does), whatever format the weights are packed in: weights that were
+bfloat16, or quantized integers, before they became float32 are unpacked exactly, from a half to a sixth of the bytes.
+Those of a head, whose drafts are verified anyway, are rounded to 8 bits. Reading the bytes is the cost of a forward of
+a few tokens.
+
+Letters in tensor names: O outputs, I inputs, C outputs of a block, N rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..tuning.machine import cache_folder, cpuinfo, processor, writable_by_others
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+GROUP = 32
+"""Inputs that share a scale and an offset, as in GGUF's formats."""
+ROWS_AT_ONCE = 2**15
+"""Outputs that are packed at once, to limit the memory for it."""
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
+INSTRUCTIONS = {
+    "AVX512": ("-march=native",),
+    "AVX2": ("-march=native", "-mno-avx512f"),
+    "DEFAULT": (),
+}
+"""Compiler flags for each of torch's CPU capabilities."""
+
+
+class Weights(ctypes.Structure):
+    """A linear layer's packed weights, laid out as the kernels' struct of the same name."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("format", "inputs", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "bias")),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, compiled if they are not on disk yet; None, after one warning, where that fails."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        warnings.warn("decoding on this CPU is slower than it could be: there is no C++ compiler (g++)", stacklevel=2)
+        return None
+    command = [
+        *shlex.split(compiler),
+        *FLAGS,
+        *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-mcpu=native",)),
+    ]
+    try:
+        loaded = _built(command)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        reason = next((line for line in told.strip().splitlines() if "error" in line), told.strip())
+        warnings.warn(
+            f"decoding on this CPU is slower than it could be: {SOURCE.name} cannot be compiled: {reason}", stacklevel=2
+        )
+        return None
+    i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    loaded.headstart_columns.restype = i
+    arguments = {
+        "headstart_linear": (p, p, i, p, i, i),
+        "headstart_uniform": (p, i, i, p, i),
+        "headstart_norm": (p, p, i, i, d, i, p),
+        "headstart_decoder": (p, p, i, i),
+    }
+    for name, types in arguments.items():
+        getattr(loaded, name).restype, getattr(loaded, name).argtypes = None, types
+    return loaded
+
+
+def _built(command: list[str]) -> ctypes.CDLL:
+    """The kernels, from disk or compiled now."""
+    # Machines whose processors have one name may share a home folder: their features differ.
+    features = cpuinfo().get("flags") or cpuinfo().get("Features") or platform.machine()  # of x86, of ARM
+    made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
+    key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+    name = f"cpu_kernels-{key}.so"
+    try:
+        folder = cache_folder()
+        why = writable_by_others(folder / name)
+        if why is not None:
+            raise OSError(f"no library is loaded from {folder}, where another user may put one: {why}")
+        if _is_whole(folder / name):
+            with suppress(OSError):  # of another system
+                return ctypes.CDLL(str(folder / name))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _compiled(command, folder, name)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        # RuntimeError: the user has no home. The compiler fails, too, where the disk is full.
+        loaded = _compiled(command, Path(tempfile.mkdtemp(prefix="headstart-")), name)
+        warnings.warn(f"the CPU kernels were compiled for this process alone, in seconds: {error}", stacklevel=3)
+        return loaded
+
+
+def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
+    """Compile the kernels into a folder, whole or not at all, with their checksum beside them."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made, checksum = Path(scratch) / name, Path(scratch) / f"{name}.sha256"
+        subprocess.run(
+            [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True, timeout=300
+        )
+        checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="utf-8")
+        # At once, the checksum last: another process may be doing the same.
+        made.replace(folder / name)
+        checksum.replace(folder / checksum.name)
+    return ctypes.CDLL(str(folder / name))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is on disk as it was compiled: one that was cut, by a full disk say, may crash the process."""
+    try:
+        expected = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8")
+        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def in_use(device: torch.device) -> bool:
+    """Whether the kernels serve a device and were loaded before; does not compile them."""
+    return device.type == "cpu" and library.cache_info().currsize > 0 and library() is not None
+
+
+def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
+    """Negative uniform numbers in (-1, 0) for the `width` counters from each key on, float32 [P, width]."""
+    keys_P, numbers_PV = keys_P.contiguous(), torch.empty(len(keys_P), width)
+    kernels().headstart_uniform(keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads())
+    return numbers_PV
+
+
+# Weights
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights of a linear layer, packed for the kernels."""
+
+    format: str
+    inputs: int
+    outputs: int
+    words: Tensor
+    """int32 [blocks of C outputs, words of inputs, C]."""
+    scales: Tensor | None
+    """float16 [blocks, groups of inputs, scale and offset, C]."""
+    bias: Tensor | None
+    """float32 [width]."""
+
+    width: int
+    """Outputs, rounded up to whole blocks."""
+
+    @cached_property
+    def struct(self) -> Weights:
+        """Argument for the kernels; it must not outlive the tensors."""
+        return Weights(
+            list(FORMATS).index(self.format),
+            self.inputs,
+            self.outputs,
+            *map(pointer, (self.words, self.scales, self.bias)),
+        )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's data; None for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None = None, rounded: bool = False) -> Packed:
+    """Pack float32 or bfloat16 weights in the shortest format that holds them exactly, or, `rounded`, to 8 bits."""
+    columns = kernels().headstart_columns()
+    (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
+    weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
+    parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
+    formats = ROUNDED if rounded else FORMATS
+    name, held = next((name, held) for name in formats if (held := _held(parts, *formats[name], columns)) is not None)
+    words, scales = held[0], held[1] if len(held) > 1 else None
+    bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
+    return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
+
+
+Held = tuple[Tensor, ...] | None
+"""Words, int32 [O, words of inputs], and of integers scales with offsets [O, groups of inputs, 2]; None if inexact."""
+
+
+def _held(parts: Sequence[Tensor], unit: int, hold: Callable[[Tensor], Held], columns: int) -> list[Tensor] | None:
+    """Words, and scales if the format has them, each [blocks, ..., columns].
+
+    None if the format does not hold all weights, which a few rows mostly show.
+    """
+    if parts[0].shape[1] % unit or hold(parts[0][:32].float()) is None:
+        return None
+    held = []
+    for part in parts:
+        if (found := hold(part.float())) is None:
+            return None
+        held.append([values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in found])
+    return [torch.cat(values) for values in zip(*held, strict=True)]
+
+
+def _affine4(weight_OI: Tensor) -> Held:
+    """Q4_1 spans 15 steps from a group's least weight to its largest; Q4_0 centres 16 on zero."""
+    groups = weight_OI.unflatten(1, (-1, GROUP))
+    least, most = groups.aminmax(dim=2, keepdim=True)
+    largest = torch.where(most > -least, most, least)
+    attempts = (((most - least) / 15, least), (largest / -8, -8 * (largest / -8).half().float()))
+    for scale, offset in attempts:
+        if (numbers := _numbers(groups, scale, offset, 4)) is not None:
+            halves = numbers.flatten(1).unflatten(1, (-1, 2, 4))  # four inputs in the low halves of a word's bytes
+            bytes_ = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+            return bytes_.view(torch.int32), torch.cat([scale, offset], dim=2).half()
+    return None
+
+
+def _affine8(weight_OI: Tensor, rounded: bool = False) -> Held:
+    """Q8_0 has 127 steps on either side of zero; `rounded` takes the nearest for weights that are between them."""
+    groups = weight_OI.unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
+    if rounded:
+        groups = (groups / scale).nan_to_num_(0.0).round_().clamp_(-127, 127) * scale
+    numbers = _numbers(groups, scale, -128 * scale, 8)
+    if numbers is None:
+        return None
+    return numbers.flatten(1).contiguous().view(torch.int32), torch.cat([scale, -128 * scale], dim=2).half()
+
+
+def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
+    """Integers, uint8, that unpack to the weights as (2^bits + number) * scale + (offset - 2^bits * scale).
+
+    None if they do not, or if the weights are too large for a float16 scale.
+    """
+    base, scale, offset = 2**bits, scale.half().float(), offset.half().float()
+    numbers = ((groups - offset) / scale).nan_to_num_(0.0).round_().clamp_(0, base - 1)
+    exact = torch.equal((numbers + base) * scale + (offset - base * scale), groups)
+    return numbers.byte() if exact else None
+
+
+def _bfloat16(weight_OI: Tensor) -> Held:
+    halves = weight_OI.bfloat16()
+    return (halves.view(torch.int32),) if torch.equal(halves.float(), weight_OI) else None
+
+
+FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
+    "affine4": (GROUP, _affine4),
+    "affine8": (GROUP, _affine8),
+    "bfloat16": (2, _bfloat16),
+    "float32": (1, lambda weight_OI: (weight_OI.contiguous().view(torch.int32),)),
+}
+"""Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a multiple of the first
+value; the second packs weights."""
+ROUNDED = FORMATS | {"affine8": (GROUP, partial(_affine8, rounded=True))}
+"""The same for weights that need not be exact."""
+
+
+def kernels() -> ctypes.CDLL:
+    """The kernels, after `library` has found them."""
+    found = library()
+    assert found is not None
+    return found
+
+
+def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:
+    """Linear layer on rows [..., inputs]: float32 [..., outputs]; with `rounds`, rounded as in bfloat16."""
+    flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
+    assert flat.device.type == "cpu" and flat.shape[1] == packed.inputs
+    out = flat.new_empty(len(flat), packed.width)
+    kernels().headstart_linear(
+        ctypes.byref(packed.struct), flat.data_ptr(), len(flat), out.data_ptr(), rounds, torch.get_num_threads()
+    )
+    return out[:, : packed.outputs].reshape(*rows.shape[:-1], packed.outputs)
+
+
+def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
+    """RMSNorm of float32 rows."""
+    out = torch.empty_like(rows)
+    kernels().headstart_norm(
+        rows.data_ptr(), weight.data_ptr(), rows.shape[:-1].numel(), rows.shape[-1], eps, rounds, out.data_ptr()
+    )
+    return out
+
+
+def packed_copy(
+    module: nn.Module,
+    block: Callable[[nn.Module], nn.Module | None] = lambda module: None,
+    rounded: bool = False,
+) -> nn.Module:
+    """A copy of a module whose linear layers run in the kernels, `rounded` as in `pack`; it shares all else.
+
+    `block` returns a replacement for a whole module, or None to replace its parts.
+    """
+    own = block(module)
+    if own is not None:
+        return own
+    if type(module) is nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
+        return PackedLinear(module, rounded)
+    twin = copy.copy(module)
+    # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
+    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
+    twin.__dict__.update(hooks)
+    twin.__dict__["_modules"] = {name: packed_copy(child, block, rounded) for name, child in module.named_children()}
+    return twin
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in the kernels; `weight` and `bias` are the layer's own."""
+
+    def __init__(self, layer: nn.Linear, rounded: bool = False) -> None:
+        super().__init__()
+        self.weight, self.bias, self.rounded = layer.weight, layer.bias, rounded
+        self.pack()
+
+    def pack(self) -> None:
+        """Copy the layer's weights as they are now."""
+        self.packed = pack(self.weight, self.bias, self.rounded)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return linear(self.packed, rows, self.weight.dtype == torch.bfloat16).to(rows.dtype)

@@ -1,0 +1,22 @@
+"""A target with its tokenizer and what drafts for it, as commands need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .chat_template import load_chat_tokenizer
+from .speculative_lm import SpeculativeLM
+
+
+def load_speculative_lm(
+    target: str, head: str | None, dtype: str, **options: Any
+) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
+    """Load a tokenizer with a chat template, then a target and a drafter for it.
+
+    The tokenizer comes first: its errors do not wait for the target's weights. The arguments are those of
+    `SpeculativeLM.from_pretrained`.
+    """
+    tokenizer = load_chat_tokenizer(target)
+    return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer

@@ -1,0 +1,164 @@
+"""Rows of text as messages: OpenAI's `messages`, ShareGPT's `conversations`, or a `prompt` with its `completion`.
+
+A row becomes {"messages": [{"role": "user", "content": "..."}]}; its other columns stay. `content` may be null beside
+`tool_calls`; parts of type text are joined. `tools` is passed to the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_FORMATS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt/completion": ("prompt", "completion"),
+}
+"""Columns of the formats that hold text: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer.
+A row has the first format of which it has all columns."""
+SHAREGPT_ROLES = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+"""Roles by ShareGPT's value of `from`."""
+
+Messages = list[dict[str, str]]
+"""Roles and contents of a prompt or a conversation."""
+Formats = Mapping[str, tuple[str, ...]]
+"""Columns by the names of formats."""
+
+
+def user_turns(row: Any) -> list[Any]:
+    """The user's turns in a row without messages: Spec-Bench's `turns`, or its `prompt`; empty for any other row."""
+    if not isinstance(row, dict):
+        return []
+    if isinstance(row.get("turns"), list) and row["turns"]:
+        return row["turns"]
+    return [row["prompt"]] if isinstance(row.get("prompt"), str) else []
+
+
+def check_columns(columns: list[str], where: str, formats: Formats = TEXT_FORMATS) -> str:
+    """Return the first of the formats that has these columns."""
+    for name, needed in formats.items():
+        if set(needed) <= set(columns):
+            return name
+    lacking = "; ".join(
+        f"{name} lacks {', '.join(repr(column) for column in needed if column not in columns)}"
+        for name, needed in formats.items()
+    )
+    there = ", ".join(map(repr, columns)) or "no columns"
+    raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
+
+
+def format_of(row: Any, where: str, formats: Formats = TEXT_FORMATS) -> str:
+    """Return the format of a row, whose columns without a value do not count."""
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+    return check_columns([name for name, value in row.items() if value is not None], where, formats)
+
+
+def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
+    """Convert a row of text to `messages`; its other columns stay. Errors name the row's place, `where`.
+
+    `expected` is the format of the source's earlier rows, if there are any.
+    """
+    found = format_of(row, where)
+    if expected not in (None, "tokens", found):
+        raise ValueError(
+            f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
+            "have one format: split it into several sources"
+        )
+    messages: Any
+    if found == "conversations":
+        messages = _sharegpt(row, where)
+    else:
+        messages = row["messages"] if found == "messages" else _pair(row, where)
+        if not isinstance(messages, list):
+            raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
+        messages = [_message(message, i, where) for i, message in enumerate(messages)]
+    if not messages:
+        raise ValueError(f"{where}: no conversation: {TEXT_FORMATS[found][0]!r} is empty")
+    tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
+    return {**row, "messages": messages, **tools}
+
+
+def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        raise ValueError(f"{where}: no conversation; 'conversations' must be a list of {{'from': ..., 'value': ...}}")
+    messages = [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) else []
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            raise ValueError(f"{where}: message {i} needs a 'from' and a 'value' text")
+        if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
+            raise ValueError(
+                f"{where}: message {i} is from {turn.get('from')!r}; choose from {', '.join(SHAREGPT_ROLES)}"
+            )
+        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+    return messages
+
+
+def _pair(row: dict[str, Any], where: str) -> list[Any]:
+    """Join a prompt and its completion, each a text or messages."""
+    messages: list[Any] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        part = row[name]
+        if not isinstance(part, (str, list)):
+            raise ValueError(f"{where}: {name!r} must be a text or a list of messages, not {part!r}")
+        messages += [{"role": role, "content": part}] if isinstance(part, str) else part
+    return messages
+
+
+def _message(message: Any, number: int, where: str) -> dict[str, Any]:
+    """Check a message; its content becomes one text, or null beside tool calls."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(
+                    f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'")
+    if message.get("role") not in ROLES:
+        raise ValueError(f"{where}: message {number} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
+    message = {**message, "content": content}
+    if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise ValueError(f"{where}: message {number} needs a list of 'tool_calls', not {message['tool_calls']!r}")
+        message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
+    return message
+
+
+def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
+    """Check a tool call, whose arguments are an object or, as OpenAI sends them, its JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
+    return dict(call)
+
+
+def _tools(tools: Any, where: str) -> list[Any]:
+    """Parse the tools of a conversation, which some data sets hold as JSON text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: 'tools' is a text and no JSON: {error}") from error
+    if not isinstance(tools, list):
+        raise ValueError(f"{where}: 'tools' must be a list of tools, or its JSON text, not {tools!r}")
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]

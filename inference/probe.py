@@ -1,0 +1,53 @@
+"""Drafts along a fixed text: they tell whether a head is read as it was saved.
+
+Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a little less; its
+own drafts can. Training saves them with the head, and `headstart verify` repeats them and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ..heads import DraftHead
+from ..heads.layers.decoder_layer import at_least_fp32
+from .target import Target
+
+PROBE_ENDS = (9, 20, 33, 64)
+"""Lengths of the text's prefixes after which the head drafts."""
+PROBE_NOISE = 0.06
+"""Largest mean difference of log-probabilities between two probes of a head, by dtypes and machines."""
+PROBE_TIES = 0.15
+"""Largest share of drafts that differ between two probes of a head, where two tokens are nearly tied."""
+
+
+@torch.inference_mode()
+def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
+    """The head's best token at every depth along a fixed text, teacher-forced, and its log-probability."""
+    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
+    vocab = target.info.vocab_size
+    length = PROBE_ENDS[-1] + head.max_depth
+    text_1T = torch.tensor([[(7919 * i + 31) % vocab for i in range(length)]], device=target.device)
+    output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
+    tokens: list[float] = []
+    scores: list[float] = []
+    for end in PROBE_ENDS:
+        state = served.begin(target.modules, 1, length, head.max_depth, head.max_depth)
+        read_B = torch.tensor([end - 1], device=target.device)
+        state = served.observe(state, output.features_BNF[:, : end - 1], text_1T[:, 1:end], read_B)
+        for depth in range(head.max_depth):
+            parent_11 = torch.full_like(text_1T[:, :1], 0 if depth else -1)
+            logits_11V, state = served.expand(state, text_1T[:, end - 1 + depth : end + depth], parent_11)
+            best = at_least_fp32(logits_11V).log_softmax(-1).max(-1)
+            tokens.append(int(served.target_tokens(best.indices)))  # sync: once for each checkpoint
+            scores.append(float(best.values))
+    return {"tokens": tokens, "scores": scores}
+
+
+def probe_difference(found: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
+    """The share of drafts that differ, and the mean difference of their log-probabilities."""
+    others = [ours != theirs for ours, theirs in zip(found["tokens"], saved["tokens"], strict=True)]
+    gaps = [abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)]
+    return sum(others) / len(others), sum(gaps) / len(gaps)

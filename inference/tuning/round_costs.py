@@ -1,0 +1,71 @@
+"""Costs of the parts of a round, by which all choices of a tree are made."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .machine import positive
+from .tree_spec import SampledShape, TreePolicy
+
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Tokens of the forwards whose costs a machine keeps."""
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the parts of a round; until they are measured, in autoregressive steps."""
+
+    forward: dict[int, float]
+    """Forward of the target, by its tokens, in rising order; at least two sizes."""
+    draft: float
+    """One draft step, a depth of the tree, with its share of what the head reads after a step; 0 without a head."""
+    node: float = 0.0
+    """What a node that is expanded adds to a draft step."""
+    rest: float = 0.0
+    """The rest of a round: verification, cache update, and the part of drafting that no depth or node adds."""
+    plain_step: float | None = None
+    """A whole autoregressive step; None for the forward of one token."""
+
+    @property
+    def plain(self) -> float:
+        """Seconds of an autoregressive step."""
+        return self.seconds(1, 0) if self.plain_step is None else self.plain_step
+
+    def forward_seconds(self, nodes: int) -> float:
+        """Seconds of a forward: linear between the measured sizes, and beyond the last."""
+        sizes = list(self.forward)
+        after = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
+        low = sizes[after - 1]
+        high = sizes[after]
+        slope = (self.forward[high] - self.forward[low]) / (high - low)
+        return self.forward[low] + slope * (nodes - low)
+
+    def seconds(self, nodes: int, depth: int, expanded: int = 0) -> float:
+        """Seconds of a round with a tree of `nodes`, the root counted, `expanded` of which have children drafted."""
+        return self.forward_seconds(nodes) + self.draft * depth + self.node * expanded + self.rest
+
+    def rate(self, tree: TreePolicy, length: float) -> float:
+        """Tokens per second of rounds with a tree that emit `length` tokens."""
+        expanded = 0 if isinstance(tree, SampledShape) else tree.expanded
+        return length / self.seconds(tree.size, tree.depth, expanded)
+
+    @classmethod
+    def read(cls, kept: Any) -> RoundCosts:
+        """Parse what the machine's file holds.
+
+        Raises:
+            ValueError: it holds no costs.
+        """
+        forward = {int(size): positive(seconds) for size, seconds in kept["forward"].items()}
+        if tuple(forward) != SIZES:
+            raise ValueError(f"costs of {list(forward)} tokens, not of {list(SIZES)}")
+        return cls(forward, positive(kept["draft"]) if kept["draft"] else 0.0)
+
+    @classmethod
+    def assumed(cls, device: torch.device) -> RoundCosts:
+        """Costs in autoregressive steps; a token more costs nothing on an accelerator, which waits for its memory."""
+        return cls({1: 1.0, 2: 1 + 1 / 16 if device.type == "cpu" else 1.0}, draft=1 / 8)

@@ -1,0 +1,74 @@
+"""What options of commands and of training runs share: required ones, limits, dtypes, variables of chat templates.
+
+Nothing here imports torch: a command shows its help, or refuses an option, before it loads anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
+
+Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
+
+RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+"""Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Options of a command; invalid ones raise a ValueError that names the option, its value and what is valid."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    """Options without which nothing can run, those of groups by dotted names."""
+    minimum: ClassVar[dict[str, float]] = {}
+    """Smallest valid value of numeric options."""
+
+    def __post_init__(self) -> None:
+        for name in self.required:
+            if not attrgetter(name)(self):
+                raise ValueError(f"option {name!r} is required and was not given")
+        for name, least in self.minimum.items():
+            value = attrgetter(name)(self)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables that are passed to the chat template: `template_kwargs`, and `thinking` as enable_thinking.
+
+    Raises:
+        ValueError: the options contradict each other, or a name is not a template's own to read.
+    """
+    variables = dict(template_kwargs or {})
+    if reserved := sorted(RESERVED & variables.keys()):
+        raise ValueError(
+            f"template_kwargs {reserved[0]} = {variables[reserved[0]]!r} is set by headstart itself; give only "
+            "variables that the chat template reads, such as enable_thinking or reasoning_effort"
+        )
+    if thinking is None:
+        return variables
+    if variables.get("enable_thinking", thinking) != thinking:
+        raise ValueError(
+            f"thinking {thinking} and template_kwargs enable_thinking {variables['enable_thinking']!r} contradict each "
+            "other; give one of them"
+        )
+    return {**variables, "enable_thinking": thinking}

@@ -1,0 +1,196 @@
+"""Chat in the terminal: `headstart chat --target MODEL --head HEAD`.
+
+Answers stream as they are accepted; each is followed by its speed and acceptance. /help lists the commands.
+Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal, messages are the lines of standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from headstart.console import console, log
+from headstart.options import template_variables
+from headstart.scripts.command_line import SamplingOptions, options
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.inference import Chat, SpeculativeLM, Stats
+    from headstart.inference.monitoring import Monitor
+
+HELP = """\
+/drafts         show the last answer with its accepted drafts in green; what the target wrote itself is plain
+/plain          answer without drafts, or with them again
+/system TEXT    begin again with a system prompt; without TEXT, with none
+/reset          begin again
+/help           this list
+/exit           leave, as Ctrl-D does"""
+
+
+@dataclass(frozen=True)
+class ChatConfig(SamplingOptions):
+    """A conversation on screen."""
+
+    required = ("target",)
+    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0}
+
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    system: str | None = None
+    """The system prompt; null for none."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run `headstart chat` with these command-line arguments."""
+    chat_on_screen(options(ChatConfig, "chat", __doc__, arguments))
+
+
+def chat_on_screen(config: ChatConfig) -> None:
+    """Answer messages until the input ends."""
+    import torch
+
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # arrow keys and a history for `input`
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
+    monitor = None
+    if config.metrics_port is not None:  # before the model is loaded: the port may be taken
+        from headstart.inference.monitoring import Monitor
+
+        monitor = Monitor(model=config.target, head=config.head or "", drafter=config.drafter or "")
+        log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
+    lm, tokenizer = config.load()
+    torch.manual_seed(config.seed)
+    session = Session(config, lm, tokenizer, monitor)
+    log.info("warming up")
+    lm.warmup()
+    log.info("/help lists the commands")
+    while True:
+        try:
+            # Not console.input, which prints the prompt by itself: readline would erase what it does not know.
+            message = input("> " if sys.stdin.isatty() else "").strip()
+            if message == "/exit":
+                return
+            if message.startswith("/"):
+                session.obey(message)
+            else:
+                session.answer(message)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print()
+        except ValueError as error:  # such as a text that has become too long
+            log.error(str(error))
+
+
+@dataclass
+class Session:
+    """A conversation, and the decoders that may continue it."""
+
+    config: ChatConfig
+    lm: SpeculativeLM
+    tokenizer: PreTrainedTokenizerBase
+    monitor: Monitor | None = None
+    system: str | None = None
+    chat: Chat = field(init=False)
+    stats: list[Stats] = field(default_factory=list)
+    """Of the last answer, if it ended."""
+
+    def __post_init__(self) -> None:
+        from headstart.inference import SpeculativeLM
+
+        self.plain = SpeculativeLM(self.lm.target)
+        self.decoder = self.lm
+        self.lm.callbacks.append(self.stats.append)
+        self.plain.callbacks.append(self.stats.append)
+        if self.monitor is not None:
+            self.lm.callbacks.append(self.monitor.add)
+            self.plain.callbacks.append(self.monitor.labelled(model=self.config.target).add)
+        self.begin(self.config.system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget all messages."""
+        from headstart.scripts.measuring.comparison import answer_settings
+
+        config = self.config
+        settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+        template = template_variables(config.thinking, config.template_kwargs)
+        self.system = system
+        self.chat = self.decoder.chat(self.tokenizer, system, template=template, **settings)
+        self.stats.clear()
+
+    def obey(self, line: str) -> None:
+        """Run a command."""
+        command, _, text = line.partition(" ")
+        if command == "/drafts":
+            console.print(self.drafts())
+        elif command == "/plain":
+            drafts = self.decoder is self.plain
+            self.decoder = self.lm if drafts else self.plain
+            self.chat.lm = self.decoder
+            log.info("with drafts again" if drafts else "plain decoding")
+        elif command in ("/system", "/reset"):
+            self.begin(self.system if command == "/reset" else text.strip() or None)
+            log.info("a new conversation")
+        else:
+            if command != "/help":
+                log.error(f"unknown command {command!r}")
+            console.print(HELP, markup=False, highlight=False)
+
+    def answer(self, message: str) -> None:
+        """Stream the answer to a message; an interrupted one stays in the conversation as far as it came."""
+        if not message:
+            return
+        self.stats.clear()
+        pieces = []
+        start = time.perf_counter()
+        try:
+            with contextlib.closing(self.chat.stream(message)) as answer:
+                for piece in answer:
+                    pieces.append(piece)
+                    console.print(piece, end="", markup=False, highlight=False, emoji=False)
+        except KeyboardInterrupt:
+            self.chat.messages += [
+                {"role": "user", "content": message},
+                {"role": "assistant", "content": "".join(pieces)},
+            ]
+            console.print(" [dim](stopped)[/]")
+            return
+        seconds = time.perf_counter() - start
+        (stats,) = self.stats
+        line = f"{(stats.tokens + 1) / seconds:.1f} tokens/s, acceptance length {stats.acceptance_length:.2f}"
+        if stats.plain_rounds:
+            line += f", {stats.plain_rounds} of {stats.rounds} rounds without drafts"
+        last = self.chat.past.tokens[-1]
+        if stats.tokens + 1 >= self.config.max_new_tokens and last not in self.lm.target.end_tokens:
+            line += f", cut off at max_new_tokens = {self.config.max_new_tokens}"
+        console.print(f"\n[dim]{line}[/]", highlight=False)
+
+    def drafts(self) -> Text:
+        """The last answer with its accepted drafts in green."""
+        from rich.text import Text
+
+        from headstart.inference.detokenizer import text_pieces
+
+        if not self.stats:
+            return Text("no finished answer yet")
+        (stats,) = self.stats
+        tokens = self.chat.past.tokens[-stats.tokens - 1 :]
+        drafted = [False]  # the prefill's token comes first
+        for record in stats.rows[0]:
+            accepted = min(record.accepted, record.returned)
+            drafted += [True] * accepted + [False] * (record.returned - accepted)
+        text = Text(overflow="fold")
+        pieces = text_pieces(self.tokenizer, tokens, skip_special_tokens=True)
+        for piece, green in zip(pieces, drafted, strict=True):
+            text.append(piece, "green" if green else "")
+        share = sum(drafted) / len(drafted)
+        return text.append(f"\n{sum(drafted)} of {len(drafted)} tokens were drafted, {share:.0%}", "dim")

@@ -1,1 +1,0 @@
-"""Commands that publish and convert heads."""

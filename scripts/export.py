@@ -1,0 +1,145 @@
+"""Convert a head to another project's format: `headstart export HEAD --to speculators --output FOLDER`.
+
+vLLM, SGLang and llama.cpp's converter read a head as it is: for them nothing needs to be exported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.console import log
+from headstart.options import CommandOptions
+from headstart.scripts.command_line import options
+
+if TYPE_CHECKING:
+    from headstart.heads import CheckpointMetadata, DraftHead
+
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "chat_template*",
+        "*.model",
+    ),
+)
+"""Patterns of what transformers writes for a model and its tokenizer."""
+
+
+@dataclass(frozen=True)
+class ExportConfig(CommandOptions):
+    """A head, converted to another project's format."""
+
+    required = ("head", "to", "output")
+
+    head: str = ""
+    """The head's checkpoint folder or Hub id."""
+    to: str = ""
+    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
+    target with the head's adapter (Medusa-2) merged in, and the head for it. Or model: a truncated head as a model by
+    itself."""
+    output: str = ""
+    """Folder to write."""
+    target: str | None = None
+    """The target, whose embedding some projects keep in the file; null for the one in the head's config."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run `headstart export` with these command-line arguments."""
+    export_foreign(options(ExportConfig, "export", __doc__, arguments, first="head"))
+
+
+def export_foreign(config: ExportConfig) -> None:
+    """Write a head for another project."""
+    from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
+    from headstart.heads.checkpoints.save_load import load_head
+    from headstart.scripts.load_target import embedding_of, target_of
+
+    own = {"merged": export_merged, "model": export_model}
+    if config.to == "gguf":
+        raise ValueError(
+            "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given --target-model-dir: nothing "
+            "is exported for it, and the head's card has the command"
+        )
+    if config.to not in (*PROJECTS, *own):
+        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
+    head, metadata = load_head(config.head)
+    if config.to in own:
+        own[config.to](head, metadata, config)
+        return
+    embedding_VD, architectures = None, ("LlamaForCausalLM",)
+    if config.to != "fasterdecoding":
+        target = target_of(head, config.target)
+        embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
+    export_head(head, config.to, config.output, embedding_VD, architectures)
+    log.info(f"{config.output}: written for {config.to}")
+
+
+def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
+    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter."""
+    from headstart.heads.checkpoints.files import HEAD, Contents, new_folder, refuse_foreign
+    from headstart.heads.checkpoints.hub import local_folder
+    from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
+    from headstart.inference import Target, load_tokenizer
+    from headstart.scripts.load_target import target_of
+
+    if not metadata.adapted:
+        raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
+    model_files = tuple(f"target/{pattern}" for pattern in MODEL_FILES)
+    head_files = tuple(f"head/{pattern}" for pattern in HEAD.files)
+    both = Contents(
+        "a merged model and its head", model_files + head_files, lambda out: HEAD.written_here(out / "head")
+    )
+    refuse_foreign(config.output, both)
+    target, tokenizer = target_of(head, config.target), load_tokenizer(config.target or head.target.name)
+    target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
+    model, final = target.model, Path(config.output)
+    if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (None, "gguf"):
+        model.hf_quantizer = None  # the weights of a GGUF file are no longer packed, and must not say so
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    with new_folder(final, both) as partial:
+        model.save_pretrained(partial / "target")
+        tokenizer.save_pretrained(partial / "target")
+        provenance = metadata.provenance | Target(model, str(final / "target")).current_provenance()
+        head.target = dataclasses.replace(head.target, name=str(final / "target"))
+        save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, provenance=provenance))
+    log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
+
+
+def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
+    """Write a truncated head as a model by itself, in transformers' format."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from headstart.heads import TruncatedHead
+    from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
+    from headstart.inference import load_tokenizer
+    from headstart.scripts.load_target import embedding_of, target_of
+
+    if not isinstance(head, TruncatedHead):
+        raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
+    files = Contents("a model", MODEL_FILES, lambda _: False)  # an earlier one looks like any other model
+    refuse_foreign(config.output, files)
+    dtype = next(head.parameters()).dtype
+    target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
+    keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
+    embedding_VD, lm_head_VD = embedding_of(target), target.modules.lm_head.weight.cpu()
+    # The embedding of a target may be scaled on its way out: then it is no longer the LM head.
+    tied = bool(target.config.tie_word_embeddings) and torch.equal(embedding_VD, lm_head_VD)
+    whole = LlamaConfig(**keys | {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters})
+    model: Any = LlamaForCausalLM._from_config(whole, dtype=dtype)
+    weights = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
+    model.load_state_dict(weights | {"model.embed_tokens.weight": embedding_VD, "lm_head.weight": lm_head_VD})
+    model.generation_config = target.model.generation_config
+    with new_folder(config.output, files) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    size = sum(weight.numel() for weight in model.parameters())
+    log.info(f"{config.output}: a model of {size:,} parameters, for transformers, vLLM and SGLang")

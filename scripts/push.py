@@ -1,0 +1,83 @@
+"""Publish a head: `headstart push RUN --repo USER/NAME`.
+
+The folder that training wrote is what vLLM and SGLang load; its model card is written for the repository. A head that
+shares the target's LM head gets a copy of it in the file, for servers. Only a head's own files are uploaded, and local
+paths in card and config become names.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.console import log
+from headstart.options import CommandOptions
+from headstart.scripts.command_line import options
+
+
+@dataclass(frozen=True)
+class PushConfig(CommandOptions):
+    """A trained head, published on the Hugging Face Hub."""
+
+    required = ("run", "repo")
+
+    run: str = ""
+    """A run's folder, whose best head is taken, or a head's checkpoint folder."""
+    repo: str = ""
+    """The repository, USER/NAME; created if it does not exist."""
+    private: bool = False
+    """Make it private."""
+    dry_run: bool = False
+    """Show what would be uploaded, the card too, and upload nothing."""
+    base_model: str | None = None
+    """The target's id on the Hub, where the head was trained with a folder or a package."""
+    license: str | None = None
+    """The head's licence by the Hub's name, such as apache-2.0; the target's and the data's must allow it."""
+    target: str | None = None
+    """The target of a head that shares its LM head, which servers need in the file; null for the one in the head's
+    config."""
+    branch: str | None = None
+    """Branch of the repository; null for main."""
+    create_pr: bool = False
+    """Open a pull request instead of committing."""
+    token: str | None = None
+    """Access token of the Hub; null for the one that is logged in."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run `headstart push` with these command-line arguments."""
+    push_head(options(PushConfig, "push", __doc__, arguments, first="run"))
+
+
+def push_head(config: PushConfig) -> None:
+    """Upload a head's checkpoint, or show what would be uploaded."""
+    from headstart.heads.checkpoints.hub import push_folder
+    from headstart.heads.checkpoints.model_card import Listing
+    from headstart.heads.checkpoints.save_load import load_head, publishable
+    from headstart.scripts.load_target import target_of
+
+    run = Path(config.run)
+    folder = run / "best" if (run / "best").is_dir() else run
+    if not folder.is_dir():
+        raise ValueError(f"no run and no head at {config.run!r}")
+    head, _ = load_head(folder)
+    shared = {}
+    if head.served_names:
+        target = target_of(head, config.target)
+        shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
+    with tempfile.TemporaryDirectory() as scratch:
+        ready = Path(scratch) / "head"
+        left_out = publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
+        for path in sorted(path for path in ready.rglob("*") if path.is_file()):
+            log.info(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
+        if left_out:
+            warnings.warn(f"not uploaded: {'; '.join(left_out)}", stacklevel=2)
+        for server, reason in head.unread_by.items():
+            log.info(f"{server} does not read this head: {reason}")
+        if config.dry_run:
+            log.info((ready / "README.md").read_text(encoding="utf-8"))
+            log.info("nothing was uploaded")
+            return
+        log.info(push_folder(ready, config.repo, config.private or None, config.token, config.branch, config.create_pr))

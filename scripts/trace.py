@@ -1,0 +1,160 @@
+"""Record a generation as a page that plays it: `headstart trace --target MODEL --head HEAD --prompt "..."`.
+
+The page is one file, without any network: the text with every token coloured by the depth at which it was drafted, and
+the draft tree, the draws and the time of each round. With `--report`, a summary of one or several prompts instead: what
+is rejected, how well the draft knows its chances, and which depth pays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headstart.console import counted, log
+from headstart.scripts.command_line import SamplingOptions, options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.inference import SpeculativeLM
+    from headstart.inference.tracing import Trace
+
+NODES, DEPTH = 16, 5
+"""Size of the tree that is drafted if none is named, and its depth, which the head may limit."""
+
+
+@dataclass(frozen=True)
+class TraceConfig(SamplingOptions):
+    """A generation, recorded round by round."""
+
+    required = ("target",)
+    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "limit": 1}
+
+    prompt: str = ""
+    """The user's message."""
+    prompts: list[str] = field(default_factory=list)
+    """JSONL files of prompts for the report."""
+    limit: int | None = None
+    """Use only the first prompts of each file; null for all."""
+    output: str = "trace.html"
+    """HTML file to write: the page, or the report."""
+    report: bool = False
+    """Summarize: tables on the console, and with their plots in the file."""
+    fallback: bool = False
+    """Draft in every round, so that there is something to see; true to decode plainly where that is faster, as the
+    other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.head and not self.drafter:
+            raise ValueError("a head or a drafter is required and neither was given")
+        if bool(self.prompt) == bool(self.prompts):
+            raise ValueError("one of prompt and prompts is required: a message, or files of them for the report")
+        if self.prompts and not self.report:
+            raise ValueError("prompts are for the report; give --report, or a single --prompt")
+
+
+def main(arguments: list[str]) -> None:
+    """Run `headstart trace` with these command-line arguments."""
+    trace_prompts(options(TraceConfig, "trace", __doc__, arguments))
+
+
+def trace_prompts(config: TraceConfig) -> list[Trace]:
+    """Record each prompt, with drafts and plainly; write the page or the report."""
+    from headstart.heads.checkpoints.files import write_whole
+    from headstart.inference.chat_template import check_lengths, prompt_ids
+    from headstart.inference.tracing.report import trace_report
+    from headstart.scripts.measuring.comparison import read_prompt_files
+    from headstart.scripts.trace_report import print_report, report_page
+
+    output = writable(config.output)
+    files = {config.prompt: [[{"role": "user", "content": config.prompt}]]}
+    if config.prompts:
+        files = read_prompt_files(config.prompts, config.limit)
+    lm, tokenizer = config.load()
+    encoded: list[Tensor] = []
+    for name, rows in files.items():
+        prompts = []
+        for messages in rows:
+            ids_1T = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
+            prompts.append(ids_1T.to(lm.target.device))
+        check_lengths(prompts, config.max_new_tokens, lm.target.max_positions, name[:40])
+        encoded += prompts
+    traces = record(config, lm, tokenizer, encoded)
+    if config.report:
+        report = trace_report([trace.data for trace in traces])
+        print_report(report)
+        write_whole(output, report_page(report, config.head or config.drafter or ""))
+    else:
+        (trace,) = traces
+        trace.save(output)
+    log.info(f"{output}: {output.stat().st_size / 1e6:.2f} MB")
+    return traces
+
+
+def writable(path: str) -> Path:
+    """The path of a file, whose folder must exist and be writable."""
+    output = Path(path)
+    if output.is_dir():
+        raise ValueError(f"{path!r} is a folder; name a file in it")
+    if not output.parent.is_dir():
+        raise ValueError(f"no folder at {str(output.parent)!r} to write {output.name!r} to")
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"the folder {str(output.parent)!r} cannot be written to")
+    return output
+
+
+def record(
+    config: TraceConfig, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tensor]
+) -> list[Trace]:
+    """Record the answers to prompts [1, time], each beside plain decoding of the same prompt."""
+    import torch
+
+    from headstart.inference import SpeculativeLM
+    from headstart.scripts.measuring.comparison import answer_settings
+
+    plain = SpeculativeLM(lm.target)
+    settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    tree = tree_to_show(config, lm)
+    log.info("warming up both sides")  # the first call of either is slow
+    short = {**settings, "max_new_tokens": min(4, config.max_new_tokens)}
+    plain.generate(prompts[0], **short)
+    lm.generate(prompts[0], **tree, **short)
+
+    def seeded() -> torch.Generator:
+        return torch.Generator(lm.target.device).manual_seed(config.seed)
+
+    traces = []
+    for ids_1T in counted(prompts, "traces") if len(prompts) > 1 else prompts:
+        without = plain.generate(ids_1T, generator=seeded(), **settings)
+        traced = lm.generate(ids_1T, generator=seeded(), trace=True, tokenizer=tokenizer, **tree, **settings)
+        assert traced.trace is not None
+        measured = None
+        if without.stats.tokens:
+            seconds = sum(without.stats.round_seconds)
+            measured = {
+                "ms_per_token": 1000 * seconds / without.stats.tokens,
+                "tokens_per_second": without.stats.tokens / seconds,
+                "same_text": torch.equal(without.sequences, traced.sequences),
+            }
+        about = {"target": config.target, "head": config.head, "plain": measured}
+        log.info(traced.stats.summary())
+        traces.append(dataclasses.replace(traced.trace, data={**traced.trace.data, **about}))
+    return traces
+
+
+def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
+    """The argument `tree` of `generate`: a dynamic tree where a head drafts and none is named."""
+    from headstart.inference.drafters.tree_policies import HeadDrafter
+    from headstart.inference.tuning.tree_search import default_dynamic_tree
+
+    if config.tree != "auto" or not config.head or config.fallback:
+        return {}
+    head = next(drafter.head for drafter in lm.drafter.nested() if isinstance(drafter, HeadDrafter))
+    log.info(f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of trees")
+    return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}

@@ -1,0 +1,542 @@
+"""Our kernels on a CPU: a float32 model's own logits from fewer bytes, each row alike whatever stands beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from headstart.heads import build_head
+from headstart.inference import Drafter, SpeculativeLM, Target
+from headstart.inference.drafters.base import NoDraft
+from headstart.inference.engines import cpu_decoder, cpu_kernels
+from headstart.inference.engines.cpu import CpuEngine, PackedLinearEngine
+from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
+from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
+from headstart.inference.engines.eager import EagerEngine
+from headstart.inference.tree import framed
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+KNOWN = {
+    "llama": LlamaConfig(**SIZES),
+    "one group": LlamaConfig(**SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "sliding": MistralConfig(**SIZES, sliding_window=20),
+    "both kinds": Qwen2Config(**SIZES, sliding_window=20, use_sliding_window=True, max_window_layers=2),
+}
+OTHERS = {
+    "gemma3": Gemma3TextConfig(**SIZES, query_pre_attn_scalar=32, sliding_window=20),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.3),
+    "gpt-neox": GPTNeoXConfig(**SIZES),
+    "narrow heads": LlamaConfig(**SIZES | {"head_dim": 16}),
+    "gelu": LlamaConfig(**SIZES, hidden_act="gelu"),
+}
+
+pytestmark = [
+    pytest.mark.isa,
+    pytest.mark.skipif(cpu_kernels.library() is None, reason="no C++ compiler: there are no kernels"),
+]
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    """Rows of one group are then one thread's, or several threads'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def held(name, outputs, inputs):
+    """Weights that a format holds exactly, and no shorter one."""
+    weight = drawn(outputs, inputs, seed=1)
+    if name == "float32":
+        return weight
+    if name == "bfloat16":
+        return weight.to(BF16).float()
+    bits = int(name[-1])
+    groups = (outputs, inputs // 32, 32)
+    numbers = torch.randint(2**bits, groups, generator=torch.Generator().manual_seed(2)).float()
+    numbers[..., 0], numbers[..., 1] = 2**bits - 1, 0
+    numbers = numbers if bits == 4 else numbers.clamp(min=1)
+    scale = drawn(*groups[:2], 1, seed=3).abs().half().float()
+    offset = drawn(*groups[:2], 1, seed=4).half().float() if bits == 4 else -128 * scale
+    return (numbers * scale + offset).flatten(1)
+
+
+@pytest.mark.parametrize("outputs", [1, 33, 96])
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_lie_in_the_shortest_format_that_holds_them_exactly(name, outputs):
+    weight = held(name, outputs, 64)
+    packed = pack(weight)
+    assert packed.format == name
+    assert torch.equal(linear(packed, torch.eye(64)).T, weight)
+    nearly = weight.clone()
+    nearly[-1, -1] *= 1 + 2.0**-20
+    assert torch.equal(linear(pack(nearly), torch.eye(64)).T, nearly)
+
+
+def test_weights_of_gguf_that_are_centred_on_zero_are_found():
+    numbers = torch.randint(16, (40, 2, 32), generator=torch.Generator().manual_seed(2)) - 8
+    numbers[..., 0] = -8
+    for sign in (1, -1):
+        scale = sign * drawn(40, 2, 1).abs().half().float()
+        weight = (scale * numbers).flatten(1)
+        packed = pack(weight)
+        assert packed.format == "affine4"
+        assert torch.equal(linear(packed, torch.eye(64)).T, weight)
+
+
+def test_groups_of_one_value_and_of_zeros_are_held():
+    weight = torch.zeros(40, 64)
+    weight[3, 32:] = 0.5
+    packed = pack(weight)
+    assert packed.format == "affine4" and torch.equal(linear(packed, torch.eye(64)).T, weight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_that_need_not_be_exact_take_the_nearest_of_255_steps(name):
+    weight = held(name, 40, 64)
+    weight[3, 32:] = 0
+    packed = pack(weight, rounded=True)
+    found = linear(packed, torch.eye(64)).T
+    assert packed.format == ("affine4" if name == "affine4" else "affine8")
+    if name.startswith("affine"):
+        assert torch.equal(found, weight)
+    groups = weight.unflatten(1, (-1, 32))
+    steps = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
+    assert ((found.unflatten(1, (-1, 32)) - groups).abs() <= 0.5001 * steps + 127 * 2.0**-11 * steps).all()
+
+
+@pytest.mark.parametrize("weight", [drawn(40, 48), drawn(40, 64) * 1e8])
+def test_weights_that_do_not_fit_into_eight_bits_stay_exact(weight):
+    packed = pack(weight, rounded=True)
+    assert packed.format == "float32" and torch.equal(linear(packed, torch.eye(weight.shape[1])).T, weight)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_layers_of_any_number_of_rows(name, biased, threads):
+    for inputs, outputs in ((32, 1), (96, 33), (64, 160)):
+        weight, bias = held(name, outputs, inputs), drawn(outputs, seed=5) if biased else None
+        packed = pack(weight, bias)
+        rows = drawn(40, inputs)
+        alone = torch.cat([linear(packed, row[None]) for row in rows])
+        exact = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+        limit = 1e-6 * F.linear(rows.abs(), weight.abs()) + 1e-6
+        for count in (*range(1, 16), 24, 25, 40):
+            found = linear(packed, rows[:count])
+            assert found.shape == (count, outputs) and ((found - exact[:count]).abs() <= limit[:count]).all()
+            assert torch.equal(found, alone[:count])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_that_are_no_numbers_give_none(name, broken):
+    rows = drawn(3, 64)
+    rows[1, 40] = broken
+    found = linear(pack(held(name, 40, 64)), rows)
+    assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+
+
+def test_odd_widths_and_any_leading_shape():
+    weight = drawn(40, 17)
+    rows = drawn(17, 2, 5).permute(1, 2, 0)
+    assert torch.allclose(linear(pack(weight), rows), F.linear(rows, weight), atol=1e-5)
+
+
+def target_of(config, dtype=FLOAT, seed=0):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        parameter.data *= 6 if parameter.ndim > 1 else 1
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.2)
+        elif parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return Target(model.to(dtype).eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_decoder_in_the_kernels_gives_the_models_logits_and_features(name, dtype, threads):
+    target = target_of(KNOWN[name], dtype)
+    text = torch.randint(90, (2, 70), generator=torch.Generator().manual_seed(1))
+    layers = (0, 2, -1)
+    lengths = torch.tensor([70, 70])
+    expected = target.model(text, output_hidden_states=True)
+    target.compile()
+    assert isinstance(target.engine, CpuEngine)
+    cache = target.new_cache(2)
+    found = target.read_chunk(text, 70, cache, layers, list(range(70)))
+    assert torch.equal(cache.lengths_B, lengths)
+    states = torch.cat([expected.hidden_states[i] for i in (1, 3, 4)], dim=-1)
+    close = 1e-4 if dtype == FLOAT else 0.1
+    for ours, theirs in ((found.logits_BNV, expected.logits), (found.features_BNF, states)):
+        assert (ours.float() - theirs.float()).abs().max() <= close * theirs.float().abs().max()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_not_mistaken_and_get_their_linear_layers(name):
+    target = target_of(OTHERS[name])
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 30, "do_sample": False}
+    expected = target.model.generate(prompt, **settings)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
+    assert isinstance(target.engine, PackedLinearEngine)
+    assert any(isinstance(module, PackedLinear) for module in target.engine.model.modules())
+    assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
+    assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (0,), (1, -1)])
+def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers):
+    """Whether or not a head reads the state that the logits are made of."""
+
+    class Reader(Drafter):
+        max_nodes, feature_layers = 1, layers
+
+        def prefill(self, chunk):
+            shown.append(chunk.features_BTF)
+
+        def propose(self, roots_B):
+            return NoDraft().propose(roots_B)
+
+    target, read = target_of(KNOWN["llama"]), []
+    lm, lengths = SpeculativeLM(target, Reader()).compile(), (3, 9, 5, 7)
+    padded = torch.zeros(4, 9, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        padded[row, :length] = torch.arange(1 + row, 1 + row + length)
+    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    original = cpu_decoder.linear
+    monkeypatch.setattr(
+        cpu_decoder, "linear", lambda packed, rows, *more: read.append(rows) or original(packed, rows, *more)
+    )
+    shown = []
+    found = lm.generate(padded, **settings).sequences[:, -1]
+    assert isinstance(target.engine, CpuEngine) and sum(rows.shape[:-1].numel() for rows in read) == 4
+    for row, length in enumerate(lengths):
+        alone = target.model(padded[row : row + 1, :length], output_hidden_states=True)
+        assert alone.logits[0, -1].argmax() == found[row]
+        states = [alone.hidden_states[layer + 1 if layer >= 0 else -1][0, :-1] for layer in layers]
+        if layers:
+            assert torch.allclose(shown[0][row, : length - 1], torch.cat(states, dim=-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_who_asks_the_model_for_its_states_does_not_change_ours(asked):
+    """transformers hooks a model at the first such call, and the copy in the kernels at its own."""
+    target, text = target_of(next(iter(OTHERS.values()))), torch.arange(1, 9)[None]
+    model = target.model
+    if asked == "before":
+        model(text, output_hidden_states=True)
+    target.compile()
+    expected = model(text, output_hidden_states=True).hidden_states[-1]
+    for _ in range(2):
+        found = target.read_chunk(text, 8, target.new_cache(1), (-1,), []).features_BNF
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "both kinds"])
+def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threads):
+    target = target_of(KNOWN[name], dtype)
+    target.compile()
+    text = torch.randint(90, (1, 60), generator=torch.Generator().manual_seed(1))
+    tree = torch.randint(90, (1, 8), generator=torch.Generator().manual_seed(2))
+    parents = [-1, 0, 0, 1, 1, 2, 3, 6]
+    seen = torch.eye(8, dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        seen[node] |= seen[parent]
+    layers, cache = (0, -1), target.new_cache(1)
+    target.read_chunk(text, 60, cache, layers, [])
+    output = target.forward_nodes(tree, framed(seen[None]), seen.sum(-1)[None] - 1, 60, cache, layers)
+    for leaf in (4, 5, 7):
+        path = seen[leaf].nonzero()[:, 0]
+        alone = target.new_cache(1)
+        target.read_chunk(text, 60, alone, layers, [])
+        for step, node in enumerate(path):
+            one = target.forward_chain(tree[:, node, None], 60 + step, alone, layers)
+            alone.advance(torch.tensor([1]))
+            assert torch.equal(one.logits_BNV[:, 0], output.logits_BNV[:, node])
+            assert torch.equal(one.features_BNF[:, 0], output.features_BNF[:, node])
+
+
+def test_a_prompt_is_read_alike_in_pieces_of_any_size():
+    target = target_of(KNOWN["llama"])
+    target.compile()
+    text = torch.randint(90, (2, 600), generator=torch.Generator().manual_seed(1))
+    found = []
+    for size in (1, 7, 600):
+        cache = target.new_cache(2)
+        parts = text[:, :30].split(size, dim=1) if size == 1 else text.split(size, dim=1)
+        outputs = [target.read_chunk(part, 600, cache, (0,), list(range(part.shape[1]))) for part in parts]
+        found.append(torch.cat([output.logits_BNV for output in outputs], dim=1)[:, :30])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+
+
+HEADS = {
+    "dflash": {"block_size": 4},
+    "dspark": {"block_size": 3, "markov_rank": 4},
+    "eagle3": {"depth": 3, "feature_layers": [0, 1, -1]},
+    "eagle": {"depth": 3},
+    "cut": {"depth": 3},
+    "medusa": {"num_heads": 3},
+    "hydra++": {"num_heads": 3},
+}
+
+
+def head_of(target, name):
+    torch.manual_seed(2)
+    head = build_head(name, HEADS[name], target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return head.eval()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_draft_in_the_kernels_nearly_as_with_weights_of_eight_bits(name, dtype):
+    target = target_of(KNOWN["llama"], dtype)
+    head = head_of(target, name)
+    packed = packed_head(head)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(
+                linear(pack(module.weight, rounded=True), torch.eye(module.in_features)).T
+            )
+    head = head.to(dtype)
+    assert any(isinstance(module, PackedLinear | PackedBlock) for module in packed.modules())
+    target.compile()
+    features = torch.randn(2, 5, 64 * len(head.feature_layers), generator=torch.Generator().manual_seed(3)).to(dtype)
+    tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    found = []
+    with torch.inference_mode():
+        for each, modules in ((head, target.modules), (packed, target.draft_modules)):
+            state = each.begin(modules, 2, 40, 3, 9)
+            state = each.observe(state, features, tokens, torch.tensor([5, 3]))
+            first, state = each.expand(state, tokens[:, -1:], torch.full((2, 1), -1))
+            second, state = each.expand(state, tokens[:, :2], torch.zeros(2, 2, dtype=torch.int64))
+            third, _ = each.expand(state, tokens[:, :2], torch.tensor([[0, 1], [1, 1]]))
+            found.append([logits.float() for logits in (first, second, third)])
+    for plain, fast in zip(*found):
+        assert (plain - fast).abs().max() <= (1e-4 if dtype == FLOAT else 0.05) * plain.abs().max()
+
+
+def test_a_target_that_was_made_in_inference_mode_is_compiled():
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    with torch.inference_mode():
+        target = target_of(KNOWN["llama"])
+        lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
+    assert target.compiled
+    assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
+
+
+def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
+    target = target_of(KNOWN["llama"])
+    head = head_of(target, "eagle")
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
+    states = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
+    before = lm.drafter.modules.logits(states)
+    assert torch.equal(before, target.modules.logits(states))
+    lm.compile()
+    assert torch.equal(lm.drafter.modules.logits(states), target.engine.lm_head(states))
+    with torch.no_grad():
+        target.modules.lm_head.weight.mul_(2)
+    target.compile()
+    assert torch.allclose(lm.drafter.modules.logits(states), 2 * before, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
+    target = target_of(KNOWN["llama"], dtype)
+    prompts = torch.randint(90, (3, 12), generator=torch.Generator().manual_seed(4))
+    settings = {
+        "attention_mask": torch.ones_like(prompts),
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    plain = SpeculativeLM.from_pretrained(target).generate(prompts, **settings)
+    for options in ({"head": head_of(target, "eagle3"), "tree": "dynamic:9:3:3"}, {"drafter": "prompt-lookup:6"}):
+        found = SpeculativeLM.from_pretrained(target, **options).generate(prompts, **settings)
+        assert torch.equal(found.sequences, plain.sequences)
+        assert torch.equal(torch.stack(found.logits), torch.stack(plain.logits))
+
+
+def test_float32_text_is_that_of_generate():
+    target = target_of(KNOWN["qwen3"])
+    prompts = torch.randint(90, (4, 12), generator=torch.Generator().manual_seed(4))
+    settings = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 60, "do_sample": False}
+    expected = target.model.generate(prompts, **settings)
+    for options in ({}, {"head": head_of(target, "eagle3")}, {"drafter": "prompt-lookup:6"}):
+        lm = SpeculativeLM.from_pretrained(target, **options)
+        assert isinstance(target.engine, CpuEngine)
+        assert torch.equal(lm.generate(prompts, **settings).sequences, expected)
+
+
+def test_weights_that_change_in_place_are_packed_again():
+    target, other = target_of(KNOWN["llama"]), target_of(KNOWN["llama"], seed=1)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    lm = SpeculativeLM.from_pretrained(target)
+    before = lm.generate(prompt, **settings).sequences
+    engine = target.engine
+    lm.generate(prompt, **settings)
+    assert target.engine is engine
+    target.model.load_state_dict(other.model.state_dict())
+    after = lm.generate(prompt, **settings).sequences
+    assert torch.equal(after, other.model.generate(prompt, **settings)) and not torch.equal(after, before)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As on a machine that has compiled nothing yet."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    cpu_kernels.library.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    cpu_kernels.library.cache_clear()
+    cpu_kernels.library()
+
+
+def test_the_library_lies_in_a_folder_of_the_users_own(fresh):
+    assert cpu_kernels.library() is not None
+    folder = fresh / "cache"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.suffix for path in folder.iterdir()) == [".sha256", ".so"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[: -len(whole) // 10] + bytes(len(whole) // 10),
+        lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+        lambda whole: b"",
+    ],
+    ids=["cut in half", "zeros at its end", "a flipped bit", "empty"],
+)
+def test_a_library_that_is_not_whole_is_made_anew(fresh, spoil):
+    """Most of these crash a process that loads them."""
+    assert cpu_kernels.library() is not None
+    (path,) = (fresh / "cache").glob("*.so")
+    whole = path.read_bytes()
+    path.unlink()  # a library that is loaded must not be written to
+    path.write_bytes(spoil(whole))
+    cpu_kernels.library.cache_clear()
+    assert cpu_kernels.library() is not None
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("checksum", [None, "0", b"\xff\xfe"])
+def test_a_library_without_its_checksum_is_made_anew(fresh, checksum, monkeypatch):
+    assert cpu_kernels.library() is not None
+    (path,) = (fresh / "cache").glob("*.sha256")
+    path.unlink()
+    if checksum is not None:
+        path.write_bytes(checksum if isinstance(checksum, bytes) else checksum.encode())
+    made = []
+    compiled = cpu_kernels._compiled
+    monkeypatch.setattr(cpu_kernels, "_compiled", lambda *given: made.append(given) or compiled(*given))
+    for expected in (1, 1):  # the next process finds it
+        cpu_kernels.library.cache_clear()
+        assert cpu_kernels.library() is not None
+        assert len(made) == expected
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(fresh, monkeypatch):
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "file" / "cache"))
+    with pytest.warns(UserWarning, match="compiled for this process alone"):
+        assert cpu_kernels.library() is not None
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root gives a file to another user")
+@pytest.mark.parametrize("place", ["library", "folder", "folder above", "link"])
+def test_a_library_that_another_user_may_have_put_there_is_not_loaded(fresh, monkeypatch, place):
+    assert cpu_kernels.library() is not None
+    cache = fresh / "cache"
+    (library,) = cache.glob("*.so")
+    if place == "library":
+        os.chown(library, 65534, 65534)
+    elif place == "folder":
+        cache.chmod(0o777)
+    elif place == "folder above":
+        os.chown(fresh, 65534, 65534)
+    else:
+        (fresh / "linked").symlink_to(cache)
+        os.lchown(fresh / "linked", 65534, 65534)
+        monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "linked"))
+    before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    cpu_kernels.library.cache_clear()
+    with pytest.warns(
+        UserWarning, match=r"another user may put one: .*(belongs to another user|other users can write)"
+    ):
+        loaded = cpu_kernels.library()
+    os.chown(fresh, 0, 0)
+    assert loaded is not None and not Path(loaded._name).is_relative_to(fresh)
+    assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == before  # nor written
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", "cat /nowhere"])
+def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    target = target_of(KNOWN["llama"])
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    with pytest.warns(UserWarning, match="slower than it could be"):
+        lm = SpeculativeLM.from_pretrained(target, head_of(target, "eagle3"))
+    assert type(target.engine) is EagerEngine
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpeculativeLM.from_pretrained(target)
+        assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
+
+
+def test_nothing_of_torchs_compiler_is_imported_before_something_is_compiled(target_folder):
+    code = (
+        "import sys, torch\n"
+        "from headstart.inference import SpeculativeLM\n"
+        f"lm = SpeculativeLM.from_pretrained({str(target_folder)!r}, drafter='prompt-lookup')\n"
+        "lm.generate(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3), max_new_tokens=4)\n"
+        "print({'headstart.inference.engines.inductor', 'torch._inductor.compile_fx'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

@@ -1,0 +1,110 @@
+"""Progress of long work where there is no terminal, and wishes to stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+
+import pytest
+from rich.console import Console
+
+from headstart import console
+from headstart.console import ProgressBar, counted, log, printable, show_on_console
+from headstart.scripts.command_line import run
+
+
+def test_a_line_now_and_then_with_count_rate_and_remaining_time(capsys, monkeypatch):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.05)
+    with ProgressBar("things", 1_000_010, done=10) as bar:
+        bar._began -= 100
+        bar.update(50_010)  # too soon after the beginning
+        time.sleep(0.06)
+        bar.update(100_010, "well so far")
+        bar.update(100_011)
+        time.sleep(0.06)
+        with ProgressBar("parts", 5) as parts:
+            parts.update(1)
+            time.sleep(0.06)
+            parts.update(2)
+    things, parts = capsys.readouterr().out.splitlines()
+    assert things.startswith("things: 100,010/1,000,010") and things.endswith("left  well so far")
+    assert "/s" in things and "0:15:0" in things
+    assert parts.startswith("parts: 2/5  ")
+
+
+def test_in_a_terminal_there_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+    assert list(counted([3, 4], "things")) == [3, 4]
+    said = capsys.readouterr().out
+    assert "things" in said and "2/2" in said and "━" in said
+
+
+def test_there_is_no_bar_in_a_program_that_did_not_ask_for_it(capsys, monkeypatch):
+    monkeypatch.setattr(console, "console", Console(force_terminal=True, width=100))
+    monkeypatch.setattr(logging.getLogger("headstart"), "handlers", [])
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    with ProgressBar("things", 2) as bar:
+        time.sleep(0.05)
+        bar.update(1)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(console, "console", Console())
+    show_on_console()
+    show_on_console()
+    console.log.info("[brackets] stay :smile:")
+    console.log.warning("careful")
+    assert capsys.readouterr().out == "[brackets] stay :smile:\nwarning: careful\n"
+
+
+def test_processes_after_the_first_say_nothing_but_warnings(capsys, monkeypatch):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    monkeypatch.setenv("RANK", "1")
+    console.log.info("as all others do")
+    assert not capsys.readouterr().out
+    console.log.warning("here alone")
+    assert capsys.readouterr().out == "warning: here alone\n"
+    with ProgressBar("things", 2) as bar:
+        time.sleep(0.05)
+        bar.update(1)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a \x1b[31;1mred\x1b[0m word", "a red word"),
+        ("\x1b]0;owned\x07title", "title"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]52;c;Y2xpcA==\x07clipboard", "clipboard"),
+        ("\x1b]0;never ended", "0;never ended"),
+        ("\x9b2Jcleared \x9d0;x\x9cone byte", "cleared one byte"),
+        ("\x1bPq#0\x1b\\picture \x1b(B\x1b7", "picture "),
+        ("hidden\rshown", "hiddenshown"),
+        ("line\r\nline\tcolumn\n", "line\nline\tcolumn\n"),
+        ("\u202eright to left\u2066\u200f", "right to left"),
+        ("bell\x07 back\x08 null\x00 escape\x1b", "bell back null escape"),
+        ("naïve 中文 😀 e\u0301 [bold]", "naïve 中文 😀 e\u0301 [bold]"),
+    ],
+)
+def test_what_would_control_a_terminal_is_not_printed(text, shown):
+    assert printable(text) == shown
+
+
+def test_messages_control_no_terminal(capsys):
+    show_on_console()
+    log.info("before \x1b[2J\x1b]0;owned\x07after")
+    assert "before after" in capsys.readouterr().out
+
+
+def test_errors_and_warnings_of_a_command_control_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restored in the end
+    said = []
+
+    def command(arguments):
+        said.append(warnings.formatwarning("warned \x1b[2Jhere", UserWarning, "file.py", 1))
+        raise ValueError("failed \x1b]0;owned\x07\x1b[31mhere")
+
+    with pytest.raises(SystemExit):
+        run(command, [])
+    assert "error: failed here" in capsys.readouterr().err
+    assert "UserWarning: warned here" in said[0]
