@@ -21,6 +21,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ...files import write_whole
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids
@@ -152,9 +153,7 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
     section["measured"].setdefault("fastest", {})[machine] = tree
     contents = json.dumps(config, indent=2, allow_nan=False) + "\n"
     for name, text in ((CARD_FILE, model_card(section)), (CONFIG_FILE, contents)):
-        partial = Path(folder) / (name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(Path(folder) / name)
+        write_whole(Path(folder) / name, text)
 
 
 def copy_weights(head: DraftHead, other: DraftHead) -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from helpers import build_model
 
+from headstart.files import write_whole
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.tracing import Trace
-from headstart.inference.tracing.trace import thinned, write_whole
+from headstart.inference.tracing.trace import thinned
 
 EVIL = "</script><script>alert('1')</script><!-- {{TRACE_JSON}} {{TITLE}} /*TRACE_JS*/ \u2028 &amp; שלום 👩‍👩‍👧"
 
