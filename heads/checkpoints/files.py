@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,32 +37,6 @@ WEIGHT_FILES = (
     "hydra_lm_head.pt",
 )
 """Names of weight files, each possibly sharded; the first that exists is read."""
-
-
-def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
-    """Write a text file that appears whole or not at all: beside its place, then renamed.
-
-    `mode` are its permissions, less those that the process does not give.
-
-    Raises:
-        OSError: it cannot be written, such as on a full disk; nothing is left of it, and an older file is as it was.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(number, "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise OSError(error.errno, f"cannot write the {len(text) / 1e6:.1f} MB of {path}: {error.strerror}") from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -212,7 +185,7 @@ def section_of(folder: Path) -> dict[str, Any] | None:
 HEAD = Contents(
     "a head",
     (
-        *(CONFIG_FILE, "config.json.partial", "README.md", "README.md.partial", ".*.partial", ".DS_Store"),
+        *(CONFIG_FILE, ".config.json.*.partial", "README.md", ".README.md.*.partial", ".DS_Store"),
         *(WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json", "model-?????-of-?????.safetensors"),
         *("custom_generate", "custom_generate/generate.py", "custom_generate/__pycache__/*"),
         *("adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...heads.checkpoints.files import write_whole
+from ...files import write_whole
 from ..detokenizer import decoded, shown_token, text_pieces
 from ..stats import Stats
 from .record import WHOLE_ROUNDS, Recorder, rounded

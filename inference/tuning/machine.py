@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...heads.checkpoints.files import write_whole
+from ...files import write_whole
 
 FORMAT = 1
 """Version of the file's entries; another version measures anew and leaves the rest of the file alone."""

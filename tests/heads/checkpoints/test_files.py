@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights, weight_shapes, write_whole
+from headstart.files import write_whole
+from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights, weight_shapes
 
 
 class Runs:

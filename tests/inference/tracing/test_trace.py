@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import build_model
 
-from headstart.heads.checkpoints.files import write_whole
+from headstart.files import write_whole
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.tracing import Trace
