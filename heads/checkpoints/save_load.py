@@ -36,7 +36,6 @@ from .files import (
     read_weights,
     weight_files,
     weight_shapes,
-    write_whole,
 )
 from .hub import local_folder, push_folder
 from .model_card import Listing, model_card
