@@ -496,7 +496,7 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
         "teraflops": tflops,
         "model_flop_utilisation": None if peak is None else tflops / peak,
         "milliseconds": {part: 1000 * statistics.median(turn[part] for turn in turns) for part in turns[0]},
-        "peak_memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "peak_memory_GB": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
     }
 
 
@@ -539,15 +539,18 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         "# On a GPU",
         "",
-        f"{report['hardware']}; torch {torch.__version__}. Made by `headstart bench-gpu --output benchmarks --tests "
-        "tests/gpu`. The model has the shape of Llama-3.1-8B and random weights: acceptance is forced, not measured: "
-        "of a round of N nodes a given number of drafts is accepted, and the head drafts at its full cost.",
+        f"{report['hardware']}; torch {report['versions']['torch']}, transformers "
+        f"{report['versions']['transformers']}. Made by `headstart bench-gpu --output benchmarks --tests tests/gpu`. "
+        "The model has the shape of Llama-3.1-8B and random weights, so acceptance is forced, not measured: of a "
+        "round's nodes a given number is accepted, and the head drafts at its full cost.",
     ]
+    for note in report.get("notes", []):
+        lines += ["", note]
     for part in PARTS:
         rows = report.get(part, [])
         if not rows:
             continue
-        lines += ["", f"## {part.capitalize()}", ""]
+        lines += ["", f"## {part.capitalize()}", "", (PARTS[part].__doc__ or "").strip(), ""]
         columns = list(dict.fromkeys(name for row in rows for name in row if name != "milliseconds"))
         lines.append("| " + " | ".join(name.replace("_", " ") for name in columns) + " |")
         lines.append("|---" * len(columns) + "|")
@@ -565,7 +568,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "" if value is None else str(value)
 
 
