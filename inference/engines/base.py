@@ -49,6 +49,10 @@ class Runner:
         """
         return function(*fixed, *inputs)
 
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The result of `function(*inputs)` for inputs of shapes that hardly occur again, such as those of prompts."""
+        return function(*inputs)
+
     def room(self, tokens: int) -> int:
         """Capacity of a cache for so many tokens."""
         return tokens

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...heads.layers.constants import recording
 from ...heads.layers.draft_cache import DraftCache
 from ..kv_cache import LEAST_DOUBLING, TreeCache
+from .attention import kernels_without_plans
 from .base import Runner
 
 RECORDINGS = 256
@@ -167,6 +168,10 @@ class GraphRunner(Runner):
         copy_all(known.inputs, given.tensors)
         known.graph.replay()
         return known.result
+
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        with kernels_without_plans(self.device):
+            return function(*inputs)
 
     def room(self, tokens: int) -> int:
         """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
