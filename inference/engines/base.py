@@ -17,7 +17,7 @@ from ..kv_cache import StateShape, TreeCache
 from ..tree import DraftTree
 
 if TYPE_CHECKING:
-    from ...heads import DraftHead
+    from ...heads.base import DraftHead
     from ..target import Target
 
 LEAST_PADDING = 2048
