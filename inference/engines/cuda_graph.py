@@ -246,7 +246,7 @@ class Leaves:
     def _collect(self, value: Any, others: list[Hashable]) -> None:
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            others.append(Tensor)
+            others.append("tensor")
         elif isinstance(value, CACHES):
             self.caches.append(value)
             others += cache_places(value)
@@ -255,7 +255,7 @@ class Leaves:
             for part in value:
                 self._collect(part, others)
         elif holds_tensors(value):
-            others.append(type(value))
+            others.append(str(type(value)))
             for field in dataclasses.fields(value):
                 self._collect(getattr(value, field.name), others)
         else:
