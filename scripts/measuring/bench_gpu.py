@@ -320,7 +320,8 @@ def training_of(target: Target, rows: int, length: int) -> dict[str, Any]:
     optimizer, _ = build_optimizer(head, OptimConfig(), 100, {})
     tokens_BT = torch.randint(target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
-    flops = count_flops(target, head, examples[:1], cached=False, adapted=False) * length * rows
+    objective = head.default_objective(head.config)
+    flops = count_flops(target, head, objective, examples[:1], cached=False, adapted=False) * length * rows
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     timed_step(target, head, optimizer, examples)  # warms up
