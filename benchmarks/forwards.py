@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.inference import Target
-from headstart.inference.compiled.cpu_kernels import GROUP, Packed, library, linear, pack
+from headstart.inference.engines.cpu_kernels import GROUP, Packed, library, linear, pack
 from headstart.inference.provenance import hardware
 from headstart.inference.tuning.costs import checker
 from headstart.inference.tuning.machine import seconds_in_turns

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.inference import load_tokenizer
-from headstart.inference.compiled.cpu_decoder import packed_head
+from headstart.inference.engines.cpu_decoder import packed_head
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.provenance import hardware
 

@@ -35,8 +35,9 @@ from .base import (
 )
 from .draft_positions import DraftPositions
 from .eagle import BlocksConfig
+from .layers.constants import counting
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
-from .layers.draft_cache import DraftCache, KVEntries, counting
+from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .losses import draft_loss

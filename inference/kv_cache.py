@@ -17,15 +17,20 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..heads.layers.draft_cache import STEP, counting
+from ..heads.layers.constants import counting
+from ..heads.layers.draft_cache import STEP
 
 BUCKET = 256
 """Slots by which the capacity grows."""
+LEAST_DOUBLING = 1024
+"""Slots of the smallest cache whose capacity doubles."""
+Growth = Literal["buckets", "doubling", "room"]
 MEMINFO = Path("/proc/meminfo")
 """Linux's table of memory."""
 POOLED = 2
@@ -115,6 +120,9 @@ class TreeCache(Cache):
         self._rows, self._room = max(rows, batch_size), (tokens // BUCKET + 1) * BUCKET if tokens else 0
         self.capacity = 0
         """Slots that forwards attend to."""
+        self.growth: Growth = "buckets"
+        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or
+        to all the room there is, where attention reads no more than what is in use."""
         self.bucketed_length = 0
         """Slots that hold all rows and the next forward's tokens, rounded up to whole steps."""
         self.blocks: list[Tensor] = []
@@ -153,6 +161,10 @@ class TreeCache(Cache):
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
         capacity = (self.bucketed_length // BUCKET + 1) * BUCKET  # never equal to the length: equal sizes would
         if not self.blocks or capacity > self.capacity:  # specialise a compiled function
+            if self.growth != "buckets":
+                capacity = max(LEAST_DOUBLING, 1 << (capacity - 1).bit_length())
+            if self.growth == "room":
+                capacity = max(capacity, self._room)
             self._grow(capacity)
         new_N = counting(drafted + new_tokens, self.lengths_B.device)
         self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
@@ -227,10 +239,6 @@ class TreeCache(Cache):
         for block, theirs in zip(self.blocks, other.blocks, strict=True):
             block[:, rows_R.to(block.device), :, : other.capacity] = theirs[:, : len(rows_R), :, : other.capacity]
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
-
-    def sizes(self) -> list[tuple[Tensor, int]]:
-        """All tensors with their dynamic dimensions: rows and slots."""
-        return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
 
     def _grow(self, capacity: int) -> None:
         """Attend to `capacity` slots; the new ones are zeroed, for uninitialized memory may hold NaN."""

@@ -15,8 +15,8 @@ def load_speculative_lm(
 ) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
     """Load a tokenizer with a chat template, then a target and a drafter for it.
 
-    The tokenizer comes first: its errors do not wait for the target's weights. The arguments are those of
-    `SpeculativeLM.from_pretrained`.
+    The tokenizer comes first: its errors do not wait for the target's weights. The arguments are
+    those of `SpeculativeLM.from_pretrained`.
     """
     tokenizer = load_chat_tokenizer(target)
     return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer

@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,9 @@ from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
+from ..heads.layers.constants import constants, counting
 from ..heads.layers.decoder_layer import at_least_fp32
-from ..heads.layers.draft_cache import counting
-from .compiled import cpu_kernels
+from .engines import cpu_kernels
 from .tree import DraftTree
 
 PREFIX_FREE = (
@@ -172,7 +171,7 @@ class PositionNoise:
         return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, tree.structure.depths_BN])
 
 
-@lru_cache(maxsize=8)
+@constants
 def _steps(width: int, device: torch.device) -> Tensor:
     """Offsets of SplitMix64's counter for `width` numbers."""
     return torch.arange(width, device=device) * SIGNED_GOLDEN
@@ -180,7 +179,7 @@ def _steps(width: int, device: torch.device) -> Tensor:
 
 def exponential(keys_BK: Tensor, width: int) -> Tensor:
     """Exponential numbers of rate 1, float32 [B, K, width]: -log(1 - u), u SplitMix64's in (0, 1) from each key on."""
-    if keys_BK.device.type == "cpu" and cpu_kernels.in_use():
+    if cpu_kernels.in_use(keys_BK.device):
         minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
     else:
         z = keys_BK[..., None] + _steps(width, keys_BK.device)

@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..heads.layers.draft_cache import counting
-from .compiled import cpu_kernels
+from ..heads.layers.constants import counting
 from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk, ShrunkDrafter, StepResult
+from .engines.base import Runner, TargetOutput
 from .kv_cache import TreeCache
 from .logits import (
     PositionNoise,
@@ -38,25 +37,16 @@ from .logits import (
 )
 from .sequences import Conversation, Sequences, shared_length
 from .stats import Stats
-from .target import Target, TargetOutput
+from .target import Target
 from .tree import DraftTree
-from .tuning.tree_spec import TreeShape
 from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass
-
-if TYPE_CHECKING:
-    from .compiled.graphs import CompiledFunction
 
 SHARED_TOKENS = 32
 """Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which must pay."""
 PREFILL_TOKENS = 2048
 """Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
-APART_ON_CPU, APART = 64, 2048
-"""Tokens of padding that reading some prompts in a forward of their own must save: more than are read in the least time
-that a forward takes, which on an accelerator is that of its launch."""
 UNUSED = RandomSampler()
 """Sampler for rules that draw no random numbers."""
-SAMPLED_SHAPES = 2
-"""Shapes of sampled trees whose acceptance rule is compiled; where shapes keep changing, the rule runs eagerly."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +183,8 @@ def forward_and_verify(
             sampler = decoding.verification.drawn(tree, scores_BNV, sampler)
             score_accepted(decoding, tree, scores_BNV, sequences, sampler)
     before_B = cache.lengths_B
-    verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+    runner = decoding.target.engine.runner
+    verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, runner)
     with timed(stats, "host"):
         values_BK = drafter.host_values(verified) if drafter.needs_host_values else None
         step = sequences.read(verified, values_BK)
@@ -273,9 +264,8 @@ def score_accepted(
 class Verification:
     """Verification step: run the acceptance rule and commit the accepted KV entries.
 
-    A rule is dozens of small operations, which take far longer to launch than to run: on an accelerator it is
-    compiled to one CUDA graph, together with the compaction of the KV cache. Its random numbers are drawn beforehand,
-    so that the graph can be replayed.
+    A rule is dozens of small operations, which take an accelerator far longer to launch than to run: there they are
+    recorded and replayed together with the compaction of the KV cache. Random numbers are drawn beforehand.
     """
 
     def __init__(self, rule: AcceptanceRule) -> None:
@@ -283,15 +273,6 @@ class Verification:
         self.samples = rule is not greedy
         """Whether it is a rule for sampling."""
         self.one_draw_per_node = rule is point_mass
-        self.graph: CompiledFunction | None = None
-        self._shapes: set[TreeShape | None] = set()
-
-    def compile(self, device: torch.device) -> None:
-        """Compile the rule, unless on a CPU, where launching its operations costs next to nothing."""
-        if not cpu_kernels.serve(device):
-            from .compiled.graphs import CompiledFunction  # imports torch's compiler
-
-            self.graph = self.graph or CompiledFunction(self.verify, "the acceptance rule", device, cuda_graph=True)
 
     def verify_and_commit(
         self,
@@ -301,64 +282,60 @@ class Verification:
         sampler: Sampler,
         cache: TreeCache,
         stats: Stats,
+        runner: Runner,
     ) -> StepResult:
         """The accepted path of each row, and the token after it."""
         with timed(stats, "verify"):
             numbers = self._random_numbers(tree, scores_BNV, sampler) if self.samples else None
-            graph = None if self.graph is None or numbers is sampler else self._graph_for(tree)
-            # On a CPU compaction takes as long in a compiled function, which takes long to make.
-            compacted = graph is not None and graph.cuda_graph
-            arguments = (tree, output, scores_BNV, numbers, cache if compacted else None)
-            if graph is None:
-                verified = self.verify(*arguments)
+            recorded = runner.replays and numbers is not sampler  # a test's sampler draws for itself
+            if recorded:
+                given = (cache.slots_BN, tree, output.features_BNF, scores_BNV, numbers)
+                verified = runner(self.verify_and_compact, (cache,), *given)
             else:
-                known = tree.structure  # computed here, so that no part of it is traced
-
-                def sizes() -> list[tuple[Tensor, int]]:
-                    by_row = [tree.sizes_B, *([cache.lengths_B] if compacted else [])]
-                    by_node = [tree.tokens_BN, tree.parents_BN, known.above_BN, known.depths_BN, known.ancestors_BNN]
-                    by_node += [output.features_BNF, scores_BNV, *([cache.slots_BN] if compacted else [])]
-                    by_node += [each for each in (tree.draft_probs_BNV, numbers) if isinstance(each, Tensor)]
-                    rows = [(tensor, 0) for tensor in (*by_row, *by_node)]
-                    return [*rows, *((tensor, 1) for tensor in by_node), (known.ancestors_BNN, 2)]
-
-                rows, nodes = tree.tokens_BN.shape
-                sampled_shape = None if tree.draft_probs_BNV is None else tree.shape
-                variant = (rows == 1, nodes == 1, tree.max_depth, tree.in_order, tree.padding, sampled_shape)
-                verified = graph(variant, sizes, cache.sizes if compacted else list, *arguments)
+                verified = self.verify(tree, output.features_BNF, scores_BNV, numbers)
             step = StepResult(tree, output, *verified)
         with timed(stats, "cache"):
-            if compacted:
+            if recorded:
                 cache.advance(step.lengths_B)
             else:
                 cache.accept(step.path_BA, step.lengths_B, tree.in_order)
         return step
 
-    def verify(
+    def verify_and_compact(
         self,
+        cache: TreeCache,
+        slots_BN: Tensor,
         tree: DraftTree,
-        output: TargetOutput,
+        features_BNF: Tensor,
         scores_BNV: Tensor,
-        numbers: Tensor | Sampler | None,
-        cache: TreeCache | None,
+        numbers: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The fields of a `StepResult` from `path_BA` to `finite_BA`; compacts the cache if one is given."""
+        """As `verify`, and move the accepted nodes' entries together; this function is recorded."""
+        verified = self.verify(tree, features_BNF, scores_BNV, numbers)
+        if not tree.in_order:
+            cache.slots_BN = slots_BN
+            cache.compact(verified[0])
+        return verified
+
+    def verify(
+        self, tree: DraftTree, features_BNF: Tensor, scores_BNV: Tensor, numbers: Tensor | Sampler | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The fields of a `StepResult` from `path_BA` to `finite_BA`."""
         if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
             if numbers.ndim == 3:
                 numbers = PositionSampler(exponential_BNV=numbers)
             else:
                 numbers = PrecomputedSampler(uniform_BU=numbers)
         result = self.rule(tree, scores_BNV, numbers or UNUSED)
-        path_BA, features_BAF = result.path_BA, output.features_BNF
-        if cache is not None and not tree.in_order:
-            cache.compact(path_BA)
+        path_BA = result.path_BA
         emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
         if tree.in_order:
             best_BA = scores_BNV.amax(-1)
+            features_BAF = features_BNF
         else:
             rows_B1 = counting(len(path_BA), path_BA.device, column=True)
             best_BA = scores_BNV[rows_B1, path_BA].amax(-1)
-            features_BAF = features_BAF[rows_B1, path_BA]
+            features_BAF = features_BNF[rows_B1, path_BA]
         # An infinite logit is the best one; but there are no probabilities to sample from.
         finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
         return path_BA, result.lengths_B, result.next_tokens_B, emitted_BA, features_BAF, finite_BA
@@ -379,14 +356,6 @@ class Verification:
         # Each row needs at most one number per node and depth, and one for the bonus token.
         rows, nodes = tree.tokens_BN.shape
         return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
-
-    def _graph_for(self, tree: DraftTree) -> CompiledFunction | None:
-        """The compiled rule; rules for sampled trees walk the tree on the host, hence one graph per shape."""
-        if tree.draft_probs_BNV is not None and tree.shape not in self._shapes:
-            if len(self._shapes) == SAMPLED_SHAPES:
-                return None
-            self._shapes.add(tree.shape)
-        return self.graph
 
 
 def replace_ended(
@@ -447,7 +416,7 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
     is worth another forward.
     """
     prompts = sequences.prompts
-    needed = APART_ON_CPU if target.device.type == "cpu" else APART
+    needed = target.engine.least_padding
     longest = max(len(prompts[row]) for row in rows)
     if sum(longest - len(prompts[row]) for row in rows) < needed:
         return [rows]
@@ -530,7 +499,7 @@ def prefill(
     if noise is not None:
         noise.move_to(rows)
         sampler = noise.sampler(tree)
-    step = StepResult(tree, output, *decoding.verification.verify(tree, output, scores_B1V, sampler, None))
+    step = StepResult(tree, output, *decoding.verification.verify(tree, output.features_BNF, scores_B1V, sampler))
     step = sequences.read(step)
     sequences.add(rows, step, scores_B1V)
     drafter.prefill(PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B))
@@ -595,7 +564,8 @@ def _read_stage(
         prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
         # Where prompts end at different positions, the logits of all rows at all ends would grow with their square.
         # Without a head no hidden states are requested: transformers would add hooks to the user's model.
-        apart = len(set(prompt_ends.values())) > 1 and (layers or target.packed is not None) and target.computes_logits
+        reads_states = layers or target.engine.features_are_free
+        apart = len(set(prompt_ends.values())) > 1 and reads_states and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
         output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)

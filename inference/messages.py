@@ -1,7 +1,8 @@
 """Rows of text as messages: OpenAI's `messages`, ShareGPT's `conversations`, or a `prompt` with its `completion`.
 
-A row becomes {"messages": [{"role": "user", "content": "..."}]}; its other columns stay. `content` may be null beside
-`tool_calls`; parts of type text are joined. `tools` is passed to the chat template.
+A row becomes {"messages": [{"role": "user", "content": "..."}]}; its other columns stay. `content`
+may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat
+template.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ TEXT_FORMATS = {
     "conversations": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
 }
-"""Columns of the formats that hold text: OpenAI's messages, ShareGPT's from/value pairs, a prompt with its answer.
-A row has the first format of which it has all columns."""
+"""Columns of the formats that hold text: OpenAI's messages, ShareGPT's from/value pairs, a prompt
+with its answer. A row has the first format of which it has all columns."""
 SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),

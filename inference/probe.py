@@ -1,7 +1,8 @@
 """Drafts along a fixed text: they tell whether a head is read as it was saved.
 
-Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a little less; its
-own drafts can. Training saves them with the head, and `headstart verify` repeats them and compares.
+Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a
+little less; its own drafts can. Training saves them with the head, and `headstart verify` repeats
+them and compares.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from typing import Any
 
 import torch
 
-from ..heads import DraftHead
+from ..heads.base import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from .target import Target
 
 PROBE_ENDS = (9, 20, 33, 64)
 """Lengths of the text's prefixes after which the head drafts."""
 PROBE_NOISE = 0.06
-"""Largest mean difference of log-probabilities between two probes of a head, by dtypes and machines."""
+"""Largest mean difference of log-probabilities between two probes of a head, by dtypes and
+machines."""
 PROBE_TIES = 0.15
-"""Largest share of drafts that differ between two probes of a head, where two tokens are nearly tied."""
+"""Largest share of drafts that differ between two probes of a head, where two tokens are nearly
+tied."""
 
 
 @torch.inference_mode()

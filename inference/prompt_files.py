@@ -28,8 +28,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Messages]:
 def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
     """Read the rows of a file of prompts, whose `messages` are those before an answer.
 
-    A row is a conversation in any format (a last assistant message is left out), {"turns": [...]} as in Spec-Bench
-    (the first turn is the prompt), or {"prompt": ...}.
+    A row is a conversation in any format (a last assistant message is left out), {"turns": [...]}
+    as in Spec-Bench (the first turn is the prompt), or {"prompt": ...}.
     """
     rows: list[dict[str, Any]] = []
     for where, row in itertools.islice(_rows(str(path)), limit):

@@ -1,31 +1,32 @@
-"""The target: an unmodified, frozen Hugging Face causal LM, with forwards over trees of tokens.
+"""The target: an unmodified, frozen Hugging Face causal LM, and what is known of it.
 
-A tree needs no more than a 4-D attention mask, explicit position ids and our KV cache.
+Its forwards over trees of tokens are run by its `engine`.
 
-Letters in tensor names: B batch, T time, N nodes, S slots of the cache, F width of the chosen layers side by side.
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, D hidden size, F width
+of the chosen layers side by side.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..extras import require_extra
 from ..heads.base import TargetModules, dtype_name
-from ..heads.layers.draft_cache import FEW, counting
-from .compiled import cpu_kernels
-from .compiled.cpu_decoder import PackedDecoder, packed_decoder
-from .kv_cache import Pool, StateShape, TreeCache
+from .engines.attention import kernels_without_plans
+from .engines.base import Engine, TargetOutput
+from .engines.by_device import chosen_engine
+from .engines.eager import EagerEngine, chain_structure
+from .kv_cache import Pool, TreeCache
 from .models.changes import WeightWatch
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
@@ -40,23 +41,7 @@ from .models.loading import (
     refuse_loading_options,
     without_peft,
 )
-from .tree import DraftTree, framed
-from .tree_attention import attending
-
-if TYPE_CHECKING:
-    from .compiled.graphs import CompiledFunction
-
-
-PIECE = 512
-"""Tokens of a prompt that our kernels read at once."""
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """The target's logits and features at every node of a tree."""
-
-    logits_BNV: Tensor
-    features_BNF: Tensor
+from .tree import DraftTree
 
 
 class CurrentLMHead(nn.Module):
@@ -71,7 +56,7 @@ class CurrentLMHead(nn.Module):
         return self.target.modules.lm_head.weight
 
     def forward(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.target.lm_head(states)
+        logits: Tensor = self.target.engine.lm_head(states)
         return logits
 
 
@@ -87,6 +72,8 @@ class Target:
     """transformers' class that loads the model."""
     shares_prompts = True
     """Whether rows with the same prompt may be read once."""
+    eager_engine: type[EagerEngine] = EagerEngine
+    """The engine that runs the model as it is."""
     kinds = staticmethod(attention_kinds)
     """Kinds of attention masks that the model's layers need."""
 
@@ -96,7 +83,7 @@ class Target:
         Raises:
             ValueError: an architecture that cannot run draft trees, with the reason.
         """
-        self.model: Any = model  # `generate` is mixed into its class, which no annotation says
+        self._model: Callable[[], Any] = lambda: model
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.commit: str | None = commit or getattr(model.config, "_commit_hash", None)
@@ -108,29 +95,32 @@ class Target:
         """Folder of the peft adapter that was merged into the weights, by this target or an earlier one."""
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
-        self.flex = model.config._attn_implementation == "flex_attention"
-        # Our attention serves layers that take their attention function from this config, which is sdpa now.
-        sdpa = model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation()
-        self.own_attention = sdpa and all(
-            getattr(each, "config", self.config) is self.config for each in model.get_decoder().modules()
-        )
-        self.graph: CompiledFunction | None = None
-        """The compiled forward over a tree, on an accelerator; see `compile`."""
-        self.packed: PackedDecoder | None = None
-        """On a CPU: the forward in our kernels, for models that they support."""
-        self.packed_model: Any = None
-        """On a CPU, for other models: a copy with linear layers in our kernels."""
+        self.compile_mode: bool | str = False
+        """The last argument of `compile`."""
         self._compiled_version: Hashable = None
         self._weights = WeightWatch()
         self._refreshed = 0
         self.pool = Pool()
         """KV cache blocks of finished generations."""
-        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        """Whether the layers lie on several devices."""
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
         self.modules = target_modules(model)
         self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0])
+        self.engine: Engine = self.eager_engine(self)
+        """Runs the forwards; `compile` chooses another."""
+
+    @property
+    def model(self) -> Any:  # `generate` is mixed into its class, which no annotation says
+        """The model."""
+        return self._model()
+
+    @model.setter
+    def model(self, model: PreTrainedModel) -> None:
+        self._model = lambda: model
+
+    def hold_weakly(self) -> None:
+        """Keep the model alive no longer: its owner frees it, and whoever calls this frees the target then."""
+        self._model = weakref.ref(self.model)
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
@@ -187,46 +177,38 @@ class Target:
         model = load_model(cls.loader, source, dtype, device, revision, options)
         return cls(model, str(source), downloaded_commit(source, revision, options))
 
-    def compile(self) -> None:
-        """Compile the forwards; again, if weights or active adapters have changed since, as far as `version` sees it.
+    def compile(self, mode: bool | str = True) -> None:
+        """Choose the engine that runs the forwards, see `chosen_engine`.
 
-        On a CPU, trees and prompts run in our kernels, which hold a copy of the weights in their shortest exact format.
-        Elsewhere, trees run in a CUDA graph, compiled at first use, which reads the weights where they lie.
+        Called again, nothing changes unless weights or active adapters have, as far as `version` sees it.
         """
+        if not mode and not self.compile_mode:
+            return
         version = self.version
-        if self._compiled_version == version:
+        if self.compile_mode == mode and self._compiled_version == version:
             return
-        if not cpu_kernels.serve(self.device):
-            from .compiled.graphs import CompiledFunction  # imports torch's compiler
-
-            self.graph = CompiledFunction(self._run, f"the forward of {self.name!r}", self.device, cuda_graph=True)
-        elif cpu_kernels.library() is not None:
-            layers = getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers
-            self.packed = packed_decoder(self.model, layers)
-            self.packed_model = cpu_kernels.packed_copy(self.model) if self.packed is None else None
+        if self.compile_mode != mode or self.engine.copies_weights:
+            self.engine = chosen_engine(self, mode)
         else:
-            return
+            self.engine.renew()
+        self.compile_mode = mode
         self._compiled_version = version
 
     @property
     def compiled(self) -> bool:
-        """Whether `compile` did anything."""
-        return any(each is not None for each in (self.graph, self.packed, self.packed_model))
+        """Whether forwards run otherwise than operation by operation."""
+        return self.engine.name != EagerEngine.name
+
+    def renew(self) -> None:
+        """Before a generation: take account of weights or active adapters that have changed."""
+        if self.compiled:
+            self.compile(self.compile_mode)
 
     @property
     def draft_modules(self) -> TargetModules:
-        """The parts of it that heads draft with; on a CPU, with the LM head as it runs now, in the kernels or not."""
-        if not cpu_kernels.serve(self.device):
-            return self.modules
+        """The parts of it that heads draft with; the LM head is the one of the engine that is chosen at the time."""
         lm_head: Any = CurrentLMHead(self)
         return replace(self.modules, lm_head=lm_head)
-
-    @property
-    def lm_head(self) -> nn.Module:
-        """The LM head, in the kernels once compiled for a CPU."""
-        if self.packed is not None:
-            return self.packed.lm_head
-        return self.modules.lm_head if self.packed_model is None else self.packed_model.get_output_embeddings()
 
     @property
     def version(self) -> Hashable:
@@ -236,8 +218,7 @@ class Target:
     def refresh(self) -> None:
         """Take the weights for changed, as after a write that `version` cannot see; copies are made again."""
         self._refreshed += 1
-        if self.compiled:
-            self.compile()
+        self.renew()
 
     def merge_adapter(self, folder: str | Path) -> None:
         """Merge a peft adapter into the weights, as a jointly trained head needs."""
@@ -250,9 +231,7 @@ class Target:
         self.modules = target_modules(self.model)
         self.adapter = str(Path(folder).resolve())
         setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
-        if self.compiled:
-            self._compiled_version = None  # peft changes weights in a way that their version does not show
-            self.compile()
+        self.refresh()  # peft changes weights in a way that their version does not show
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -298,18 +277,13 @@ class Target:
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty cache for this model; the arguments are those of `TreeCache`."""
-        return TreeCache(self.state_shapes, batch_size, self.device, tokens, rows, self.pool)
+        return self.engine.new_cache(batch_size, tokens, rows)
 
     @cached_property
     def cache_interface(self) -> CacheInterface:
         """How the model takes and returns its KV cache, found by a forward over one token."""
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         return cache_interface(self.model, input_ids=token_11)
-
-    @property
-    def state_shapes(self) -> list[StateShape]:
-        """Shapes of each layer's keys, then of the values."""
-        return self.cache_interface.state_shapes if self.packed is None else self.packed.state_shapes
 
     @cached_property
     def first_block_index(self) -> int:
@@ -321,75 +295,24 @@ class Target:
         """The model's indices of these feature layers, for `output_hidden_states`."""
         return [self.first_block_index + layer % self.info.num_layers for layer in layers]
 
-    @cached_property
+    @property
     def computes_logits(self) -> bool:
-        """Whether `logits` agrees with the model's own logits, tried on one token."""
-        if self.packed is not None:
-            return True
-        with torch.inference_mode():
-            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            output = self.model(input_ids=token_11, use_cache=False, output_hidden_states=True)
-        expected_11V = output.logits.float()
-        found_11V = self.logits(output.hidden_states[self.info.num_layers]).float().to(expected_11V.device)
-        close = torch.finfo(self.dtype).eps ** 0.5 * expected_11V.abs().max()
-        return bool((found_11V - expected_11V).abs().max() <= close)
+        """Whether `logits` agrees with the model's own logits."""
+        return self.engine.computes_logits
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits [..., V] of states [..., D] after the final norm; see `computes_logits`."""
-        if self.packed is not None:
-            return self.packed.logits(states)
-        with torch.inference_mode():
-            return self.modules.logits(states.to(self.modules.lm_head.weight.device)).to(self.device)
+        return self.engine.logits(states)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
-        """Prefill: read the next tokens of right-padded prompts and commit all of them, padding too.
-
-        Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
-        room for the `longest` prompt at once.
-        """
-        size = tokens_BT.shape[1]
-        cache.reserve(size, max(longest - size, 0))
-        if self.packed is not None:  # our kernels read a prompt in chains of nodes
-            logits, features = [], []
-            for start, piece_BN in zip(range(0, size, PIECE), tokens_BT.split(PIECE, dim=1), strict=True):
-                nodes = piece_BN.shape[1]
-                here = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
-                output = self.forward_chain(piece_BN, cache.prefilled, cache, layers, here)
-                cache.advance(torch.full_like(cache.lengths_B, nodes))
-                cache.prefilled += nodes
-                logits.append(output.logits_BNV)
-                features.append(output.features_BNF)
-            return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
-        if self.own_attention and self.attention_kinds == ("full_attention",):
-            cache.attended, masks = cache.prefilled + size, None
-        else:
-            slots_S = torch.arange(cache.capacity, device=self.device)
-            visible_BTS = slots_S <= cache.slots_BN[..., None]
-            visible = dict.fromkeys(self.attention_kinds, visible_BTS)
-            if "sliding_attention" in visible:
-                slots_BS = slots_S.expand(len(tokens_BT), -1)
-                visible["sliding_attention"] = self._in_window(cache.slots_BN, slots_BS, visible_BTS)
-            masks = self._masks(visible)
-        # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
-        last = size - kept[0] if kept else 1
-        wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=self.device)
-        with attending(self.config) if self.own_attention else nullcontext():
-            logits_BKV, features_BNF = self._run(tokens_BT, cache.slots_BN, masks, cache, layers, wanted)
-        if self.spread:  # logits from the first wanted position to the last token
-            logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
-        return TargetOutput(logits_BKV, features_BNF)
+        """Read the next tokens of prompts; see `Engine.read_chunk`."""
+        return self.engine.read_chunk(tokens_BT, longest, cache, layers, kept)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """One forward over all nodes; each attends to the committed tokens and its own path.
-
-        The nodes' entries are written to the cache; `cache.accept` commits them.
-        """
-        known = tree.structure
-        return self.forward_nodes(tree.tokens_BN, known.framed_BNX, known.depths_BN, longest, cache, layers)
+        """One forward over all nodes of a tree; see `Engine.forward_tree`."""
+        return self.engine.forward_tree(tree, longest, cache, layers)
 
     def forward_chain(
         self,
@@ -400,10 +323,8 @@ class Target:
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
         """`forward_nodes` over a chain of tokens."""
-        batch, nodes = tokens_BN.shape
-        seen_BNN = torch.ones(nodes, nodes, dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
-        depths_BN = torch.arange(nodes, device=self.device).expand_as(tokens_BN)
-        return self.forward_nodes(tokens_BN, framed(seen_BNN), depths_BN, longest, cache, layers, kept_K)
+        framed_BNX, depths_BN = chain_structure(tokens_BN)
+        return self.engine.forward_nodes(tokens_BN, framed_BNX, depths_BN, longest, cache, layers, kept_K)
 
     def forward_nodes(
         self,
@@ -415,62 +336,8 @@ class Target:
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        """One forward over the last N of M uncommitted nodes, the others being in the cache already.
-
-        `framed_BNX` is the new nodes' tree attention, see `framed`; `depths_BM` are positions relative to the first one
-        behind the committed tokens, of which the longest row has `longest`. Returns the logits of the new nodes
-        `kept_K`, None for all.
-        """
-        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
-        cache.reserve(new, longest, nodes - new)
-        positions_BN, visible = self.visible_slots(framed_BNX, depths_BM, cache, longest)
-        if self.packed is not None:
-            return TargetOutput(*self.packed(tokens_BN, positions_BN, visible, cache, layers, kept_K))
-        masks = self._masks(visible)
-        if kept_K is None:
-            kept_K = counting(new, self.device)
-        given = (tokens_BN, positions_BN, masks, cache, layers)
-        with attending(self.config) if self.own_attention else nullcontext():
-            if self.spread:
-                logits_BNV, features_BNF = self._run(*given, 0)
-                return TargetOutput(logits_BNV[:, kept_K], features_BNF)
-            if self.graph is None or not len(kept_K):
-                return TargetOutput(*self._run(*given, kept_K))
-
-            def sizes() -> list[tuple[Tensor, int]]:
-                by_node = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
-                all_masks = masks.values() if isinstance(masks, dict) else [masks]
-                by_mask = [(mask, i) for mask in all_masks for i in (0, 2, 3) if new > 1 or i != 2]
-                return [*by_node, *by_mask, (kept_K, 0)]
-
-            variant = (len(cache.lengths_B) == 1, new == 1, layers)
-            return TargetOutput(*self.graph(variant, sizes, cache.sizes, *given, kept_K))
-
-    def visible_slots(
-        self, framed_BNX: Tensor, depths_BM: Tensor, cache: TreeCache, longest: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Position ids [B, N] of the last N of M nodes, and by kind of attention the slots they attend to [B, N, S]."""
-        new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
-        lengths_B1 = cache.lengths_B[:, None]
-        # A CUDA graph serves one shape; elsewhere our attention reads only the slots that the mask covers.
-        short = (self.own_attention or self.packed is not None) and self.device.type == "cpu"
-        slots = cache.bucketed_length if short else cache.capacity
-        if nodes == 1:
-            visible_BNS = (counting(slots, self.device) <= lengths_B1)[:, None]
-        else:  # a column of `framed_BNX` for each slot
-            column_BS = (counting(slots, self.device, 1) - lengths_B1).clamp(0, nodes + 1)
-            visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
-        positions_BN = lengths_B1 + (depths_BM if new == nodes else depths_BM[:, nodes - new :])
-        if longest + nodes > self.max_positions:  # such a node is never returned, but must not break an embedding table
-            positions_BN = positions_BN.clamp(max=self.max_positions - 1)
-        visible = dict.fromkeys(self.attention_kinds, visible_BNS)
-        if "sliding_attention" in visible:
-            slots_S = counting(slots, self.device)
-            behind_BS = slots_S - lengths_B1
-            node_positions_BS = lengths_B1 + depths_BM.gather(1, behind_BS.clamp(0, nodes - 1))
-            slot_positions_BS = torch.where((behind_BS >= 0) & (behind_BS < nodes), node_positions_BS, slots_S)
-            visible["sliding_attention"] = self._in_window(positions_BN, slot_positions_BS, visible_BNS)
-        return positions_BN, visible
+        """One forward over new nodes; see `Engine.forward_nodes`."""
+        return self.engine.forward_nodes(tokens_BN, framed_BNX, depths_BM, longest, cache, layers, kept_K)
 
     def states(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
@@ -482,77 +349,17 @@ class Target:
         """
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
-        output = self.model(
-            input_ids=tokens_BT,
-            position_ids=positions_BT,  # transformers makes the mask of packed rows from them
-            use_cache=False,
-            logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
-            output_hidden_states=sorted({*indices, last}),
-        )
+        with kernels_without_plans(self.device):  # the lengths of training rows keep changing
+            output = self.model(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,  # transformers makes the mask of packed rows from them
+                use_cache=False,
+                logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
+                output_hidden_states=sorted({*indices, last}),
+            )
         last_BTD = output.hidden_states[last].to(self.device)
         states = [output.hidden_states[index].to(self.device) for index in indices]
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
 
     read = torch.no_grad()(states)
     """`states` without gradients, for training on a frozen model."""
-
-    def _run(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        masks: Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask] | None,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        logits_to_keep: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits and features of a forward; this function is compiled."""
-        indices = self.hidden_state_indices(layers)
-        given_cache: dict[str, Any] = {self.cache_interface.name: cache}
-        output = (self.packed_model or self.model)(
-            input_ids=tokens_BN,
-            attention_mask=masks,
-            position_ids=positions_BN.clamp(max=self.max_positions - 1),
-            **given_cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            output_hidden_states=sorted(set(indices)) or False,
-        )
-        states = [output.hidden_states[index].to(self.device) for index in indices]
-        nothing = torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)
-        return output.logits, torch.cat(states, dim=-1) if states else nothing
-
-    def _in_window(self, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
-        """Visible slots [B, N, S] that lie within the sliding window of each node."""
-        return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - self.config.sliding_window)
-
-    def _masks(self, visible: dict[str, Tensor]) -> Any:
-        """The 4-D mask, or one for each kind of attention where a model alternates between them."""
-        masks: dict[str, Tensor | BlockMask] = {}
-        for kind, visible_BNS in visible.items():
-            if self.flex:
-                masks[kind] = _block_mask(visible_BNS)
-                continue
-            mask_B1NS = torch.where(visible_BNS[:, None], *_mask_values(self.dtype, visible_BNS.device))
-            heads = self.info.num_attention_heads // self.info.num_key_value_heads
-            once = self.own_attention and heads * visible_BNS.shape[1] <= FEW  # for all layers: see `masked_attention`
-            masks[kind] = mask_B1NS.repeat(1, 1, heads, 1) if once else mask_B1NS
-        return masks if len(masks) > 1 else masks[self.attention_kinds[0]]
-
-
-def _block_mask(visible_BNS: Tensor) -> BlockMask:
-    """The mask for flex attention."""
-    batch, nodes, slots = visible_BNS.shape
-    device = visible_BNS.device
-    return create_block_mask(lambda b, h, n, s: visible_BNS[b, n, s], batch, None, nodes, slots, device=device)
-
-
-@lru_cache(maxsize=8)
-def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number.
-
-    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to itself, so that no
-    row of the mask is -inf throughout.
-    """
-    value = -torch.inf if dtype == torch.float16 else torch.finfo(dtype).min
-    lowest = torch.full((), value, dtype=dtype, device=device)
-    return torch.zeros_like(lowest), lowest

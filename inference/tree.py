@@ -6,13 +6,13 @@ Letters in tensor names: B batch, N nodes, M nodes that are attended to, A nodes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads.layers.draft_cache import counting
+from ..heads.layers.constants import constants, counting
 from .tuning.tree_spec import TreeKind, TreeShape
 
 FLOAT_DEPTH = 60
@@ -67,7 +67,7 @@ class DraftTree:
     ) -> DraftTree:
         """A tree of a static shape, whose structure is computed once for all trees of that shape."""
         batch, device = len(tokens_BN), tokens_BN.device
-        parents_BN, sizes_B, _ = _static(shape, batch, device, torch.is_inference_mode_enabled())
+        parents_BN, sizes_B, _ = _static(shape, batch, device)
         return cls(
             tokens_BN, parents_BN, sizes_B, shape.depth, kind, draft_probs_BNV, shape, False, in_order=shape.is_chain
         )
@@ -92,10 +92,9 @@ class DraftTree:
         again and again it reaches the root in log2(depth) products.
         """
         (batch, nodes), device = self.tokens_BN.shape, self.tokens_BN.device
-        inference = torch.is_inference_mode_enabled()
         if self.shape is not None:
-            return _static(self.shape, batch, device, inference)[2]
-        unit_MN = _unit_rows(nodes, device, inference)
+            return _static(self.shape, batch, device)[2]
+        unit_MN = _unit_rows(nodes, device)
         reach_BNN = unit_MN[self.parents_BN] + unit_MN[:nodes]
         for _ in range(self.max_depth.bit_length()):
             reach_BNN = reach_BNN @ reach_BNN
@@ -126,19 +125,14 @@ def framed(seen_BNM: Tensor) -> Tensor:
     return F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
 
 
-# Tensors that are made in inference mode cannot be used outside of it: hence `inference` in the keys of these caches.
-
-
-@lru_cache(maxsize=256)
-def _unit_rows(nodes: int, device: torch.device, inference: bool) -> Tensor:
+@constants
+def _unit_rows(nodes: int, device: torch.device) -> Tensor:
     """The unit vector of each node, and zeros for the parent -1 of the root: float32 [N + 1, N]."""
     return torch.eye(nodes + 1, nodes, device=device)
 
 
-@lru_cache(maxsize=256)
-def _static(
-    shape: TreeShape, batch: int, device: torch.device, inference: bool
-) -> tuple[Tensor, Tensor, TreeStructure]:
+@constants
+def _static(shape: TreeShape, batch: int, device: torch.device) -> tuple[Tensor, Tensor, TreeStructure]:
     """Parents, sizes and structure of the trees of a static shape."""
     paths = [(), *shape.paths]
     above = [[path[: len(other)] == other for other in paths] for path in paths]

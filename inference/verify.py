@@ -29,10 +29,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..heads.layers.draft_cache import counting
+from ..heads.layers.constants import constants, counting
 from .logits import Sampler
 from .tree import DraftTree
-from .tuning.tree_spec import TreeKind
+from .tuning.tree_spec import ROOT, TreeKind, TreeShape
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,10 @@ def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, r
 
     Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one.
     """
-    children, draft_BNV = _sampled_children(tree)
+    _, draft_BNV = _sampled_children(tree)
     target_BNV = scores_BNV.softmax(-1)
     rows_B = torch.arange(len(target_BNV), device=target_BNV.device)
-    most = max(map(len, children))
-    table_NW = torch.tensor([nodes + [0] * (most - len(nodes)) for nodes in children], device=target_BNV.device)
+    table_NW = _children_table(tree.shape or ROOT, target_BNV.device)
     node_B, walking_B, p_BV = torch.zeros_like(rows_B), torch.ones_like(rows_B, dtype=torch.bool), target_BNV[:, 0]
     for _ in range(tree.max_depth):
         next_B, q_BV = torch.zeros_like(node_B), draft_BNV[rows_B, node_B]
@@ -313,15 +312,28 @@ def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
     return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
 
 
+@constants
+def _children_table(shape: TreeShape, device: torch.device) -> Tensor:
+    """The children of each node, [N, W], padded with 0, the root."""
+    children = _children(shape)
+    most = max(map(len, children))
+    return torch.tensor([nodes + [0] * (most - len(nodes)) for nodes in children], device=device)
+
+
 def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
     """Children of every node of a sampled tree, in draw order, and the distributions [B, N, V] they come from."""
     if tree.max_depth == 0:  # a root alone is of every kind
         return [[]], tree.tokens_BN.new_zeros(len(tree.tokens_BN), 1)
     assert tree.shape is not None and tree.draft_probs_BNV is not None
-    children: list[list[int]] = [[] for _ in tree.shape.parents]
-    for node, parent in enumerate(tree.shape.parents[1:], start=1):
+    return _children(tree.shape), tree.draft_probs_BNV
+
+
+def _children(shape: TreeShape) -> list[list[int]]:
+    """The children of every node, in draw order."""
+    children: list[list[int]] = [[] for _ in shape.parents]
+    for node, parent in enumerate(shape.parents[1:], start=1):
         children[parent].append(node)
-    return children, tree.draft_probs_BNV
+    return children
 
 
 def depth_first(children: list[list[int]], parent: int = 0) -> list[tuple[int, int, bool]]:

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 log = logging.getLogger("headstart.console")
-"""The package's logger. Commands show its messages on the console; any other program handles them as all its logging,
-and sees only warnings if it configures none."""
+"""The package's logger. Commands show its messages on the console; any other program handles them
+as all its logging, and sees only warnings if it configures none."""
 # The first process of a launch reports; warnings come from all processes.
 log.addFilter(lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0")
 CONTROLS = re.compile(

@@ -1,6 +1,7 @@
 """What options of commands and of training runs share: required ones, limits, dtypes, variables of chat templates.
 
-Nothing here imports torch: a command shows its help, or refuses an option, before it loads anything.
+Nothing here imports torch: a command shows its help, or refuses an option, before it loads
+anything.
 """
 
 from __future__ import annotations

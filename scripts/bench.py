@@ -1,9 +1,10 @@
 """Measure speed: `headstart bench --target MODEL --head HEAD --prompts FILE.jsonl`.
 
-Stock `model.generate`, plain decoding by this package and speculation answer the same prompts in one process, one
-prompt after the other, in another order each time, so that a machine whose speed drifts treats them alike. Ratios are
-taken prompt by prompt. A table row for each file, and with `--output FILE.json` every figure with versions and
-hardware. A speedup over `generate` alone flatters: it includes the gain of the plain engine.
+Stock `model.generate`, plain decoding by this package and speculation answer the same prompts in
+one process, one prompt after the other, in another order each time, so that a machine whose speed
+drifts treats them alike. Ratios are taken prompt by prompt. A table row for each file, and with
+`--output FILE.json` every figure with versions and hardware. A speedup over `generate` alone
+flatters: it includes the gain of the plain engine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class BenchConfig(SpeculativeOptions):
     output: str | None = None
     """JSON file for all figures."""
     profile: bool = False
-    """Compare a round's parts with the target's bare forward and with the time to read its bytes from memory."""
+    """Compare a round's parts with the target's bare forward and with the time to read its bytes
+    from memory."""
     price_per_hour: float | None = None
     """Price of an hour of this machine; prints the cost of a million tokens."""
     watts: float | None = None
@@ -72,7 +74,8 @@ class ComparedPrompt:
     stats: Stats
     """Rounds of the speculative side."""
     covered: int | None = None
-    """New tokens of the speculative side that are in the draft vocabulary; None if all tokens are."""
+    """New tokens of the speculative side that are in the draft vocabulary; None if all tokens
+    are."""
 
 
 Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
@@ -337,11 +340,10 @@ def _table(report: dict[str, Any]) -> Any:
 
 def _profile_line(profile: dict[str, Any]) -> str:
     """The parts of a round beside its lower bounds."""
-    milliseconds = profile["milliseconds"]
     floors = profile["floors"]
     shares = profile["of_the_round"]
     return (
-        f"of {profile['round']:.1f} ms, {milliseconds['mask']:.1f} build the mask (counted in the target's part); "
+        f"of {profile['round']:.1f} ms; "
         f"the bare forward over {profile['nodes']} nodes takes {floors['forward']:.1f} ({shares['forward']:.0%}), "
         f"reading its {profile['bytes_read'] / 1e6:.0f} MB at {profile['bytes_per_second'] / 1e9:.1f} GB/s "
         f"{floors['bytes']:.1f} ({shares['bytes']:.0%})"

@@ -1,11 +1,12 @@
 """Certify that an engine is lossless: `headstart certify --target MODEL --head HEAD --prompts FILE.jsonl`.
 
-The engine is headstart with a head or a drafter, transformers' own `generate` (with neither; `--assistant MODEL` for
-its assisted decoding), or an OpenAI-compatible server (`--server URL --model NAME --dtype DTYPE`). It answers greedily,
-and draws short continuations; then the target judges both in float32 (`inference/certificate.py`).
+The engine is headstart with a head or a drafter, transformers' own `generate` (with neither;
+`--assistant MODEL` for its assisted decoding), or an OpenAI-compatible server (`--server URL
+--model NAME --dtype DTYPE`). It answers greedily, and draws short continuations; then the target
+judges both in float32 (`inference/certificate.py`).
 
-The exit status is 0 if the answers are identical, or identical up to ties that rounding explains, 1 if the engine is
-not lossless, 2 if it could not be judged, and 130 after Ctrl-C.
+The exit status is 0 if the answers are identical, or identical up to ties that rounding explains, 1
+if the engine is not lossless, 2 if it could not be judged, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -50,16 +51,19 @@ class CertifyConfig(SamplingOptions):
     limit: int | None = None
     """Use only the first prompts of each file; null for all."""
     engine: Literal["auto", "headstart", "transformers", "server"] = "auto"
-    """What generates; auto is a server if one is given, headstart with a head or a drafter, else transformers."""
+    """What generates; auto is a server if one is given, headstart with a head or a drafter, else
+    transformers."""
     assistant: str | None = None
     """A smaller model, for the assisted decoding of transformers' generate."""
     server: str | None = None
-    """URL of an OpenAI-compatible server of the target (vLLM, SGLang, llama.cpp: http://HOST:8000/v1). Its key is read
-    from OPENAI_API_KEY; passwords and queries in the URL are sent and shown nowhere."""
+    """URL of an OpenAI-compatible server of the target (vLLM, SGLang, llama.cpp:
+    http://HOST:8000/v1). Its key is read from OPENAI_API_KEY; passwords and queries in the URL are
+    sent and shown nowhere."""
     model: str | None = None
     """The target's name on the server."""
     endpoint: Literal["completions", "chat"] = "completions"
-    """The server's endpoint: completions takes the prompts' token ids, chat renders the messages itself."""
+    """The server's endpoint: completions takes the prompts' token ids, chat renders the messages
+    itself."""
     max_new_tokens: int = 64
     """Tokens of each greedy answer."""
     temperature: float = 1.0
@@ -75,7 +79,8 @@ class CertifyConfig(SamplingOptions):
     seed: int = 0
     """Seed of the draws; a server takes its own where it is 0."""
     fallback: bool = False
-    """Let headstart decode plainly where drafts cost more time than they save; false to draft in every round."""
+    """Let headstart decode plainly where drafts cost more time than they save; false to draft in
+    every round."""
     output: str | None = None
     """JSON file for all figures; a page for reading is written beside it, with the suffix .md."""
 
@@ -410,7 +415,8 @@ class Judgement:
     sampling: SamplingResult | None
     answers: list[Answer]
     log_prob_differences: list[float]
-    """Between the engine's own log-probabilities of its tokens and the reference's, where the engine gives them."""
+    """Between the engine's own log-probabilities of its tokens and the reference's, where the
+    engine gives them."""
 
 
 def _judge(

@@ -1,7 +1,8 @@
 """Chat in the terminal: `headstart chat --target MODEL --head HEAD`.
 
-Answers stream as they are accepted; each is followed by its speed and acceptance. /help lists the commands.
-Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal, messages are the lines of standard input.
+Answers stream as they are accepted; each is followed by its speed and acceptance. /help lists the
+commands. Ctrl-C ends an answer, Ctrl-D the chat. Without a terminal, messages are the lines of
+standard input.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class ChatConfig(SamplingOptions):
     system: str | None = None
     """The system prompt; null for none."""
     metrics_port: int | None = None
-    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
+    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for
+    none."""
 
 
 def main(arguments: list[str]) -> None:
@@ -178,7 +180,7 @@ class Session:
         """The last answer with its accepted drafts in green."""
         from rich.text import Text
 
-        from headstart.inference.tracing.pieces import text_pieces
+        from headstart.inference.detokenizer import text_pieces
 
         if not self.stats:
             return Text("no finished answer yet")

@@ -41,10 +41,11 @@ class TargetOptions(CommandOptions):
     """The model that a command runs."""
 
     target: str = ""
-    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python
+    package."""
     dtype: Dtype = "fastest"
-    """Data type of target and head; fastest takes the fastest one here that is as exact as the checkpoint's own, auto
-    the checkpoint's own."""
+    """Data type of target and head; fastest takes the fastest one here that is as exact as the
+    checkpoint's own, auto the checkpoint's own."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,23 @@ class DecodingOptions(TargetOptions):
     """Target, head and sampling of answers."""
 
     head: str | None = None
-    """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain decoding."""
+    """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain
+    decoding."""
     max_new_tokens: int = 128
     """Tokens of each answer."""
     thinking: bool | None = None
     """Passed to the chat template as enable_thinking; null leaves it to the template."""
     template_kwargs: dict[str, Any] | None = None
-    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none."""
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking:
+    true}; null for none."""
     temperature: float = 0.0
     """0 for greedy decoding; above 0 for sampling."""
     compile: bool | typing.Literal["auto"] = "auto"
-    """Compile rounds and plain steps: on a CPU into kernels of our own, which auto does too; on an accelerator into
-    graphs, which take minutes to build."""
+    """Compile rounds and plain steps: on a CPU into kernels of our own, which auto does too; on an
+    accelerator into graphs, which take minutes to build."""
     allow_adapter: bool = False
-    """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then writes other text."""
+    """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
+    writes other text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,19 +98,23 @@ class SpeculativeOptions(DecodingOptions):
     """Drafting and verification."""
 
     tree: str = "auto"
-    """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, root,
-    or a JSON file of paths; the prefix `drawn:` samples the children without replacement instead of taking the top k,
-    `independent:` with replacement; several separated by |, of which each round takes the one that has been fastest."""
+    """The draft tree: auto (the fastest of a few sizes), chain:LENGTH, branch:2x2x1,
+    dynamic:NODES:DEPTH:WIDTH, root, or a JSON file of paths; the prefix `drawn:` samples the
+    children without replacement instead of taking the top k, `independent:` with replacement;
+    several separated by |, of which each round takes the one that has been fastest."""
     acceptance: str = "auto"
-    """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token, with_replacement,
-    without_replacement, block, traversal, or typical[:EPSILON:DELTA], which is LOSSY."""
+    """The acceptance rule for sampling: auto (the exact one that accepts most), point_mass, token,
+    with_replacement, without_replacement, block, traversal, or typical[:EPSILON:DELTA], which is
+    LOSSY."""
     lossy: bool = False
     """Confirm that a lossy acceptance rule (typical) may change the output."""
     drafter: str | None = None
-    """A source of drafts that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart datastore`), lookahead,
-    ngram:ORDER, random, model:NAME (a smaller model); beside a head, prompt-lookup or retrieval add to its tree."""
+    """A source of drafts that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart
+    datastore`), lookahead, ngram:ORDER, random, model:NAME (a smaller model); beside a head,
+    prompt-lookup or retrieval add to its tree."""
     fallback: bool = True
-    """Time plain steps too, and decode plainly where drafts cost more time than they save; false to draft always."""
+    """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
+    draft always."""
     seed: int = 0
     """Seed of the sampling."""
 
@@ -131,7 +139,8 @@ def options(
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
-    The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run RUN`.
+    The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run
+    RUN`.
 
     Raises:
         ValueError: an unknown option, with the nearest valid ones; or a value of the wrong type.
@@ -254,8 +263,8 @@ def spelled(name: str) -> str:
 def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[str]:
     """Rewrite arguments in the forms that jsonargparse reads.
 
-    `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts '["a", "b"]'`, and a flag without a value,
-    `--compare`, as `--compare true`.
+    `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts '["a", "b"]'`, and a flag
+    without a value, `--compare`, as `--compare true`.
     """
     plain: list[str] = []
     rest = list(arguments)
@@ -281,8 +290,8 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
 def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     """Run a command; an error ends it with one line on standard error.
 
-    The exit status is 2 after a user's mistake, 1 after a failing disk, 0 after a stop from which the same command
-    resumes, and 130 after any other.
+    The exit status is 2 after a user's mistake, 1 after a failing disk, 0 after a stop from which
+    the same command resumes, and 130 after any other.
     """
     show_on_console()
     shown = warnings.formatwarning

@@ -1,7 +1,8 @@
 """Make conversations to train on: `headstart data --target MODEL --output FILE.jsonl`.
 
-Without any data set, the model generates prompts after the start of its chat template and then answers them. With
-`--prompts FILE` it answers those. Started again with the same options, the command resumes where it stopped.
+Without any data set, the model generates prompts after the start of its chat template and then
+answers them. With `--prompts FILE` it answers those. Started again with the same options, the
+command resumes where it stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Index a corpus for retrieval: `headstart datastore --target MODEL --sources FILE.jsonl --output FOLDER`.
 
-Its texts as tokens of the target, with a suffix array: `--drafter retrieval:FOLDER` of the other commands then drafts
-what followed the newest tokens there, and `ngram:3:FOLDER` counts n-grams in it.
+Its texts as tokens of the target, with a suffix array: `--drafter retrieval:FOLDER` of the other
+commands then drafts what followed the newest tokens there, and `ngram:3:FOLDER` counts n-grams in
+it.
 """
 
 from __future__ import annotations

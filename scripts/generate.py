@@ -1,7 +1,7 @@
 """Answer a prompt: `headstart generate --target MODEL --head HEAD --prompt "..."`.
 
-The answer streams as it is accepted; a line of statistics follows. Greedy and sampled answers are lossless: the
-model's own, or sampled from its own distribution.
+The answer streams as it is accepted; a line of statistics follows. Greedy and sampled answers are
+lossless: the model's own, or sampled from its own distribution.
 """
 
 from __future__ import annotations

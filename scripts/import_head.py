@@ -1,9 +1,10 @@
 """Convert a head of another project to ours: `headstart import FOLDER_OR_ID --target MODEL --output FOLDER`.
 
-FasterDecoding/Medusa, SafeAILab/EAGLE (1, 2 and 3), Hydra, SpecForge, speculators, ModelOpt, and what vLLM reads,
-recognised by their files. The tensors decide: each must have its place, and a key of config.json that contradicts them,
-or that changes what a layer computes in a way that no head here supports, is an error that names it. Other keys, which
-configs inherit from their target, are kept and named.
+FasterDecoding/Medusa, SafeAILab/EAGLE (1, 2 and 3), Hydra, SpecForge, speculators, ModelOpt, and
+what vLLM reads, recognised by their files. The tensors decide: each must have its place, and a key
+of config.json that contradicts them, or that changes what a layer computes in a way that no head
+here supports, is an error that names it. Other keys, which configs inherit from their target, are
+kept and named.
 """
 
 from __future__ import annotations

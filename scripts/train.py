@@ -1,6 +1,7 @@
 """Train a draft head: `headstart train --config configs/smollm2-medusa.yaml --optim.lr 1e-3`.
 
-Also `accelerate launch scripts/train.py --config ...`. Started again with the same options, a run resumes.
+Also `accelerate launch scripts/train.py --config ...`. Started again with the same options, a run
+resumes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Find a head's draft tree: `headstart tree --target MODEL --head FOLDER --prompts FILE.jsonl`.
 
-The target answers the prompts. How often the token at each depth is the head's i-th best gives the best static tree
-of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's own candidates along the answers
-give the acceptance of every dynamic tree. With the measured costs of a round, the tree of each kind with the most
-expected tokens per second is tried; the faster one is saved with the head and used wherever the tree is `auto`.
+The target answers the prompts. How often the token at each depth is the head's i-th best gives the
+best static tree of every size and depth (Medusa, arXiv:2401.10774, section 2.3.3), and the head's
+own candidates along the answers give the acceptance of every dynamic tree. With the measured costs
+of a round, the tree of each kind with the most expected tokens per second is tried; the faster one
+is saved with the head and used wherever the tree is `auto`.
 """
 
 from __future__ import annotations
@@ -206,17 +207,14 @@ def _decode_with(
 
     engines: dict[TreePolicy | None, SpeculativeLM] = {}
     for tree in trees:
-        drafter = None if tree is None else _drafter(head, tree, target.modules, config.compile is True)
+        drafter = None if tree is None else _drafter(head, tree, target.modules)
         engines[tree] = SpeculativeLM(target, drafter)
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules, compiled: bool) -> Drafter:
-    """Build the drafter of a tree, once for each, so that nothing is compiled twice."""
+def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules) -> Drafter:
+    """Build the drafter of a tree, once for each, so that nothing is recorded twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 
-    drafter = tree_drafter(head, tree, modules)
-    if compiled:
-        drafter.compile()
-    return drafter
+    return tree_drafter(head, tree, modules)

@@ -1,8 +1,9 @@
 """Runs of vLLM, in an environment of its own: `python vllm_worker.py REQUEST.json ANSWER.json`; see serve_check.py.
 
-The request holds `target` (a folder), `max_new_tokens`, `prompts` as token ids, and `runs`: for each `head` (a folder,
-null for none), `method` and `draft_length`. The answer holds vLLM's `version`, and for each run the new tokens of each
-prompt, drafts made, and drafts accepted by position, or the `error` with which vLLM refused the head.
+The request holds `target` (a folder), `max_new_tokens`, `prompts` as token ids, and `runs`: for
+each `head` (a folder, null for none), `method` and `draft_length`. The answer holds vLLM's
+`version`, and for each run the new tokens of each prompt, drafts made, and drafts accepted by
+position, or the `error` with which vLLM refused the head.
 """
 
 from __future__ import annotations

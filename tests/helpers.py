@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -272,3 +273,42 @@ def exactly(target: Target, prompt: Tensor, new_tokens: int, temperature: float)
             ids.append(token)
         weights[text] = weight
     return weights
+
+
+@dataclass
+class AttendedSlots:
+    """Arguments of `tree_attention`, and the softmax over all slots in float64."""
+
+    given: tuple
+    expected: torch.Tensor
+
+
+def attended_slots(batch, heads, groups, nodes, uncommitted, size, slots, window, dtype) -> AttendedSlots:
+    """A random tree after texts of different lengths, in a cache with other numbers after it."""
+    random = torch.Generator().manual_seed(heads + nodes)
+    query = torch.randn(batch, nodes, heads, size, generator=random).to(dtype).transpose(1, 2)
+    block = torch.randn(2, batch, groups, slots + 56, size, generator=random).to(dtype)
+    keys, values = block[:, :, :, :slots]
+    lengths = torch.randint(1, slots - uncommitted, (batch,), generator=random)
+    lengths[0] = slots - uncommitted
+    parents = [-1, *(int(torch.randint(node, (1,), generator=random)) for node in range(1, uncommitted))]
+    above = torch.eye(uncommitted, dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        above[node] |= above[parent]
+    depths = above.sum(-1) - 1
+    first = uncommitted - nodes
+    seen = torch.zeros(batch, nodes, slots, dtype=torch.bool)
+    positions = torch.arange(slots).repeat(batch, 1)
+    for row, length in enumerate(lengths.tolist()):
+        seen[row, :, :length] = True
+        seen[row, :, length : length + uncommitted] = above[first:]
+        positions[row, length : length + uncommitted] = length + depths
+    if window is not None:
+        own = lengths[:, None] + depths[first:]
+        seen &= positions[:, None] > own[..., None] - window
+    every_key, every_value = (states.double().repeat_interleave(heads // groups, 1) for states in (keys, values))
+    scores = (query.double() @ every_key.mT * size**-0.5).masked_fill(~seen[:, None], -torch.inf)
+    expected = (scores.softmax(-1) @ every_value).transpose(1, 2)
+    ancestors = above[first:].expand(batch, -1, -1)
+    given = (query, keys, values, ancestors, depths.expand(batch, -1), lengths, None, window)
+    return AttendedSlots(given, expected)

@@ -8,7 +8,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import duration, log, number
-from ..heads import DraftHead, HeadOutput
+from ..heads.base import DraftHead, HeadOutput
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
-from ..inference import Target
 from ..inference.stats import acceptance_figures
+from ..inference.target import Target
 from ..inference.tracing.plots import plotted
 from .data.batches import collate
 from .data.chat_template import Example
@@ -242,6 +242,23 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    """Count the arithmetic of attention from shapes; torch's own formula refused grouped queries before 2.13."""
+    return 2 * query.numel() // query[-1] * key[-2] * (query[-1] + value[-1])
+
+
+ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(torch.ops.aten, name): attention_flops
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+}
+"""By operation, as `FlopCounterMode` takes it."""
+
+
 def count_flops(
     target: Target, head: DraftHead, objective: Objective, examples: Sequence[Example], cached: bool, adapted: bool
 ) -> float:
@@ -252,9 +269,9 @@ def count_flops(
     """
     batch = collate(examples)
     with torch.random.fork_rng(), torch.no_grad():
-        with FlopCounterMode(display=False) as of_target:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_target:
             features = online_features(target, head, batch, next(head.parameters()).dtype)
-        with FlopCounterMode(display=False) as of_head:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_head:
             head(features, objective)
     target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)
     return (target_flops + 3 * of_head.get_total_flops()) / max(int(batch.loss_mask_BT.sum()), 1)

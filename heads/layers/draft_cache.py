@@ -8,34 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .constants import counting
+
 STEP = 64
 """Slots by which the attended part of a cache grows, so that shapes do not change in every round."""
 FEW = 256
 """Queries of a group that are packed side by side at most: their mask is repeated for every head of the group."""
-
-
-def counting(size: int, device: torch.device, first: int = 0, column: bool = False) -> Tensor:
-    """Cached `torch.arange(first, first + size)`, as a row [size] or a column [size, 1].
-
-    Launching a kernel for so little takes an accelerator longer than the work itself.
-    """
-    if torch.compiler.is_compiling():  # a compiled graph holds its constants itself
-        numbers = torch.arange(first, first + size, device=device)
-        return numbers[:, None] if column else numbers
-    return _counting(size, device, first, torch.is_inference_mode_enabled())[column]
-
-
-@lru_cache(maxsize=256)
-def _counting(size: int, device: torch.device, first: int, inference: bool) -> tuple[Tensor, Tensor]:
-    """Row and column, cached apart inside and outside inference mode: tensors of one do not fully work in the other."""
-    numbers = torch.arange(first, first + size, device=device)
-    return numbers, numbers[:, None]
 
 
 def masked_attention(
@@ -79,8 +62,16 @@ class DraftCache:
     """Slots that forwards attend to, from the first on; None for all. The drafter sets it: the host knows lengths."""
 
     def select(self, rows_R: Tensor) -> DraftCache:
-        """A cache of some rows."""
-        keys, values = ([states[rows_R] for states in both] for both in (self.keys, self.values))
+        """A cache of some rows, in place of this one, and where it lies if they are not more."""
+        rows = len(rows_R)
+        if not self.keys or rows > len(self.keys[0]):
+            keys = [states[rows_R] for states in self.keys]
+            values = [states[rows_R] for states in self.values]
+            return replace(self, keys=keys, values=values)
+        for states in (*self.keys, *self.values):
+            states[:rows] = states[rows_R]
+        keys = [states[:rows] for states in self.keys]
+        values = [states[:rows] for states in self.values]
         return replace(self, keys=keys, values=values)
 
     def replace(self, rows_R: Tensor, other: DraftCache) -> None:
@@ -95,10 +86,6 @@ class DraftCache:
             return self
         keys, values = ([F.pad(states, (0, 0, 0, more)) for states in both] for both in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
-
-    def sizes(self) -> list[tuple[Tensor, int]]:
-        """Tensors with their dimensions that differ between generations."""
-        return [(states, dimension) for states in (*self.keys, *self.values) for dimension in (0, 2)]
 
     def commit(self, lengths_B: Tensor, new_tokens: int) -> tuple[Tensor, KVEntries]:
         """Positions [B, A] of new tokens behind each row's `lengths_B` committed ones, and their causal KV view."""

@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
+from ..engines.base import Engine
 from ..tree import DraftTree
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
@@ -257,9 +258,9 @@ class AdaptiveDrafter(Drafter):
         self._rows.record(seconds, sum(map(len, step.tokens)) / len(step.tokens))
         self._started = None
 
-    def compile(self) -> None:
+    def use(self, engine: Engine) -> None:
         for tree in self.trees:
-            tree.compile()
+            tree.use(engine)
 
     def renew(self, force: bool = False) -> None:
         for tree in self.trees:

@@ -14,15 +14,15 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ...heads.layers.constants import constants
+from ..engines.base import Engine, TargetOutput
 from ..logits import RandomSampler, Sampler
-from ..target import TargetOutput
 from ..tree import DraftTree
 from ..tuning.tree_spec import ROOT, TreeKind
 
@@ -174,16 +174,13 @@ class Drafter:
         for part in self.parts:
             self._call(part, "observe", step)
 
-    def compile(self) -> None:
-        """Draft in compiled functions from now on, where that is possible."""
+    def use(self, engine: Engine) -> None:
+        """Draft as the target's engine runs functions and heads, from the next generation on."""
         for part in self.parts:
-            part.compile()
+            part.use(engine)
 
     def renew(self, force: bool = False) -> None:
-        """Before a generation: copy weights again, where compiled functions hold copies, if they have changed.
-
-        With `force` in any case.
-        """
+        """Before a generation: copy weights again that have changed, where copies draft; with `force` in any case."""
         for part in self.parts:
             part.renew(force)
 
@@ -253,7 +250,7 @@ class ShrunkDrafter(Drafter):
         return DraftTree(tokens_BN, parents_BN, sizes_B, depth, padding=tree.padding, in_order=tree.in_order)
 
 
-@lru_cache(maxsize=256)
+@constants
 def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of the same values in each step, uploaded once."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...heads import TargetInfo, TargetModules
-from ...heads.layers.draft_cache import counting
+from ...heads.base import TargetInfo, TargetModules
+from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
 from ..target import Target
 from ..tree import framed

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...heads import TargetModules
+from ...heads.base import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeKind, TreeShape
@@ -66,7 +66,7 @@ class EarlyExitChain(HeadDrafter):
         size = torch.ones_like(roots_B[0])
         goes_on = torch.ones_like(size, dtype=torch.bool)
         for depth in range(longest):
-            logits_B1V, state = self.head.expand(state, tokens[-1][:, None], parents_B1)
+            logits_B1V, state = self.runner(self.head.expand, (), state, tokens[-1][:, None], parents_B1)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
             estimate_BW = getattr(state, "confidence_BW", None)  # not every model's state has one

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...heads.layers.draft_cache import counting
+from ...heads.layers.constants import counting
 from ..tree import DraftTree
 from .base import Drafter, StepResult, constant
 from .prompt_lookup import PromptLookupDrafter, Trie

@@ -13,19 +13,19 @@ K depths, D tokens of the draft vocabulary, V of the target's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, TargetModules
+from ...heads.base import DraftHead, DraftState, TargetModules
+from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
-from ...heads.layers.draft_cache import STEP, counting
-from ..compiled import cpu_kernels
-from ..compiled.cpu_decoder import packed_head, renew_packed
+from ...heads.layers.draft_cache import STEP, DraftCache
+from ..engines.base import Engine, Runner
 from ..target import Target
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
@@ -33,9 +33,6 @@ from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeS
 from .base import DraftContext, Drafter, NoDraft, PrefillChunk, StepResult
 from .draft_model import AssistantModel
 from .ngram_model import NgramModel
-
-if TYPE_CHECKING:
-    from ..compiled.graphs import CompiledFunction
 
 CHUNK_TOKENS = 512
 """Tokens that a head reads at once: its attention mask has as many rows."""
@@ -71,10 +68,6 @@ class Progress:
 class HeadDrafter(Drafter):
     """A head, or another draft model, whose state follows the text; a subclass grows a tree from it."""
 
-    draft: Callable[..., tuple[Tensor, ...]]
-    """Grows a tree: tokens [B, N] of its nodes and, if they are not known beforehand, their parents; compiled. Drafters
-    that decide on the way how many nodes they draft have none."""
-
     def __init__(
         self,
         head: DraftModel,
@@ -98,7 +91,11 @@ class HeadDrafter(Drafter):
         self.room = (tree.depth, tree.expanded)
         """Expansions of a step, and nodes that they expand, for which a state has room."""
         self.shared = Progress()
-        self._graphs: dict[str, CompiledFunction] = {}
+        self.engine: Engine | None = None
+        """The target's, which says how a head drafts there; None for a draft that runs as it is."""
+        self.runner = Runner()
+        self._caches: dict[Any, DraftCache] = {}
+        """By shape, caches of earlier generations, to be used again where they lie."""
         self._gumbel: Callable[[int], Tensor] | None = None
         self._own_D: Tensor | None = None
         """The draft vocabulary, as the target's tokens."""
@@ -108,10 +105,26 @@ class HeadDrafter(Drafter):
         return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{sampled})"
 
     def begin(self, context: DraftContext) -> None:
-        self.shared = Progress(self.head.begin(self.modules, context.batch_size, context.capacity, *self.room))
+        capacity = self.runner.room(context.capacity)
+        state = self.head.begin(self.modules, context.batch_size, capacity, *self.room)
+        self.shared = Progress(self._in_a_known_cache(state))
         self._gumbel = context.gumbel if self.kind == "top_k" else None
         self._draft_probs = None if self.kind == "top_k" else context.draft_probs
         self._sampler = context.sampler
+
+    def _in_a_known_cache(self, state: ModelState) -> ModelState:
+        """The state with the cache of an earlier generation, if one fits: recorded functions read it where it lies."""
+        if not self.runner.replays or not isinstance(state, DraftState) or state.cache is None:
+            return state
+        shape = (state.cache.nodes, *(states.shape for states in state.cache.keys))
+        cache = self._caches.setdefault(shape, state.cache)
+        cache.attended = None
+        return dataclasses.replace(state, cache=cache)
+
+    def fresh(self) -> Self:
+        other = super().fresh()
+        other._caches = {}
+        return other
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
         self.begin(context)
@@ -128,6 +141,7 @@ class HeadDrafter(Drafter):
         self.shared.longest = tokens if cropped is not None else self.shared.longest
 
     def saved_state(self) -> Progress | None:
+        self._caches = {}  # the next generation must not write to this state's
         return self.shared if hasattr(self.shared.state, "resume") else None
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
@@ -164,62 +178,35 @@ class HeadDrafter(Drafter):
             part = slice(start, start + CHUNK_TOKENS)
             count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
             self._extend(len(tokens_BT[0, part]))
-            self.shared.state = self.head.observe(
-                self.shared.state, chunk.features_BTF[:, part], tokens_BT[:, part], count_B
-            )
+            given = (self.shared.state, chunk.features_BTF[:, part], tokens_BT[:, part], count_B)
+            self.shared.state = self.runner.once(self.head.observe, *given)
         self.shared.empty = False
 
     def _extend(self, tokens: int) -> None:
-        """Let the head attend to `tokens` more slots of its cache; a compiled function attends to the whole cache."""
+        """Let the head attend to `tokens` more slots of its cache."""
         self.shared.longest += tokens
-        if isinstance(self.head, DraftHead) and not self._graphs and self.shared.state.cache is not None:
-            cache = self.shared.state.cache
-            cache.attended = cache.nodes + -(-self.shared.longest // STEP) * STEP
-
-    def compile(self) -> None:
-        """Compile one function for a draft, or for each depth of a sampled one, and one for `observe`."""
-        device = self.modules.lm_head.weight.device
-        if isinstance(self.head, AssistantModel):
-            self.head.model.compile()
-        elif not isinstance(self.head, DraftHead) or self._graphs or not hasattr(self, "draft"):
+        cache = getattr(self.shared.state, "cache", None)
+        if not isinstance(cache, DraftCache):
             return
-        elif cpu_kernels.serve(device):
-            self.head = packed_head(self.head)
-        else:
-            from ..compiled.graphs import CompiledFunction  # imports torch's compiler
+        attended = -(-self.shared.longest // STEP) * STEP
+        if self.runner.replays:
+            attended = self.runner.room(attended) + 1
+        cache.attended = cache.nodes + attended
 
-            name = f"the draft of {type(self.head).__name__}"
-            self._graphs = {
-                "draft": CompiledFunction(self.draft, name, device, cuda_graph=True),
-                "expand": CompiledFunction(self.head.expand, name, device),
-                "observe": CompiledFunction(self.head.observe, name, device),
-            }
+    def use(self, engine: Engine) -> None:
+        self.engine = engine
+        if isinstance(self.head, DraftHead):
+            self.head = engine.draft_head(self.head)
+            self.runner = engine.runner
+        elif isinstance(self.head, AssistantModel):
+            self.head.model.compile(engine.target.compile_mode)
 
     def renew(self, force: bool = False) -> None:
         if isinstance(self.head, AssistantModel):
-            model = self.head.model
             if force:
-                model.refresh()
-            elif model.compiled:
-                model.compile()
-        elif isinstance(self.head, DraftHead):
-            renew_packed(self.head, force)
-            if self._graphs and force:
-                self._graphs = {}
-                self.compile()
-
-    def _run(self, name: str, variant: Hashable, state: ModelState, *given: Any) -> Any:
-        """Call `draft`, or the head's `expand` or `observe`, compiled or not.
-
-        Calls of one variant share a compiled function. The first argument in `given` is a tensor, and the first
-        dimension of each tensor is the batch.
-        """
-        if not self._graphs:
-            return getattr(self if name == "draft" else self.head, name)(state, *given)
-        tensors = [(each, 0) for each in given if isinstance(each, Tensor)]
-        variant = (len(given[0]) == 1, variant)
-        cache_sizes: Callable[[], Any] = list if state.cache is None else state.cache.sizes
-        return self._graphs[name](variant, lambda: [*state.sizes(), *tensors], cache_sizes, state, *given)
+                self.head.model.refresh()
+        elif isinstance(self.head, DraftHead) and self.engine is not None:
+            self.engine.renew_head(self.head, force)
 
     def gumbel_noise(self, depth: int) -> Tensor:
         """`DraftContext.gumbel` for the next `depth` positions, over the draft vocabulary."""
@@ -255,15 +242,16 @@ class HeadDrafter(Drafter):
 
     def observe(self, step: StepResult) -> None:
         if step.tree.max_depth == 0:
-            lengths_B = step.lengths_B
-            self.shared.steps.append(PrefillChunk(step.tree.tokens_BN, step.emitted_BA, step.features_BAF, lengths_B))
+            read = (step.tree.tokens_BN, step.emitted_BA, step.features_BAF, step.lengths_B)
+            self.shared.steps.append(PrefillChunk(*map(self.runner.keep, read)))
             self.shared.pending += 1
             if self.shared.pending > PENDING_TOKENS:
                 self.catch_up()
             return
         accepted, state = step.emitted_BA.shape[1], self.catch_up()
         self._extend(accepted)
-        self.shared.state = self._run("observe", accepted, state, step.features_BAF, step.emitted_BA, step.lengths_B)
+        given = (state, step.features_BAF, step.emitted_BA, step.lengths_B)
+        self.shared.state = self.runner(self.head.observe, (), *given)
         self.shared.longest -= accepted - max(map(len, step.tokens), default=accepted)
 
     def select(self, rows_R: Tensor) -> None:
@@ -303,7 +291,7 @@ class Plan:
     levels: list[PlannedLevel]
 
 
-@lru_cache(maxsize=64)
+@constants
 def _plan(shape: TreeShape, device: torch.device) -> Plan:
     indices = partial(torch.tensor, dtype=torch.int64, device=device)
     levels, nodes = [], 1
@@ -346,23 +334,26 @@ class StaticTree(HeadDrafter):
         state, plan = self.catch_up(), _plan(shape, roots_B.device)
         if self._draft_probs is None:
             gumbel_BKD = None if self._gumbel is None else self.gumbel_noise(shape.depth)
-            (tokens_BN,) = self._run("draft", (shape, gumbel_BKD is None), state, roots_B, gumbel_BKD, plan)
+            tokens_BN = self.runner(self.draft, (plan,), state, roots_B, gumbel_BKD)
             return DraftTree.of_shape(shape, tokens_BN)
         probs: list[Tensor] = []
-        (tokens_BN,) = self.draft(state, roots_B, None, plan, probs)
+        tokens_BN = self.draft(plan, state, roots_B, None, probs)
         inner = torch.cat(probs, dim=1)
         probs_BNV = inner.new_zeros(batch, shape.size, inner.shape[-1]).index_copy(1, plan.inner_N, inner)
         return DraftTree.of_shape(shape, tokens_BN, self.kind, probs_BNV)
 
     def draft(
         self,
+        plan: Plan,
         state: ModelState,
         roots_B: Tensor,
         gumbel_BKD: Tensor | None,
-        plan: Plan,
         probs: list[Tensor] | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Grow the tree level by level; with `probs`, children are sampled, and their distributions are added to it."""
+    ) -> Tensor:
+        """Grow the tree level by level: the tokens [B, N] of its nodes. Without `probs` this function is recorded.
+
+        With `probs`, children are sampled, and their distributions are added to it.
+        """
         batch, above_root_11 = len(roots_B), plan.above_root_11
         tokens = [roots_B[:, None]]
         frontier_BW, parents_BW = tokens[0], above_root_11 if batch == 1 else above_root_11.expand(batch, -1)
@@ -376,14 +367,14 @@ class StaticTree(HeadDrafter):
                 if ranked_BWR.shape[1] != nodes:  # the same logits for the whole frontier
                     ranked_BWR = ranked_BWR.expand(-1, nodes, -1)
             else:
-                logits_BWV, state = self._run("expand", (depth, nodes), state, frontier_BW, parents_BW)
+                logits_BWV, state = self.runner(self.head.expand, (), state, frontier_BW, parents_BW)
                 ranked_BWR, probs_BWV = self.sample_children(logits_BWV, nodes, level.width)
                 probs.append(probs_BWV)
             children_BC = ranked_BWR.flatten(1)
             tokens.append(children_BC if level.picks_C is None else children_BC[:, level.picks_C])
             frontier_BW = tokens[-1] if level.frontier_W is None else tokens[-1][:, level.frontier_W]
             parents_BW = level.parents_1W if batch == 1 else level.parents_1W.expand(batch, -1)
-        return (torch.cat(tokens, dim=1),)
+        return torch.cat(tokens, dim=1)
 
 
 class DynamicTree(HeadDrafter):
@@ -406,17 +397,24 @@ class DynamicTree(HeadDrafter):
             return NoDraft("large_batch").propose(roots_B)
         depth = min(self.depth, size - 1)
         gumbel_BKD = None if self._gumbel is None else self.gumbel_noise(depth)
-        plan = (size, depth, _root(roots_B.device))
-        variant = ((size, depth), gumbel_BKD is None)
-        tokens_BN, parents_BN = self._run("draft", variant, self.catch_up(), roots_B, gumbel_BKD, plan)
+        fixed = (size, depth, _root(roots_B.device))
+        tokens_BN, parents_BN = self.runner(self.draft, fixed, self.catch_up(), roots_B, gumbel_BKD)
         sizes_B = counting(1, roots_B.device, tokens_BN.shape[1]).expand(len(roots_B))
         return DraftTree(tokens_BN, parents_BN, sizes_B, max_depth=depth, padding=False)
 
     def draft(
-        self, state: ModelState, roots_B: Tensor, gumbel_BKD: Tensor | None, plan: tuple[int, int, tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        """Keep the best `size` of all candidates; a parent is worth at least as much as its child and stands before."""
-        size, depth, root = plan
+        self,
+        size: int,
+        depth: int,
+        root: tuple[Tensor, ...],
+        state: ModelState,
+        roots_B: Tensor,
+        gumbel_BKD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and parents [B, N] of the best `size` of all candidates; this function is recorded.
+
+        A parent is worth at least as much as its child and stands before it.
+        """
         tokens_BC, parents_BC, values_BC = self.candidates(state, roots_B, depth, gumbel_BKD, root)
         chosen_BN = values_BC.sort(dim=-1, descending=True, stable=True).indices[:, :size].sort(dim=-1).values
         # A candidate's index in the tree is its rank among the chosen ones; the root's parent, -1, precedes them all.
@@ -464,7 +462,7 @@ class DynamicTree(HeadDrafter):
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1)
 
 
-@lru_cache(maxsize=64)
+@constants
 def _root(device: torch.device) -> tuple[Tensor, ...]:
     """Parent, index and value of the root among the candidates, [1, 1] each."""
     return tuple(torch.tensor([[number]], device=device) for number in (-1, 0, torch.inf))

@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..engines.base import Runner, TargetOutput
+from ..engines.eager import EagerEngine, Masks
 from ..kv_cache import TreeCache
-from ..target import Target, TargetOutput
+from ..target import Target
 from ..tree import DraftTree
 from .interface import CacheInterface, cache_interface
 from .loading import config_of
@@ -36,9 +38,57 @@ def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[s
     return config is not None and bool(config.is_encoder_decoder)
 
 
+class Seq2SeqEngine(EagerEngine):
+    """Forwards of the decoder, as they are: where its tokens lie is known on the host alone."""
+
+    target: Seq2SeqTarget
+    own_attention = False
+
+    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+        super().__init__(target)
+
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
+        cache = super().new_cache(batch_size, tokens, rows)
+        cache.cross_attention = DynamicCache()
+        return cache
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=tree.tokens_BN.device)
+        if not bool((tree.parents_BN == chain_N).all()):  # sync: decoding one row waits for its tokens anyway
+            raise ValueError(
+                f"{self.target.name!r} places tokens by the cache alone, so only chains can be checked; choose "
+                "chain:LENGTH"
+            )
+        return super().forward_tree(tree, longest, cache, layers)
+
+    def _model_forward(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        target = self.target
+        cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
+        given_cache = {target.cache_interface.name: EncoderDecoderCache(cache, cache.cross_attention)}
+        output = self.model(
+            encoder_outputs=target.encoded,
+            attention_mask=target.encoded_mask,
+            decoder_input_ids=tokens_BN,
+            decoder_attention_mask=masks,
+            **given_cache,
+            use_cache=True,
+        )
+        kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]
+        return kept, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+
+
 class Seq2SeqTarget(Target):
     """Frozen encoder-decoder target."""
 
+    eager_engine = Seq2SeqEngine
     loader = AutoModelForSeq2SeqLM
     shares_prompts = False
 
@@ -88,42 +138,7 @@ class Seq2SeqTarget(Target):
         if layers:
             raise ValueError(f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a drafter")
 
-    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        cache = super().new_cache(batch_size, tokens, rows)
-        cache.cross_attention = DynamicCache()
-        return cache
-
     @cached_property
     def cache_interface(self) -> CacheInterface:
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         return cache_interface(self.model, input_ids=token_11, decoder_input_ids=token_11)
-
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=self.device)
-        if not bool((tree.parents_BN == chain_N).all()):  # sync: decoding one row waits for its tokens anyway
-            raise ValueError(
-                f"{self.name!r} places tokens by the cache alone, so only chains can be checked; choose chain:LENGTH"
-            )
-        return super().forward_tree(tree, longest, cache, layers)
-
-    def _run(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        masks: Any,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        logits_to_keep: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
-        given_cache = {self.cache_interface.name: EncoderDecoderCache(cache, cache.cross_attention)}
-        output = self.model(
-            encoder_outputs=self.encoded,
-            attention_mask=self.encoded_mask,
-            decoder_input_ids=tokens_BN,
-            decoder_attention_mask=masks,
-            **given_cache,
-            use_cache=True,
-        )
-        kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]
-        return kept, torch.empty(*tokens_BN.shape, 0, dtype=self.dtype, device=self.device)

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..kv_cache import Pool, StateShape, TreeCache
+from ..engines.base import Engine, TargetOutput
+from ..kv_cache import StateShape, TreeCache
 from ..sequences import Sequences, left_padded
 from ..speculative_lm import SpeculativeLM
-from ..target import Target, TargetOutput
+from ..target import Target
 from ..tree import DraftTree
 
 BEYOND = 16
@@ -43,21 +44,14 @@ class ReplayTarget(Target):
     shares_prompts = False
 
     def __init__(self, target: Target) -> None:
-        self.__dict__.update(target.__dict__)
-        self.original, self.pool = target, Pool()
-        self.graph = self.packed = self.packed_model = None
-        self.computes_logits = target.computes_logits
+        super().__init__(target.model, target.name, target.commit)
+        self.original = target
+        self.lock = target.lock
+        self.engine = ReplayEngine(self)
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """By layers, texts_RT with padding, and their features_RTF."""
-
-    @property
-    def state_shapes(self) -> list[StateShape]:
-        return [StateShape(1, 1, torch.int64, self.device)] * 2
-
-    def compile(self) -> None:
-        """There is nothing to compile."""
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
         """Those of the prompts [T] for which no answer of `new_tokens` is known yet, each once."""
@@ -81,7 +75,7 @@ class ReplayTarget(Target):
         lm = SpeculativeLM(self.original)
         lm.round_callbacks += round_callbacks
         settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
-        output = lm.generate(input_ids, mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
+        output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(lacking, answers_RT, strict=True):
             self.texts[tuple(prompt.tolist())] = torch.cat([prompt.to(self.device), answer_T])
@@ -98,21 +92,52 @@ class ReplayTarget(Target):
         self._tables[layers] = texts_RT, torch.cat(read)
         return self._tables[layers]
 
+
+class ReplayEngine(Engine):
+    """Looks up what the target's forwards would return."""
+
+    name = "replay"
+    target: ReplayTarget
+
+    @property
+    def state_shapes(self) -> list[StateShape]:
+        return [StateShape(1, 1, torch.int64, self.target.device)] * 2
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.target.original.engine.lm_head
+
+    @property
+    def computes_logits(self) -> bool:
+        return self.target.original.computes_logits
+
+    @property
+    def features_are_free(self) -> bool:
+        return False
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.target.original.logits(states)
+
+    def forward_nodes(self, *given: Any, **named: Any) -> TargetOutput:
+        raise AssertionError("only whole trees are looked up")
+
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
-        """Prefill, as `Target.read_chunk`: the tokens are committed, and their features come from the table."""
+        """Prefill: the tokens are committed, and their features come from the table."""
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
-        chain_BTT = torch.ones(size, size, dtype=torch.bool, device=self.device).tril().expand(len(tokens_BT), -1, -1)
-        depths_BT = torch.arange(size, device=self.device).expand_as(tokens_BT)
+        chain_BTT = (
+            torch.ones(size, size, dtype=torch.bool, device=self.target.device).tril().expand(len(tokens_BT), -1, -1)
+        )
+        depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
         output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
         cache.advance(torch.full_like(cache.lengths_B, size))
         cache.prefilled += size
         return output
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """Next tokens and features of all nodes, as `Target.forward_tree`; the cache gets the nodes' tokens."""
+        """Next tokens and features of all nodes; the cache gets the nodes' tokens."""
         known, nodes = tree.structure, tree.tokens_BN.shape[1]
         cache.reserve(nodes, longest)
         every = list(range(nodes))
@@ -129,22 +154,22 @@ class ReplayTarget(Target):
         certain: int,
     ) -> TargetOutput:
         """Logits [B, K, V] that are 1 for the next token, and features [B, N, F]; 0 behind what no answer holds."""
-        texts_RT, features_RTF = self.table(layers)
+        texts_RT, features_RTF = self.target.table(layers)
         batch, longest = len(tokens_BN), texts_RT.shape[1]
-        rows_B1 = torch.arange(batch, device=self.device)[:, None]
+        rows_B1 = torch.arange(batch, device=self.target.device)[:, None]
         committed_BT = cache.keys[0][:, 0, :, 0]
         committed_BT[rows_B1, cache.slots_BN] = tokens_BN
         places_BN = (cache.lengths_B[:, None] + depths_BN).clamp(max=longest - 1)
-        # The text of a row is the one that begins like what is committed, and what is certain behind it; the one with
-        # the shortest prompt, where a prompt is the beginning of another.
+        # A row's text is the stored one whose prefix matches the committed tokens and the certain ones after them; the
+        # one with the shortest prompt, where a prompt is the beginning of another.
         width = min(committed_BT.shape[1], longest)
-        so_far_B1T = torch.arange(width, device=self.device) < cache.lengths_B[:, None, None] + certain
+        so_far_B1T = torch.arange(width, device=self.target.device) < cache.lengths_B[:, None, None] + certain
         same_BRT = (committed_BT[:, None, :width] == texts_RT[:, :width]) & so_far_B1T
         text_B1 = same_BRT.int().cumprod(-1).sum(-1).argmax(-1, keepdim=True)
         right_BN = texts_RT[text_B1, places_BN] == tokens_BN
         found_BN = ~(ancestors_BNN & ~right_BN[:, None]).any(-1)
         next_BN = texts_RT[text_B1, (places_BN + 1).clamp(max=longest - 1)].clamp(min=0)
         features_BNF = features_RTF[text_B1, places_BN].masked_fill(~found_BN[..., None], 0)
-        logits_BKV = torch.zeros(batch, len(kept), self.info.vocab_size, device=self.device)
+        logits_BKV = torch.zeros(batch, len(kept), self.target.info.vocab_size, device=self.target.device)
         logits_BKV.scatter_(2, next_BN[:, kept, None], found_BN[:, kept, None].float())
         return TargetOutput(logits_BKV, features_BNF)

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..drafters.adaptive import AdaptiveDrafter
 from ..drafters.base import Drafter, StepResult
 from ..drafters.tree_policies import HeadDrafter
+from ..engines.base import Runner, TargetOutput
 from ..kv_cache import TreeCache
 from ..logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
 from ..loop import Decoding, Verification, speculate
 from ..sequences import Conversation, Sequences
 from ..stats import PARTS, RoundRecord, Stats
-from ..target import TargetOutput
 from ..tree import DraftTree
 from ..tuning.tree_spec import TreeKind
 from ..verify import (
@@ -85,7 +85,7 @@ class RecordingSampler(RandomSampler):
 
 
 class RecordedVerification(Verification):
-    """A verification step that keeps the target's scores and what was drawn; it is never compiled."""
+    """A verification step that keeps the target's scores and what was drawn; it runs as it is."""
 
     sampler: RecordingSampler | None = None
     """What the rule drew in the last round; None for one that draws nothing."""
@@ -99,9 +99,10 @@ class RecordedVerification(Verification):
         sampler: Sampler,
         cache: TreeCache,
         stats: Stats,
+        runner: Runner,
     ) -> StepResult:
         self.scores_BNV, self.sampler = scores_BNV, None
-        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, Runner())
 
     def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
         """The numbers of a round that is not recorded."""
@@ -162,20 +163,20 @@ class Recorder:
     def _recorded_models(self, drafter: Drafter) -> Iterator[None]:
         """Let copies of the draft models draft, whose expansions are kept.
 
-        Graphs of whole drafts are not used meanwhile: nothing inside of them can be kept.
+        Recorded drafts are not used meanwhile: nothing inside of them can be kept.
         """
         drafters = head_drafters(drafter)
-        before = [(each.head, each._graphs) for each in drafters]
+        before = [(each.head, each.runner) for each in drafters]
         try:
             for each in drafters:
                 model = copy.copy(each.head)
                 model.expand = partial(self._expand, each.head.expand)  # type: ignore[method-assign]
-                each.head, each._graphs = model, {}
+                each.head, each.runner = model, Runner()
             self._drafter = drafters[0] if drafters else None
             yield
         finally:
-            for each, (model, graphs) in zip(drafters, before, strict=True):
-                each.head, each._graphs = model, graphs
+            for each, (model, runner) in zip(drafters, before, strict=True):
+                each.head, each.runner = model, runner
 
     def _expand(self, expand: Any, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> Any:
         logits_BWD, state = expand(state, tokens_BW, parents_BW)

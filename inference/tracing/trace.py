@@ -20,8 +20,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...files import write_whole
+from ..detokenizer import decoded, shown_token, text_pieces
 from ..stats import Stats
-from .pieces import decoded, shown_token, text_pieces
 from .record import WHOLE_ROUNDS, Recorder, rounded
 from .report import TraceReport, trace_report
 

@@ -1,8 +1,8 @@
 """Acceptance that trees would have, from one pass over a target's own answers.
 
-How often the true token at each depth is the head's i-th best gives the acceptance length of every static tree (see
-`tree_search`). A dynamic tree of a smaller size or depth is a part of the largest one that the head proposes, so one
-pass over the answers gives the acceptance length of all of them.
+How often the true token at each depth is the head's i-th best gives the acceptance length of every
+static tree (see `tree_search`). A dynamic tree of a smaller size or depth is a part of the largest
+one that the head proposes, so one pass over the answers gives the acceptance length of all of them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, TargetFeatures
+from ...heads.base import DraftHead, TargetFeatures
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import DynamicTree
+from ..engines.base import TargetOutput
 from ..logits import RandomSampler
-from ..target import Target, TargetOutput
+from ..target import Target
 from .tree_spec import DynamicShape
 
 RANKS = 10

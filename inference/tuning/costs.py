@@ -11,18 +11,15 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead
-from ...heads.base import dtype_name
-from ..compiled.cpu_decoder import is_packed
-from ..compiled.cpu_kernels import kernels
+from ...heads.base import DraftHead, dtype_name
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
+from ..engines.cpu_decoder import is_packed
 from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..stats import Stats
@@ -53,15 +50,12 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
         drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
         drafts += ", 8 bits" if is_packed(head) else ""
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
-    code = "eager" if not target.compiled else "compiled"
-    if target.compiled and target.graph is None:  # a hash of the kernels' source, compiler and processor
-        code = "kernels " + Path(kernels()._name).stem.removeprefix("cpu_kernels-")
     name = (  # all that the cost depends on, but for the values of the weights
         f"seconds of a round: {type(model).__name__}, "
         f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
         f"{info.num_attention_heads} heads in {info.num_key_value_heads} groups of {info.head_dim}, "
         f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
-        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {code}; {drafts}"
+        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {target.engine.name}; {drafts}"
     )
 
     def measure() -> dict[str, Any]:
@@ -84,6 +78,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
         drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
+        drafter.use(target.engine)
         drafter.begin(DraftContext(1, TEXT + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
         features = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, []).features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))

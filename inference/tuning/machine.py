@@ -200,10 +200,10 @@ def positive(number: Any) -> float:
     """A positive number from JSON.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is not a positive number.
     """
     if not isinstance(number, float | int) or not 0 < number < math.inf:
-        raise ValueError(f"{number!r} is no number above 0")
+        raise ValueError(f"{number!r} is not a positive number")
     return float(number)
 
 

@@ -22,11 +22,13 @@ class RoundCosts:
     forward: dict[int, float]
     """Forward of the target, by its tokens, in rising order; at least two sizes."""
     draft: float
-    """One draft step, a depth of the tree, with its share of what the head reads after a step; 0 without a head."""
+    """One draft step, a depth of the tree, with its share of what the head reads after a step; 0
+    without a head."""
     node: float = 0.0
     """What a node that is expanded adds to a draft step."""
     rest: float = 0.0
-    """The rest of a round: verification, cache update, and the part of drafting that no depth or node adds."""
+    """The rest of a round: verification, cache update, and the part of drafting that no depth or
+    node adds."""
     plain_step: float | None = None
     """A whole autoregressive step; None for the forward of one token."""
 

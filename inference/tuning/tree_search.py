@@ -1,9 +1,9 @@
 """Search for the best tree: static shapes from acceptance by depth and rank, and expected acceptance lengths.
 
-The expected number of accepted tokens of a static tree is the sum over its nodes of the probability that the path to
-them is accepted, taken as the product of a_{d,i}: how often the token at depth d is the head's i-th best. Adding the
-node with the largest product greedily gives the best tree of any size, as long as accuracies fall with rank
-(Medusa, arXiv:2401.10774, section 2.3.3).
+The expected number of accepted tokens of a static tree is the sum over its nodes of the probability
+that the path to them is accepted, taken as the product of a_{d,i}: how often the token at depth d
+is the head's i-th best. Adding the node with the largest product greedily gives the best tree of
+any size, as long as accuracies fall with rank (Medusa, arXiv:2401.10774, section 2.3.3).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def chain_length(rates: Sequence[float], gamma: int) -> float:
 def by_speed(lengths: Mapping[TreePolicy, float], costs: RoundCosts) -> list[TreePolicy]:
     """Trees, the fastest first: by their acceptance lengths over the seconds of their rounds.
 
-    The speed of a tree is F / (t_draft + t_target + the rest of a round) tokens per second, where F is its acceptance
-    length (Sequoia, arXiv:2402.12374, section 4.2).
+    The speed of a tree is F / (t_draft + t_target + the rest of a round) tokens per second, where F
+    is its acceptance length (Sequoia, arXiv:2402.12374, section 4.2).
     """
     return sorted(lengths, key=lambda tree: -costs.rate(tree, lengths[tree]))
 
@@ -101,8 +101,8 @@ def prune(shape: TreeShape, nodes: int) -> TreeShape:
 def batch_budget(policy: TreePolicy, device: torch.device) -> int:
     """Tokens that a forward over a batch should hold.
 
-    On a CPU more tokens cost more time, so a batch gets as many as the tree that was chosen for one row. A GPU is bound
-    by its memory bandwidth up to some hundred tokens.
+    On a CPU more tokens cost more time, so a batch gets as many as the tree that was chosen for one
+    row. A GPU is bound by its memory bandwidth up to some hundred tokens.
     """
     return policy.size if device.type == "cpu" else max(policy.size, GPU_TOKENS)
 

@@ -88,7 +88,8 @@ def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settin
 def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int) -> dict[str, float] | None:
     """Find where two answers to a prompt of `prompt` tokens differ first; None if they are equal.
 
-    `token` counts from the first new one; `logit_gap` lies between the two tokens there, by a forward of the target.
+    `token` counts from the first new one; `logit_gap` lies between the two tokens there, by a
+    forward of the target.
     """
     shorter = min(stock_1T.shape[1], ours_1T.shape[1])
     differing = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()

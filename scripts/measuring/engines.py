@@ -1,7 +1,8 @@
 """Engines that a certificate judges: a `generate` in this process, or an OpenAI-compatible server.
 
-A server is asked with the prompts' token ids, and for those of its answer: `token_ids` (vLLM), `tokens` (llama.cpp), or
-the token ids or texts in its log-probabilities. Where it gives none of these, the answer's text is tokenized here.
+A server is asked with the prompts' token ids, and for those of its answer: `token_ids` (vLLM),
+`tokens` (llama.cpp), or the token ids or texts in its log-probabilities. Where it gives none of
+these, the answer's text is tokenized here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Answer:
     """By how much they lie below the engine's own best ones, if it gives these."""
     ids_by: str = IDS_BY[0]
     end_added: bool = False
-    """Whether the last token is one of the target's end tokens that the engine left out, though it says it stopped."""
+    """Whether the last token is one of the target's end tokens that the engine left out, though it
+    says it stopped."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class LocalEngine:
     """A `generate` of this process."""
 
     generate: Callable[..., Tensor]
-    """Prompts [batch, time] and settings of `model.generate`, to whole sequences padded on the right."""
+    """Prompts [batch, time] and settings of `model.generate`, to whole sequences padded on the
+    right."""
     asked: Asked
     end_tokens: frozenset[int]
     device: torch.device

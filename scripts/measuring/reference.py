@@ -70,9 +70,9 @@ def one_token_scores(
 ) -> tuple[list[int], BestScores]:
     """The best scores before each token of an answer, by forwards over one token after another.
 
-    With a tokenizer the answer is known by its text alone, and may have been generated as other tokens: where the
-    model's own choice is the next piece of the text, it is taken, and the rest of the text is split anew. Returns the
-    tokens, too.
+    With a tokenizer the answer is known by its text alone, and may have been generated as other
+    tokens: where the model's own choice is the next piece of the text, it is taken, and the rest of
+    the text is split anew. Returns the tokens, too.
     """
     tokens = list(answer)
     text = list(prompt)

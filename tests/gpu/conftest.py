@@ -15,7 +15,11 @@ from helpers import DEVICE, VOCAB, build_model
 from headstart.inference import Target
 
 if DEVICE == "sim":
-    import simulated  # noqa: F401 - registers the device
+    import simulated  # registers the device
+
+    from headstart.inference.engines import cuda_graph
+
+    cuda_graph.GRAPHS["sim"] = simulated.SimGraph
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -6,7 +6,9 @@ uploads is counted, by line of the project; so are all operations, but for those
 
     with simulated.counted() as counts:
         lm.generate(prompts.to("sim"), ...)
-    counts.waits, counts.uploads, counts.operations
+    counts.waits, counts.uploads, counts.operations, counts.launches
+
+Functions are recorded and replayed as CUDA graphs are, by `SimGraph`, which refuses what a capture refuses.
 
 Built on torch's Python backend for PrivateUse1. Nothing runs asynchronously, so that a missing wait cannot be seen.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,10 +51,13 @@ class Counts:
     waits: collections.Counter[str] = field(default_factory=collections.Counter)
     uploads: collections.Counter[str] = field(default_factory=collections.Counter)
     operations: collections.Counter[str] = field(default_factory=collections.Counter)
+    launches: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Operations, and replays of recordings, but not what runs inside of these."""
 
 
 _counts: list[Counts] = []
 _silent = 0
+_recorder: SimGraph | None = None
 
 
 @contextmanager
@@ -111,6 +117,9 @@ class SimTensor(torch.Tensor):
             return index
         return torch.tensor(index, device=self.device, dtype=None if index else torch.int64)
 
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
     def tolist(self) -> Any:
         _note("waits")
         return self.raw.tolist()
@@ -125,6 +134,8 @@ class SimTensor(torch.Tensor):
 
 def _note(kind: str) -> None:
     """Count for the innermost line of the project that is running."""
+    if _recorder is not None and kind in ("waits", "uploads"):
+        raise RuntimeError(f"not permitted while operations are recorded: it {kind.removesuffix('s')}s")
     if not _counts:
         return
     frame: Any = sys._getframe(1)
@@ -155,6 +166,8 @@ def _raw(value: Any) -> Any:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket is aten.to:  # which inference mode leaves whole: a copy, or nothing
         return func.decompose(*args, **kwargs)
+    if _recorder is None and not _is_view(func):
+        _note("launches")
     if not _silent:
         _note("operations")
     leaves = pytree.tree_leaves((args, kwargs))
@@ -165,7 +178,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _copied(args[0], asked, {name: value for name, value in kwargs.items() if name != "device"})
     if func is aten.copy_.default:
         _transferred(args[1], args[0].device)
-        _raw(args[0]).copy_(_raw(args[1]))
+        if _recorder is None:
+            _raw(args[0]).copy_(_raw(args[1]))
+        else:
+            _recorder.run(func, (_raw(args[0]), _raw(args[1])), {}, on_device=True)
         return args[0]
     on_host = [tensor for tensor in host if tensor.dim() > 0]
     if len(here) > 1 or (here and on_host):
@@ -182,7 +198,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note("waits")
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    result = func(*pytree.tree_map(_raw, args), **pytree.tree_map(_raw, kwargs))
+    raw_args, raw_kwargs = pytree.tree_map(_raw, args), pytree.tree_map(_raw, kwargs)
+    if _recorder is None:
+        result = func(*raw_args, **raw_kwargs)
+    else:
+        result = _recorder.run(func, raw_args, raw_kwargs, on_device=device is not None)
     written = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
 
     def wrapped(value: Any) -> Any:
@@ -194,13 +214,21 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map(wrapped, result)
 
 
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation returns a part of what it is given, for which no kernel runs."""
+    aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
 def _copied(tensor: torch.Tensor, asked: torch.device | None, options: dict[str, Any]) -> torch.Tensor:
     """`to`: a copy on the asked device, or on the tensor's own."""
     device = tensor.device if asked is None else asked
     _transferred(tensor, device)
-    copied = aten._to_copy.default(_raw(tensor), **options)
-    if copied.data_ptr() == _raw(tensor).data_ptr():
-        copied = copied.clone()
+    if _recorder is None:
+        copied = aten._to_copy.default(_raw(tensor), **options)
+    else:
+        copied = _recorder.run(aten._to_copy.default, (_raw(tensor),), options, on_device=True)
     return SimTensor(copied, device.index or 0) if device.type == "sim" else copied
 
 
@@ -209,6 +237,106 @@ def _transferred(source: torch.Tensor, to: torch.device) -> None:
         _note("waits")
     if source.device.type != "sim" and to.type == "sim" and source.dim() > 0:
         _note("uploads")
+
+
+class SimPool:
+    """Memory that recordings share."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[SimGraph] = weakref.WeakSet()
+        self.order = 0
+        self.used = False
+
+
+class SimGraph:
+    """A recording of operations, as strict as a CUDA graph: it is replayed on the memory that it was recorded with.
+
+    While it records it refuses to wait, to upload and to draw random numbers. What the operations write to is set back
+    afterwards, and what they make holds nothing usable before the first replay. Nor does what was made by graphs that
+    were recorded in the same pool later, once this one is replayed: there it may lie on what this one uses meanwhile.
+    A pool whose graphs are all gone must not be used again.
+    """
+
+    def __init__(self, pool: SimPool, device: torch.device) -> None:
+        self.pool = pool
+        self.steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self.made: dict[int, torch.Tensor] = {}
+        """Tensors that the operations make, by the address of their memory."""
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Tensors from outside that they write to, with what these held."""
+
+    @staticmethod
+    def new_pool() -> SimPool:
+        return SimPool()
+
+    def record(self, call: Callable[[], Any]) -> Any:
+        global _recorder
+        assert _recorder is None
+        assert not self.pool.used or len(self.pool.graphs) > 0, "a pool must not outlive its graphs"
+        self.pool.used = True
+        _recorder = self
+        try:
+            return call()
+        finally:
+            _recorder = None
+            for tensor, held in self.before.values():
+                tensor.copy_(held)
+            self.pool.order += 1
+            self.order = self.pool.order
+            self.pool.graphs.add(self)
+            self.poison()
+
+    def poison(self) -> None:
+        for tensor in self.made.values():
+            tensor.fill_(POISON.get(tensor.dtype, 2**40) if tensor.dtype != torch.bool else True)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise RuntimeError(f"not permitted while operations are recorded: {func} draws random numbers")
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not on_device:
+            return func(*args, **kwargs)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in pytree.tree_leaves(value):
+                    whole = _whole(tensor)
+                    if whole.data_ptr() not in self.made and whole.data_ptr() not in self.before:
+                        self.before[whole.data_ptr()] = whole, whole.clone()
+        result = func(*args, **kwargs)
+        there = {_whole(tensor).data_ptr() for tensor in given if tensor.numel()}
+        new = []
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and _whole(tensor).data_ptr() not in there:
+                self.made[_whole(tensor).data_ptr()] = _whole(tensor)
+                new.append(tensor)
+        self.steps.append((func, args, kwargs, new))
+        return result
+
+    def replay(self) -> None:
+        _note("launches")
+        for graph in list(self.pool.graphs):
+            if graph.order > self.order:
+                graph.poison()
+        for func, args, kwargs, new in self.steps:
+            result = func(*args, **kwargs)
+            if not new:
+                continue
+            again = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor) and each.numel()]
+            for tensor, value in zip(new, again, strict=True):
+                assert tensor.shape == value.shape, f"{func} returned another shape when it was replayed"
+                tensor.copy_(value)
+
+
+POISON = {torch.float16: torch.nan, torch.bfloat16: torch.nan, torch.float32: torch.nan, torch.float64: torch.nan}
+"""What recorded tensors hold before the first replay, by dtype; integers hold an index that is out of range."""
+POISON |= {torch.uint8: 255, torch.int8: 127, torch.int16: 2**14, torch.int32: 2**30}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory in which a tensor lies, as numbers of its dtype."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((size,), (1,), 0)
 
 
 class _Module(backend_registration._DummyBackendModule):
@@ -250,7 +378,10 @@ def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             return make(*args, device=device, **kwargs)
         if not _silent:
             _note("operations")
-        return SimTensor(make(*args, **kwargs), torch.device(device).index or 0)
+        if _recorder is None:
+            return SimTensor(make(*args, **kwargs), torch.device(device).index or 0)
+        counted_up = _recorder.run(aten.clone.default, (make(*args, **kwargs),), {}, on_device=True)
+        return SimTensor(counted_up, torch.device(device).index or 0)
 
     return made
 

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from helpers import VOCAB, build_model, head_for
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import HEADS
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
 PADDED = torch.tensor([[0, 0, 0, 5, 6], [9, 8, 7, 6, 5], [0, 3, 1, 2, 4]])
 GREEDY = ("chain:3", "branch:2x2", "dynamic:8:3:2", "stop:0.05:chain:3", "root", "auto")
 DRAWN = {
@@ -34,6 +35,14 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(params=[False, "auto"], ids=["eager", "recorded"])
+def mode(request, there):
+    """How rounds run on the accelerator: operation by operation, or recorded and replayed."""
+    there.compile(False)
+    yield request.param
+    there.compile(False)
+
+
 def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
     torch.manual_seed(seed)
     settings = {"do_sample": False, "pad_token_id": 0, **settings}
@@ -41,21 +50,21 @@ def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
     return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, max_batch_size=slots, **settings)
 
 
-def both(on_cpu, there, kind=None, drafter=None, **options):
-    """Our decoder on the CPU, eager as on the accelerator, and there."""
+def both(on_cpu, there, mode, kind=None, drafter=None, **options):
+    """Our decoder on the CPU, operation by operation, and there."""
     head = None if kind is None else head_for(on_cpu, kind)
     lms = []
-    for target in (on_cpu, there):
+    for target, compile in ((on_cpu, False), (there, mode)):
         own = None if head is None else copy.deepcopy(head).to(target.device)
-        lms.append(SpeculativeLM.from_pretrained(target, own, compile=False, drafter=drafter, **options))
+        lms.append(SpeculativeLM.from_pretrained(target, own, compile=compile, drafter=drafter, **options))
     return lms
 
 
 @pytest.mark.parametrize("slots", [None, 2])
 @pytest.mark.parametrize("tree", GREEDY)
 @pytest.mark.parametrize("kind", HEADS)
-def test_every_head_with_every_tree(on_cpu, there, device, kind, tree, slots):
-    here, away = both(on_cpu, there, kind, tree=tree)
+def test_every_head_with_every_tree(on_cpu, there, device, mode, kind, tree, slots):
+    here, away = both(on_cpu, there, mode, kind, tree=tree)
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
     assert torch.equal(text(here, PADDED).sequences, expected)
     found = text(away, PADDED.to(device), slots=slots)
@@ -63,10 +72,10 @@ def test_every_head_with_every_tree(on_cpu, there, device, kind, tree, slots):
 
 
 @pytest.mark.parametrize(("tree", "acceptance"), [(tree, word) for tree, words in DRAWN.items() for word in words])
-def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, tree, acceptance):
+def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, tree, acceptance):
     """The simulated device draws the CPU's numbers; a GPU draws others."""
     options = {"tree": tree, "acceptance": acceptance, "lossy": acceptance == "typical", "fallback": False}
-    here, away = both(on_cpu, there, "eagle3", **options)
+    here, away = both(on_cpu, there, mode, "eagle3", **options)
     expected = text(here, PADDED, do_sample=True)
     found = text(away, PADDED.to(device), do_sample=True)
     assert found.sequences.shape[1] > PADDED.shape[1]
@@ -78,8 +87,8 @@ def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, tree, 
 @pytest.mark.parametrize("inputs_on_cpu", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("tree", ["dynamic:8:3:2", "drawn:chain:2"])
-def test_every_setting(on_cpu, there, device, tree, name, inputs_on_cpu):
-    here, away = both(on_cpu, there, "medusa", tree=tree, fallback=False)
+def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
+    here, away = both(on_cpu, there, mode, "medusa", tree=tree, fallback=False)
     expected = text(here, PADDED, **SETTINGS[name]).sequences
     found = text(away, PADDED if inputs_on_cpu else PADDED.to(device), **SETTINGS[name]).sequences
     if device.type == "sim" or not SETTINGS[name]["do_sample"]:
@@ -87,12 +96,12 @@ def test_every_setting(on_cpu, there, device, tree, name, inputs_on_cpu):
 
 
 @pytest.mark.parametrize("generator", ["cpu", "none"])
-def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, generator):
+def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, mode, generator):
     """With picked trees and a generator on the CPU, on any device."""
     draw = torch.Generator().manual_seed(7) if generator == "cpu" else None
     plain = SpeculativeLM(on_cpu)
     expected = text(plain, PADDED, do_sample=True, generator=draw).sequences
-    _, away = both(on_cpu, there, "medusa", tree="branch:2x2")
+    _, away = both(on_cpu, there, mode, "medusa", tree="branch:2x2")
     draw = torch.Generator().manual_seed(7) if generator == "cpu" else None
     found = text(away, PADDED.to(device), do_sample=True, generator=draw).sequences
     if device.type == "sim" or generator == "cpu":
@@ -104,9 +113,9 @@ def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, generator):
 )
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("slots", [None, 2])
-def test_every_source(on_cpu, there, device, word, beside, fallback, slots):
+def test_every_source(on_cpu, there, device, mode, word, beside, fallback, slots):
     tree = "auto" if beside is None else "dynamic:6:3:2"
-    here, away = both(on_cpu, there, beside, word, tree=tree, fallback=fallback)
+    here, away = both(on_cpu, there, mode, beside, word, tree=tree, fallback=fallback)
     repeating = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]])
     expected = text(here, repeating)
     found = text(away, repeating.to(device), slots=slots)
@@ -116,12 +125,12 @@ def test_every_source(on_cpu, there, device, word, beside, fallback, slots):
 
 
 @pytest.mark.parametrize("tree", ["chain:3", "drawn:chain:3", "branch:2x2"])
-def test_a_second_model(on_cpu, there, device, tree):
+def test_a_second_model(on_cpu, there, device, mode, tree):
     from headstart.inference.drafters.by_name import make_drafter
 
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
     for model in (there, Target(build_model(vocab_size=VOCAB, seed=1).requires_grad_(False).to(device))):
-        lm = SpeculativeLM.from_pretrained(there, drafter=make_drafter(there, model, tree), compile=False)
+        lm = SpeculativeLM.from_pretrained(there, drafter=make_drafter(there, model, tree), compile=mode)
         assert torch.equal(text(lm, PADDED.to(device)).sequences.cpu(), expected)
 
 
@@ -139,18 +148,18 @@ class Mine(Drafter):
 
 @pytest.mark.parametrize("slots", [None, 2])
 @pytest.mark.filterwarnings("error")
-def test_a_drafter_of_ones_own(on_cpu, there, device, slots):
+def test_a_drafter_of_ones_own(on_cpu, there, device, mode, slots):
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
-    lm = SpeculativeLM.from_pretrained(there, drafter=Mine(), compile=False, fallback=False)
+    lm = SpeculativeLM.from_pretrained(there, drafter=Mine(), compile=mode, fallback=False)
     found = text(lm, PADDED.to(device), slots=slots)
     assert torch.equal(found.sequences.cpu(), expected) and found.stats.plain_rounds == 0
 
 
-def test_long_prompts_are_read_in_pieces(on_cpu, there, device, monkeypatch):
+def test_long_prompts_are_read_in_pieces(on_cpu, there, device, mode, monkeypatch):
     from headstart.inference import loop
 
     monkeypatch.setattr(loop, "PREFILL_TOKENS", 7)
-    here, away = both(on_cpu, there, "eagle3", tree="chain:3")
+    here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3")
     rows = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     expected = text(here, rows).sequences
     assert torch.equal(text(away, rows.to(device)).sequences.cpu(), expected)
@@ -174,8 +183,8 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
 
 
 @pytest.mark.parametrize("kind", ["cut", "eagle3", "hydra++", "medusa"])
-def test_a_conversation(on_cpu, there, device, kind):
-    here, away = both(on_cpu, there, kind, tree="branch:2x2", fallback=False)
+def test_a_conversation(on_cpu, there, device, mode, kind):
+    here, away = both(on_cpu, there, mode, kind, tree="branch:2x2", fallback=False)
     prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()
     for more in ([4, 4], [7], []):
         expected, found = text(here, prompt), text(away, prompt.to(device), past_key_values=past)
@@ -185,11 +194,39 @@ def test_a_conversation(on_cpu, there, device, kind):
 
 
 @pytest.mark.parametrize("slots", [None, 2])
-def test_what_prompts_share(on_cpu, there, device, slots):
+def test_what_prompts_share(on_cpu, there, device, mode, slots):
     beginning = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
     rows = [torch.cat([beginning, torch.tensor(more)]) for more in ([1], [2, 3], [1], [4, 5, 6])]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    here, away = both(on_cpu, there, "eagle3", tree="chain:3", fallback=False)
+    here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
     expected = text(SpeculativeLM(on_cpu), padded).sequences
     assert torch.equal(text(here, padded).sequences, expected)
     assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_turns_that_begin_anywhere(device, mode, groups):
+    """In float32, whose kernels are not those of float64."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=groups, bos_token_id=None)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    lm = SpeculativeLM.from_pretrained(Target(copy.deepcopy(model).to(device)), compile=mode)
+    past, prompt = Conversation(), torch.arange(1, 22)[None]
+    for more in (5, 6, 7, 300):
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        there = prompt.to(device)
+        found = lm.generate(there, attention_mask=torch.ones_like(there), past_key_values=past, **settings).sequences
+        assert torch.equal(found.cpu(), expected)
+        prompt = torch.cat([expected, torch.arange(1, more + 1)[None] % 63 + 1], dim=1)
+
+
+def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
+    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
+    expected = text(SpeculativeLM(on_cpu), PADDED[1:2], tokens=40).sequences
+    for _ in range(2):  # recorded, then replayed in another thread
+        settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        prompt = PADDED[1:2].to(device)
+        found = list(away.stream(prompt, attention_mask=torch.ones_like(prompt), **settings))
+        assert [token for tokens in found for token in tokens] == expected[0, 5:].tolist()

@@ -10,14 +10,18 @@ import itertools
 import statistics
 
 import pytest
-import simulated
 import torch
-from helpers import head_for
+from helpers import DEVICE, head_for
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.draft_model import AssistantModel
+from headstart.inference.engines.eager import EagerEngine
+
+if DEVICE != "sim":
+    pytest.skip("only the simulated device counts", allow_module_level=True)
+import simulated  # changes a process in which it is imported
 
 WAITS, UPLOADS = 1, 2
 SAMPLED = 50
@@ -59,7 +63,7 @@ def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[in
 
         monkeypatch.setattr(owner, name, call)
 
-    not_counted(Target, "_run")
+    not_counted(EagerEngine, "_model_forward")
     for head in (*HEADS.values(), AssistantModel):
         for name in ("expand", "observe"):
             not_counted(head, name)
@@ -88,3 +92,58 @@ def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
     assert statistics.median(waits) == max(waits) == WAITS, counts.waits
     assert max(uploads) <= UPLOADS, counts.uploads
     assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], counts.operations.most_common(9)
+
+
+LAUNCHES = 12
+RECORDED = {
+    "plain": {},
+    "chain": {"kind": "eagle3", "tree": "chain:3"},
+    "branches": {"kind": "eagle3", "tree": "branch:2x2x1"},
+    "dynamic": {"kind": "eagle3", "tree": "dynamic:8:3:2"},
+    "medusa": {"kind": "medusa", "tree": "branch:2x2"},
+    "dflash": {"kind": "dflash", "tree": "chain:3"},
+}
+
+
+@pytest.fixture
+def recorded_lm(there, on_cpu):
+    """Builds a decoder whose rounds are recorded."""
+
+    def build(kind=None, tree="auto"):
+        head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
+        there.compile(False)
+        return SpeculativeLM.from_pretrained(there, head, tree=tree, fallback=False)
+
+    yield build
+    there.compile(False)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_round_is_a_dozen_launches(recorded_lm, name):
+    lm = recorded_lm(**RECORDED[name])
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
+    seen = []
+    with simulated.counted() as counts:
+        lm.round_callbacks.append(
+            lambda _: seen.append([each.total() for each in (counts.launches, counts.waits, counts.uploads)])
+        )
+        lm.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False)
+    rounds = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(seen[8:])]
+    launches, waits, uploads = zip(*rounds, strict=True)
+    print(f"{name}: {statistics.median(launches)} launches")
+    assert statistics.median(launches) <= LAUNCHES, counts.launches.most_common(30)
+    assert set(waits) == {1} and set(uploads) == {0}
+
+
+@pytest.mark.parametrize("name", ["plain", "dynamic"])
+def test_texts_of_any_length_use_the_same_recordings(recorded_lm, name):
+    """More new tokens, longer prompts, a second conversation: each round is replayed, none is recorded again."""
+    lm = recorded_lm(**RECORDED[name])
+    random = torch.Generator().manual_seed(1)
+    known = None
+    for length, new in ((8, 40), (8, 40), (90, 30), (8, 200), (300, 40)):
+        prompt = torch.randint(1, 40, (1, length), generator=random).to(lm.target.device)
+        lm.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+        recordings = len(lm.target.engine.runner.recordings)
+        assert known in (None, recordings) or length == new == 8
+        known = recordings if known is not None or (length, new) != (8, 40) else None

@@ -8,7 +8,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM, loop
+from headstart.inference import SpeculativeLM
+from headstart.inference.loop import similar_lengths
 from headstart.inference.sequences import Sequences
 
 VOCAB = 20
@@ -49,7 +50,7 @@ def prompts(count, vocab=VOCAB):
 @pytest.mark.parametrize(("tree", "apart"), [("chain:3", 1), ("dynamic:9:3:3", 64)])
 def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""
-    monkeypatch.setattr(loop, "APART_ON_CPU", apart)
+    monkeypatch.setattr(target.engine, "least_padding", apart)
     rows = prompts(11)
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
     settings |= {"pad_token_id": 0}
@@ -119,7 +120,7 @@ def test_prompts_are_read_apart_where_that_saves_padding(target, lengths, shared
     first = torch.zeros(shared, dtype=torch.int64)
     rows = [torch.cat([first, torch.full((length - shared,), row + 1)]) for row, length in enumerate(lengths)]
     sequences = Sequences(rows, 4, frozenset())
-    assert loop.similar_lengths(sequences, [*range(len(rows))], target) == expected
+    assert similar_lengths(sequences, [*range(len(rows))], target) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "plain"])

@@ -15,13 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 from headstart.heads import HEADS, build_head
 from headstart.heads.layers.draft_cache import masked_attention
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
-from headstart.inference.compiled.cpu_decoder import is_packed, packed_head
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
 from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.engines.cpu import CpuEngine
+from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.logits import RandomSampler
 from headstart.inference.loop import padded_prompts
+from headstart.inference.speculative_lm import Call
 from headstart.inference.tracing.record import Recorder
 from headstart.inference.verify import RULES
 
@@ -218,7 +220,7 @@ def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options
     target = Target(model)
     if "kernels" in options:
         target.compile()
-        assert target.packed is not None
+        assert isinstance(target.engine, CpuEngine)
     for rows in (rows_of(7), rows_of(9, 2, 5)):
         truths = [ours(SpeculativeLM(target), [row])[0][0] for row in rows]
         if dtype != torch.bfloat16:
@@ -325,7 +327,7 @@ def test_a_repeated_round_is_recorded_without_drafts():
     recorder, row = Recorder(), rows_of(6)[0]
     expected = stock(model, row)
     lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
-    method = lm.decoding_method(RandomSampler(), recorder=recorder)
+    method = lm.decoding_method(Call(RandomSampler(), recorder=recorder))
     output = model.generate(row[None], attention_mask=torch.ones_like(row[None]), custom_generate=method, **PLAIN)
     assert output.sequences[0, len(row) :].tolist() == expected
     assert {each["fallback"] for each in recorder.rounds} == {"not_finite"}
@@ -466,7 +468,7 @@ def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
     """Added to such a score, the lowest float16 would not hide it."""
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
     seen_BNS = torch.ones(1, 2, 6, dtype=torch.bool).tril(3)
-    mask = target._masks({"full_attention": seen_BNS})
+    mask = target.engine._masks({"full_attention": seen_BNS})
     query, key, value = torch.full((1, 4, 2, 8), 30.0), torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
     key[:, :, -2:], value[:, :, -2:] = 60000.0, 1.0
     out = masked_attention(*(each.half() for each in (query, key, value)), mask)

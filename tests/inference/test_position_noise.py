@@ -8,8 +8,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference import SpeculativeLM, tree_policy
-from headstart.inference.compiled import cpu_kernels
 from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.engines import cpu_kernels
 from headstart.inference.logits import PositionNoise, PositionSampler, RandomSampler, exponential
 
 VOCAB, NEW = 20, 24
@@ -88,7 +88,7 @@ def test_every_token_is_drawn_by_the_numbers_of_its_row_and_place(target, tools,
 @pytest.mark.parametrize("kernels", [False, True])
 def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
     """Kolmogorov and Smirnov, correlations between neighbours, and how often a race is won."""
-    monkeypatch.setattr(cpu_kernels, "in_use", lambda: kernels and cpu_kernels.library() is not None)
+    monkeypatch.setattr(cpu_kernels, "in_use", lambda device: kernels and cpu_kernels.library() is not None)
     noise = PositionNoise(RandomSampler(torch.Generator().manual_seed(0)), [[0] * 7] * 50, 40, 200, torch.device("cpu"))
     noise.move_to(range(50))
     found_BKV = noise.next(40)
@@ -117,7 +117,7 @@ def test_kernels_and_torch_compute_the_same_numbers(monkeypatch):
         pytest.skip("no compiler")
     keys_BK, found = torch.randint(-(2**63), 2**63 - 1, (3, 4))[:, :1], []
     for kernels in (False, True):
-        monkeypatch.setattr(cpu_kernels, "in_use", lambda kernels=kernels: kernels)
+        monkeypatch.setattr(cpu_kernels, "in_use", lambda device, kernels=kernels: kernels)
         found.append(exponential(keys_BK, 1001))
     assert torch.equal(*found)
     assert found[0].isfinite().all() and (found[0] > 0).all()

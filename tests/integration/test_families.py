@@ -190,9 +190,9 @@ def test_flex_attention_gets_the_same_mask():
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
     seen = dict.fromkeys(target.attention_kinds, seen_BNS)
     seen["sliding_attention"] = target._in_window(positions_BN, slots_BS, seen_BNS)
-    additive = target._masks(seen)
+    additive = target.engine._masks(seen)
     target.flex = True
-    for kind, blocks in target._masks(seen).items():
+    for kind, blocks in target.engine._masks(seen).items():
         row, node, slot = torch.meshgrid(torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij")
         assert torch.equal(blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0)
 

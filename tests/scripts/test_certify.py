@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.inference import Target, load_tokenizer, verify
+from headstart.inference.engines import cpu, eager
 from headstart.inference.kv_cache import TreeCache
 from headstart.inference.logits import TreeLogitsProcessor
 from headstart.inference.verify import Rule, without_replacement
@@ -124,13 +125,14 @@ def test_a_stale_cache_entry_is_found(config, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shifted_position_is_found(config, dtype, monkeypatch):
     """Nodes of a tree are placed a position too far."""
-    visible_slots = Target.visible_slots
+    visible_slots = eager.visible_slots
 
-    def shifted(self, *arguments):
-        positions_BN, visible = visible_slots(self, *arguments)
+    def shifted(*arguments):
+        positions_BN, visible = visible_slots(*arguments)
         return positions_BN + (positions_BN.shape[1] > 1), visible
 
-    monkeypatch.setattr(Target, "visible_slots", shifted)
+    monkeypatch.setattr(eager, "visible_slots", shifted)
+    monkeypatch.setattr(cpu, "visible_slots", shifted)
     report = certify(tree_of(replace(config, dtype=dtype, max_new_tokens=32)))
     assert report["verdict"] == "not lossless"
     assert "lie further below the best one than rounding explains" in report["reasons"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from contextlib import contextmanager
 
@@ -11,7 +12,17 @@ import torch
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
-from headstart.scripts.demo import DemoConfig, demo
+from headstart.scripts import demo as module
+from headstart.scripts.demo import (
+    CONVERSATIONS,
+    FEWEST_CONVERSATIONS,
+    STEPS,
+    DemoConfig,
+    demo,
+    first_answer,
+    self_made,
+    training,
+)
 from headstart.stopping import Stopped, stop_on_signals
 from headstart.train import loop
 from headstart.train.data import answers
@@ -35,8 +46,8 @@ def talker(talking):
 def config(talker, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "say a word"}\n')
-    for module in (selfmade, answers):
-        monkeypatch.setattr(module, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
+    for generating in (selfmade, answers):
+        monkeypatch.setattr(generating, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
     return DemoConfig(
         minutes=1, target=str(talker), output=str(tmp_path / "demo"), prompts=str(prompts), head=str(talker / "head")
     )
@@ -68,3 +79,21 @@ def test_it_stops_while_data_are_made_or_heads_trained_and_goes_on(config, stage
             demo(config)
     demo(config)
     assert "all of it took" in capsys.readouterr().out
+
+
+def test_a_slower_machine_does_less_and_a_faster_one_no_more(config, tmp_path):
+    conversations = tmp_path / "conversations.jsonl"
+    conversations.write_text('{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}\n')
+    config = dataclasses.replace(config, minutes=15)
+    fast, slow, slowest = (self_made(config, tmp_path, speed).conversations for speed in (1.0, 0.5, 0.0))
+    assert (fast, slow, slowest) == (CONVERSATIONS * 15, CONVERSATIONS * 15 // 2, FEWEST_CONVERSATIONS)
+    steps = [training(config, tmp_path, conversations, speed).loop.max_steps for speed in (1.0, 0.5, 0.0)]
+    assert steps == [STEPS * 15, STEPS * 15 // 2, 1]
+
+
+def test_the_first_answer_decides_once(config, tmp_path, monkeypatch):
+    """A second start has the numbers of the first, with which the data and the run were begun."""
+    given = [{"generate": 5.0, "headstart": 9.0}, {"generate": 50.0, "headstart": 90.0}]
+    monkeypatch.setattr(module, "stream_answer", lambda _: given.pop(0))
+    path = tmp_path / "demo" / "first_answer.json"
+    assert first_answer(config, path) == first_answer(config, path) == {"generate": 5.0, "headstart": 9.0}

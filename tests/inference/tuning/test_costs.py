@@ -15,6 +15,8 @@ from headstart.inference.models.encoder_decoder import Seq2SeqTarget
 from headstart.inference.tuning import costs, machine
 from headstart.inference.tuning.costs import measured_costs
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
+from headstart.inference.tuning.tree_search import by_speed
+from headstart.inference.tuning.tree_spec import DynamicShape, TreeShape
 
 TABLE = RoundCosts({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}, draft=0.25)
 
@@ -101,7 +103,7 @@ def eager(target):
 
 
 def compiled(target):
-    target.graph = lambda *_: None
+    target.engine.name = "cuda graphs"
     return target
 
 
@@ -228,3 +230,15 @@ def test_a_warm_up_that_fails_leaves_the_listeners(tiny_target, monkeypatch):
     with pytest.raises(ValueError, match="broken"):
         lm.warmup()
     assert lm.callbacks == [print]
+
+
+def test_the_fastest_tree_is_the_one_with_most_tokens_a_second():
+    """A round costs its forward, its depth, each node that it expands, and what no tree changes."""
+    costs = RoundCosts({1: 1.0, 4: 1.0, 8: 2.0}, draft=0.1, node=0.05, rest=0.5, plain_step=1.2)
+    chain, wide, large = TreeShape.chain(2), DynamicShape(4, 2, 2), DynamicShape(8, 2, 2)
+    lengths = {large: 2.4, chain: 1.8, wide: 2.0}
+    seconds = {chain: 1.0 + 0.2 + 0.1 + 0.5, wide: 1.0 + 0.2 + 0.15 + 0.5, large: 2.0 + 0.2 + 0.15 + 0.5}
+    for tree, length in lengths.items():
+        assert costs.rate(tree, length) == pytest.approx(length / seconds[tree])
+    assert by_speed(lengths, costs) == [wide, chain, large]
+    assert costs.plain == 1.2 and RoundCosts({1: 1.0, 2: 1.5}, 0.1, rest=0.5).plain == 1.5

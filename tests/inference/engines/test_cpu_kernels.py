@@ -24,10 +24,12 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from headstart.heads import build_head
 from headstart.inference import Drafter, SpeculativeLM, Target
-from headstart.inference.compiled import cpu_decoder, cpu_kernels
-from headstart.inference.compiled.cpu_decoder import PackedBlock, packed_head
-from headstart.inference.compiled.cpu_kernels import FORMATS, PackedLinear, linear, pack
 from headstart.inference.drafters.base import NoDraft
+from headstart.inference.engines import cpu_decoder, cpu_kernels
+from headstart.inference.engines.cpu import CpuEngine, PackedLinearEngine
+from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
+from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
+from headstart.inference.engines.eager import EagerEngine
 from headstart.inference.tree import framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
@@ -199,7 +201,7 @@ def test_a_decoder_in_the_kernels_gives_the_models_logits_and_features(name, dty
     lengths = torch.tensor([70, 70])
     expected = target.model(text, output_hidden_states=True)
     target.compile()
-    assert target.packed is not None
+    assert isinstance(target.engine, CpuEngine)
     cache = target.new_cache(2)
     found = target.read_chunk(text, 70, cache, layers, list(range(70)))
     assert torch.equal(cache.lengths_B, lengths)
@@ -216,8 +218,8 @@ def test_other_models_are_not_mistaken_and_get_their_linear_layers(name):
     settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 30, "do_sample": False}
     expected = target.model.generate(prompt, **settings)
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
-    assert target.packed is None
-    assert any(isinstance(module, PackedLinear) for module in target.packed_model.modules())
+    assert isinstance(target.engine, PackedLinearEngine)
+    assert any(isinstance(module, PackedLinear) for module in target.engine.model.modules())
     assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
     assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
 
@@ -247,7 +249,7 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers)
     )
     shown = []
     found = lm.generate(padded, **settings).sequences[:, -1]
-    assert target.packed is not None and sum(rows.shape[:-1].numel() for rows in read) == 4
+    assert isinstance(target.engine, CpuEngine) and sum(rows.shape[:-1].numel() for rows in read) == 4
     for row, length in enumerate(lengths):
         alone = target.model(padded[row : row + 1, :length], output_hidden_states=True)
         assert alone.logits[0, -1].argmax() == found[row]
@@ -373,7 +375,7 @@ def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
     before = lm.drafter.modules.logits(states)
     assert torch.equal(before, target.modules.logits(states))
     lm.compile()
-    assert torch.equal(lm.drafter.modules.logits(states), target.packed.lm_head(states))
+    assert torch.equal(lm.drafter.modules.logits(states), target.engine.lm_head(states))
     with torch.no_grad():
         target.modules.lm_head.weight.mul_(2)
     target.compile()
@@ -405,7 +407,7 @@ def test_float32_text_is_that_of_generate():
     expected = target.model.generate(prompts, **settings)
     for options in ({}, {"head": head_of(target, "eagle3")}, {"drafter": "prompt-lookup:6"}):
         lm = SpeculativeLM.from_pretrained(target, **options)
-        assert target.packed is not None
+        assert isinstance(target.engine, CpuEngine)
         assert torch.equal(lm.generate(prompts, **settings).sequences, expected)
 
 
@@ -415,9 +417,9 @@ def test_weights_that_change_in_place_are_packed_again():
     settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
     lm = SpeculativeLM.from_pretrained(target)
     before = lm.generate(prompt, **settings).sequences
-    packed = target.packed
+    engine = target.engine
     lm.generate(prompt, **settings)
-    assert target.packed is packed
+    assert target.engine is engine
     target.model.load_state_dict(other.model.state_dict())
     after = lm.generate(prompt, **settings).sequences
     assert torch.equal(after, other.model.generate(prompt, **settings)) and not torch.equal(after, before)
@@ -521,7 +523,7 @@ def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, 
     settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
     with pytest.warns(UserWarning, match="slower than it could be"):
         lm = SpeculativeLM.from_pretrained(target, head_of(target, "eagle3"))
-    assert target.packed is None and target.packed_model is None
+    assert type(target.engine) is EagerEngine
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpeculativeLM.from_pretrained(target)
@@ -533,8 +535,8 @@ def test_nothing_of_torchs_compiler_is_imported_before_something_is_compiled(tar
         "import sys, torch\n"
         "from headstart.inference import SpeculativeLM\n"
         f"lm = SpeculativeLM.from_pretrained({str(target_folder)!r}, drafter='prompt-lookup')\n"
-        "lm.generate(torch.tensor([[1, 2, 3]]), torch.ones(1, 3), max_new_tokens=4)\n"
-        "print({'headstart.inference.compiled.graphs', 'torch._inductor.compile_fx'} & set(sys.modules))"
+        "lm.generate(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3), max_new_tokens=4)\n"
+        "print({'headstart.inference.engines.inductor', 'torch._inductor.compile_fx'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -1,8 +1,8 @@
-"""A function compiled once for all lengths of text and sizes of tree, with the function itself to fall back on.
+"""The model's forward, fused by torch.compile: one variant for all lengths of text and sizes of tree.
 
-On an accelerator it runs as a CUDA graph. A size of 1 is compiled by itself, all others are symbolic dimensions of one
-variant. A CPU has kernels of our own instead (`cpu_kernels`), which are built faster. This module imports torch's
-compiler, which takes seconds: import it where something is compiled.
+A size of 1 is compiled by itself, all others are symbolic dimensions of one variant. A CPU has kernels of our own
+instead, which are built faster. This module imports torch's compiler, which takes seconds: import it where something is
+compiled.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from ..kv_cache import TreeCache
+from .base import Runner
+from .eager import EagerEngine, Masks
+
+if TYPE_CHECKING:
+    from ..target import Target
 
 GRAPHS = 64
 """Variants of one function, at most; torch's own limit is too small for batches that shrink."""
@@ -32,11 +39,10 @@ Sizes = Sequence[tuple[Tensor, int]]
 class CompiledFunction:
     """A function of tensors, compiled at the first call of each variant."""
 
-    def __init__(self, function: Callable[..., Any], what: str, device: torch.device, cuda_graph: bool = False) -> None:
-        """Prepare to compile a function, named `what` in warnings; what it reads beside its arguments must not change.
+    def __init__(self, function: Callable[..., Any], what: str) -> None:
+        """Prepare to compile a function, named `what` in warnings.
 
-        With `cuda_graph` it runs as a CUDA graph on a GPU, and returns a tuple of tensors. One is captured for each
-        address of the caches, so a generation whose caches lie elsewhere captures again.
+        What it reads beside its arguments must not change.
         """
         self.function, self.what = function, what
 
@@ -48,29 +54,23 @@ class CompiledFunction:
         own = FunctionType(traced.__code__.replace(), traced.__globals__, what, None, traced.__closure__)
         self.variants: set[Hashable] = set()
         self.broken = False
-        self.cuda_graph = cuda_graph and device.type == "cuda"
-        backend = _Inductor(None, {"triton.cudagraphs": self.cuda_graph}, None)
+        backend = _Inductor(None, {"triton.cudagraphs": False}, None)
         options: dict[str, Any] = {"guard_filter_fn": _guards_to_keep}
         self._compiled = torch.compile(own, fullgraph=True, backend=backend, options=options)
 
-    def __call__(
-        self, variant: Hashable, sizes: Callable[[], Sizes], cache_sizes: Callable[[], Sizes], *arguments: Any
-    ) -> Any:
-        """Call the function; calls of one variant share a graph.
-
-        For a new variant `cache_sizes` returns the dynamic dimensions of the tensors to which the function writes in
-        place, and `sizes` those of the others.
-        """
+    def __call__(self, variant: Hashable, sizes: Callable[[], Sizes], *arguments: Any) -> Any:
+        """Call the function; calls of one variant share a graph, and `sizes` returns its dynamic dimensions."""
         if self.broken:
             return self.function(*arguments)
-        if self.cuda_graph:
-            torch.compiler.cudagraph_mark_step_begin()
         try:
             known = variant in self.variants
             if not known:
-                self._mark(sizes(), cache_sizes())
+                for tensor, dimension in sizes():
+                    if tensor.shape[dimension] > 1:
+                        torch._dynamo.mark_dynamic(tensor, dimension)
             value = self._run(arguments, known)
             self.variants.add(variant)
+            return value
         except (TorchDynamoException, FailOnRecompileLimitHit, ConstraintViolationError, InductorError) as error:
             self.broken = True
             reason = " ".join(str(error).split("\n\n")[0].split())
@@ -78,17 +78,6 @@ class CompiledFunction:
                 reason = f"it needs more than {GRAPHS} graphs"
             warnings.warn(f"{self.what} runs without compiling: {reason}", stacklevel=3)
             return self.function(*arguments)
-        # The next replay overwrites what this one returned.
-        return tuple(tensor.clone() for tensor in value) if self.cuda_graph else value
-
-    def _mark(self, sizes: Sizes, written: Sizes) -> None:
-        """Tell torch which dimensions are dynamic, and which tensors are written in place."""
-        for tensor, dimension in (*sizes, *written):
-            if tensor.shape[dimension] > 1:
-                torch._dynamo.mark_dynamic(tensor, dimension)
-        if self.cuda_graph:  # which copies its arguments, and writes in place to none but these
-            for tensor in {id(tensor): tensor for tensor, _ in written}.values():
-                torch._dynamo.mark_static_address(tensor)
 
     def _run(self, arguments: tuple[Any, ...], known: bool) -> Any:
         """Call the function, for a known variant without setting the options: that takes longer than a small graph."""
@@ -97,6 +86,39 @@ class CompiledFunction:
                 return self._compiled(*arguments)
         with symbols.patch(use_duck_shape=False), torch._dynamo.config.patch(recompile_limit=GRAPHS):
             return self._compiled(*arguments)
+
+
+class InductorEngine(EagerEngine):
+    """The transformers model with its forward compiled, and on a GPU recorded as a CUDA graph as well."""
+
+    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+        super().__init__(target, runner)
+        self.name = f"compiled, {self.name}"
+        self.tree_kernel = False
+        self.compiled = CompiledFunction(self._model_forward, f"the forward of {target.name!r}")
+
+    def _forward_over_nodes(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        def sizes() -> list[tuple[Tensor, int]]:
+            nodes = tokens_BN.shape[1]
+            every_mask: list[Any] = list(masks.values()) if isinstance(masks, dict) else [masks]
+            found = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
+            found += [(mask, i) for mask in every_mask for i in (0, 2, 3) if nodes > 1 or i != 2]
+            if isinstance(logits_to_keep, Tensor):
+                found.append((logits_to_keep, 0))
+            return [*found, *((states, i) for states in (*cache.keys, *cache.values) for i in (0, 2))]
+
+        variant = (len(cache.lengths_B) == 1, tokens_BN.shape[1] == 1, layers, isinstance(logits_to_keep, int))
+        given = (tokens_BN, positions_BN, masks, cache, layers, logits_to_keep)
+        logits_BNV, features_BNF = self.compiled(variant, sizes, *given)
+        return logits_BNV, features_BNF
 
 
 class _Inductor(torch._TorchCompileInductorWrapper):

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ...heads.eagle3 import FusionLayer
+from ...heads.layers.constants import counting
 from ...heads.layers.decoder_layer import DecoderLayer
-from ...heads.layers.draft_cache import KVEntries, counting
+from ...heads.layers.draft_cache import KVEntries
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
 from .cpu_kernels import PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer

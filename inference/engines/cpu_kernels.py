@@ -56,11 +56,6 @@ class Weights(ctypes.Structure):
     )
 
 
-def serve(device: torch.device) -> bool:
-    """Whether a device runs these kernels instead of compiled graphs."""
-    return device.type == "cpu"
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """The kernels, compiled if they are not on disk yet; None, after one warning, where that fails."""
@@ -142,9 +137,9 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def in_use() -> bool:
-    """Whether the kernels were loaded before; does not compile them."""
-    return library.cache_info().currsize > 0 and library() is not None
+def in_use(device: torch.device) -> bool:
+    """Whether the kernels serve a device and were loaded before; does not compile them."""
+    return device.type == "cpu" and library.cache_info().currsize > 0 and library() is not None
 
 
 def minus_uniform(keys_P: Tensor, width: int) -> Tensor:

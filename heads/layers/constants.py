@@ -1,0 +1,75 @@
+"""Tensors whose values follow from a few numbers, made once for each device and kept.
+
+Launching a kernel for so little takes an accelerator longer than the work itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+KEPT = 256
+"""Results of one function that are kept."""
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+_recording = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[list[Any]]:
+    """While operations are recorded to be replayed: the constants in use, which the recording must keep alive.
+
+    Nothing is kept that is made in the block: it would hold no values before the first replay.
+    """
+    used: list[Any] = []
+    _recording.used = used
+    try:
+        yield used
+    finally:
+        _recording.used = None
+
+
+def constants(make: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Keep what a function returns for each of its arguments, inside and outside inference mode apart.
+
+    Tensors that were made in the one do not fully work in the other.
+    """
+    kept: dict[Hashable, Result] = {}
+
+    @functools.wraps(make)
+    def constant(*given: Given.args, **named: Given.kwargs) -> Result:
+        key = (given, tuple(named.items()), torch.is_inference_mode_enabled())
+        found = kept.get(key)
+        used = getattr(_recording, "used", None)
+        if found is None:
+            found = make(*given, **named)
+            if used is None:
+                if len(kept) >= KEPT:
+                    kept.clear()
+                kept[key] = found
+        if used is not None:
+            used.append(found)
+        return found
+
+    return constant
+
+
+def counting(size: int, device: torch.device, first: int = 0, column: bool = False) -> Tensor:
+    """`torch.arange(first, first + size)`, as a row [size] or a column [size, 1]."""
+    if torch.compiler.is_compiling():  # a compiled graph holds its constants itself
+        numbers = torch.arange(first, first + size, device=device)
+        return numbers[:, None] if column else numbers
+    return _counting(size, device, first)[column]
+
+
+@constants
+def _counting(size: int, device: torch.device, first: int) -> tuple[Tensor, Tensor]:
+    """Row and column."""
+    numbers = torch.arange(first, first + size, device=device)
+    return numbers, numbers[:, None]

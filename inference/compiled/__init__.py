@@ -1,1 +1,0 @@
-"""Our CPU kernels and torch.compile, imported only when something is compiled."""

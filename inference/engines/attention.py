@@ -1,0 +1,198 @@
+"""Attention over a tree or a prompt chunk: the function behind the target's sdpa layers when the mask is ours.
+
+Given a mask, transformers copies keys and values for every query head of their group, at every layer of every round.
+Ours are not copied, and a prompt chunk is read causally without a mask in memory. The function is registered once,
+under transformers' name "sdpa", and hands on every call whose mask it did not mark: neither a model's config nor its
+modules change, and a forward of the user's own, in another thread or from a hook, runs what it always ran.
+
+Letters in tensor names: B batch, N queries, H query heads, G heads of keys and values, S slots, E head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ...heads.layers.draft_cache import masked_attention
+from .base import Runner
+
+BLOCK = 256
+"""Queries of a prompt that share a mask."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Attention options of some layers: a bound on scores, a sink, a bias by distance."""
+MARK = "headstart_mask"
+"""Attribute of the masks that are ours; a model that makes another tensor of a mask loses it, and gets plain sdpa."""
+WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of prompts keep changing."""
+
+
+@dataclass(frozen=True)
+class TreeSlots:
+    """What the nodes of a tree attend to, without a mask of all slots; see `tree_kernel.tree_attention`."""
+
+    ancestors_BNM: Tensor
+    depths_BM: Tensor
+    lengths_B: Tensor
+    window: int | None
+
+
+@dataclass
+class Mark:
+    """Says that a mask is ours, and how it is to be read."""
+
+    slots: TreeSlots | None = None
+    """What the mask stands for, if it has no values; None for a causal one."""
+    layers: list[torch.nn.Module] | None = None
+    """Each layer that asks for attention with the mask is added here."""
+
+
+def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
+    """Attention in the block is computed by kernels that start at once for a new shape."""
+    return sdpa_kernel([*WITHOUT_PLANS]) if device.type == "cuda" else nullcontext()
+
+
+class PlanlessRunner(Runner):
+    """Runs functions as they are, by kernels that take shapes that keep changing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
+        with kernels_without_plans(self.device):
+            return function(*fixed, *inputs)
+
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        return self(function, (), *inputs)
+
+
+def marked(mask: Tensor, mark: Mark | None = None) -> Tensor:
+    """The same additive mask [B, 1, N, S], or with its rows repeated for every head of a group, for our attention."""
+    setattr(mask, MARK, mark or Mark())
+    return mask
+
+
+def causal_mask(tokens: int, slots: int) -> Tensor:
+    """Stands for the causal mask of the last `tokens` of `slots`; it has no values that other code could use."""
+    return marked(torch.empty(1, 1, tokens, slots, device="meta"))
+
+
+def tree_mask(slots: TreeSlots) -> Tensor:
+    """Stands for the mask of the nodes of a tree."""
+    batch, nodes, uncommitted = slots.ancestors_BNM.shape
+    return marked(torch.empty(batch, 1, nodes, uncommitted, device="meta"), Mark(slots))
+
+
+def has_tree_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether the tree kernel serves such tensors here."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from .tree_kernel import LARGEST_HEAD  # imports Triton
+
+    return dtype in (torch.float16, torch.bfloat16, torch.float32) and head_size <= LARGEST_HEAD
+
+
+def attention(
+    module: torch.nn.Module,
+    query_BHNE: Tensor,
+    key_BGSE: Tensor,
+    value_BGSE: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' sdpa; with a mask of ours, our attention: returns [B, N, H, E], and no weights.
+
+    Slots beyond the mask are not read.
+
+    Raises:
+        ValueError: with a mask of ours, a layer that needs an option that sdpa does not support either.
+    """
+    if not hasattr(attention_mask, MARK):
+        return sdpa_attention_forward(module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options)
+    assert attention_mask is not None
+    mark: Mark = getattr(attention_mask, MARK)
+    if mark.layers is not None:
+        mark.layers.append(module)
+    unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"{type(module).__name__} asks for {unsupported[0]}: load it with attn_implementation='eager'")
+    scale = options.get("scaling")
+    if mark.slots is not None:
+        from .tree_kernel import tree_attention  # imports Triton
+
+        seen = mark.slots
+        given = (seen.ancestors_BNM, seen.depths_BM, seen.lengths_B, scale, seen.window)
+        return tree_attention(query_BHNE, key_BGSE, value_BGSE, *given), None
+    if attention_mask.is_meta:
+        output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scale)
+    else:
+        slots = attention_mask.shape[-1]
+        key_BGSE = key_BGSE[:, :, :slots]
+        value_BGSE = value_BGSE[:, :, :slots]
+        output_BHNE = masked_attention(query_BHNE, key_BGSE, value_BGSE, attention_mask, scale)
+    return output_BHNE.transpose(1, 2).contiguous(), None
+
+
+def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None) -> Tensor:
+    """Causal attention of the last N of S tokens, [B, H, N, E]."""
+    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
+    grouped = query_BHNE.shape[1] != key_BGSE.shape[1]
+    if query_BHNE.is_cuda:
+        return _causal_on_cuda(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
+    if queries == slots:
+        return F.scaled_dot_product_attention(
+            query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    return _causal_in_blocks(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
+
+
+def _causal_on_cuda(
+    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None, grouped: bool
+) -> Tensor:
+    """By flash attention, which needs no mask; it takes 16-bit numbers only."""
+    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
+    if queries == slots:
+        return F.scaled_dot_product_attention(
+            query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    if query_BHNE.dtype in (torch.float16, torch.bfloat16):
+        return F.scaled_dot_product_attention(
+            query_BHNE, key_BGSE, value_BGSE, causal_lower_right(queries, slots), scale=scale, enable_gqa=grouped
+        )
+    return _causal_in_blocks(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
+
+
+def _causal_in_blocks(
+    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None, grouped: bool
+) -> Tensor:
+    """Block by block of queries, each of which reads only the keys that it needs.
+
+    A block's mask begins at an address of its own: kernels on CUDA require a multiple of 16 bytes, and a slice of a
+    larger mask begins anywhere.
+    """
+    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
+    outputs = []
+    for first in range(0, queries, BLOCK):
+        block = query_BHNE[:, :, first : first + BLOCK]
+        rows = block.shape[2]
+        stop = slots - queries + first + rows
+        mask = torch.ones(rows, stop, dtype=torch.bool, device=block.device).tril_(stop - rows)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                block, key_BGSE[:, :, :stop], value_BGSE[:, :, :stop], mask, scale=scale, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+AttentionInterface.register("sdpa", attention)

@@ -1,0 +1,156 @@
+"""The interface of an engine, which runs the forwards of one target.
+
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, V vocabulary, D hidden
+size, F width of the chosen layers' features side by side, X columns of a framed tree attention.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..kv_cache import StateShape, TreeCache
+from ..tree import DraftTree
+
+if TYPE_CHECKING:
+    from ...heads.base import DraftHead
+    from ..target import Target
+
+LEAST_PADDING = 2048
+"""Minimum padding tokens that an extra prefill forward must save, where launching a forward is what takes time."""
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """The target's logits and features at every node of a tree."""
+
+    logits_BNV: Tensor
+    """In float32 at least."""
+    features_BNF: Tensor
+
+
+class Runner:
+    """Runs functions of tensors: drafts, the acceptance rule, forwards. This one calls them."""
+
+    replays = False
+    """Whether results lie where the next call of the same function writes its own; see `keep`."""
+
+    def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
+        """The result of `function(*fixed, *inputs)`.
+
+        Args:
+            function: reads and writes nothing but its arguments, and decides nothing by the values of tensors.
+            fixed: what stays where it is from call to call, such as a KV cache, which may be written in place.
+            inputs: tensors, or dataclasses, lists and tuples with tensors in them.
+        """
+        return function(*fixed, *inputs)
+
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The result of `function(*inputs)` for inputs of shapes that hardly occur again, such as those of prompts."""
+        return function(*inputs)
+
+    def room(self, tokens: int) -> int:
+        """Capacity of a cache for so many tokens."""
+        return tokens
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A result that is needed after the next call."""
+        return tensor
+
+    def forget(self) -> None:
+        """Weights have changed: drop what was recorded with the old ones."""
+
+
+class Engine(ABC):
+    """Runs the forwards of a target. Its caches belong to it."""
+
+    name: str
+    """What the speed of its forwards depends on besides model and device."""
+    least_padding = LEAST_PADDING
+    copies_weights = False
+    """Whether it holds a copy of the weights, which a change of the model's does not reach."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.runner = Runner()
+
+    @property
+    @abstractmethod
+    def state_shapes(self) -> list[StateShape]:
+        """Shapes of each layer's keys, then of the values."""
+
+    @property
+    @abstractmethod
+    def lm_head(self) -> nn.Module:
+        """The target's LM head, as it runs here."""
+
+    @property
+    @abstractmethod
+    def computes_logits(self) -> bool:
+        """Whether `logits` agrees with the logits of a forward."""
+
+    @property
+    @abstractmethod
+    def features_are_free(self) -> bool:
+        """Whether a forward returns features without asking the user's model for its hidden states."""
+
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
+        """An empty KV cache; the arguments are those of `TreeCache`."""
+        target = self.target
+        return TreeCache(self.state_shapes, batch_size, target.device, tokens, rows, target.pool)
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits [..., V] of states [..., D] after the final norm."""
+
+    @abstractmethod
+    def read_chunk(
+        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        """Prefill: read the next tokens of right-padded prompts and commit all of them, padding too.
+
+        Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
+        room for the `longest` prompt at once.
+        """
+
+    @abstractmethod
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        """One forward over all nodes; each attends to the committed tokens and its own path.
+
+        The nodes' entries are written to the cache; `cache.accept` commits them. The longest row has `longest`
+        committed tokens.
+        """
+
+    @abstractmethod
+    def forward_nodes(
+        self,
+        tokens_BN: Tensor,
+        framed_BNX: Tensor,
+        depths_BM: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> TargetOutput:
+        """One forward over the last N of M uncommitted nodes, the others being in the cache already.
+
+        `framed_BNX` is the new nodes' tree attention, see `framed`; `depths_BM` are positions relative to the first one
+        after the committed tokens, of which the longest row has `longest`. Returns the logits of the new nodes
+        `kept_K`, None for all.
+        """
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        """A head as it drafts here."""
+        return head
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        """Copy the weights of a `draft_head` again if they have changed, or with `force`."""
+        assert not self.copies_weights
+
+    def renew(self) -> None:
+        """The target's weights or active adapters have changed."""
+        self.runner.forget()

@@ -1,0 +1,141 @@
+"""Forwards in our CPU kernels: the whole decoder where they know its layers, else its linear layers.
+
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...heads.base import DraftHead
+from ..kv_cache import StateShape, TreeCache
+from ..tree import DraftTree
+from . import cpu_kernels
+from .base import Engine, TargetOutput
+from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
+from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, visible_slots
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+PIECE = 512
+"""Tokens of a prompt that are read at once, as a chain of nodes."""
+
+
+def cpu_engine(target: Target) -> Engine:
+    """The engine for a CPU: kernels as far as they know the model and can be built, else transformers as it is."""
+    if cpu_kernels.library() is None:
+        return EagerEngine(target)
+    layers = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
+    decoder = packed_decoder(target.model, layers)
+    return PackedLinearEngine(target) if decoder is None else CpuEngine(target, decoder)
+
+
+def kernels_name() -> str:
+    """The kernels' source, compiler and processor, as a hash."""
+    return "kernels " + Path(cpu_kernels.kernels()._name).stem.removeprefix("cpu_kernels-")
+
+
+class PackedLinearEngine(EagerEngine):
+    """The transformers model with linear layers in the kernels, in a copy of the model that shares all else."""
+
+    copies_weights = True
+
+    def __init__(self, target: Target) -> None:
+        self.packed_model = cpu_kernels.packed_copy(target.model)
+        super().__init__(target)
+        self.name = kernels_name()
+
+    @property
+    def model(self) -> Any:
+        return self.packed_model
+
+    @property
+    def lm_head(self) -> nn.Module:
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        return packed_head(head)
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        renew_packed(head, force)
+
+
+class CpuEngine(Engine):
+    """A decoder that runs as a whole in the kernels: they hold a copy of its weights in their shortest exact format."""
+
+    least_padding = PADDING_ON_CPU
+    copies_weights = True
+
+    def __init__(self, target: Target, decoder: PackedDecoder) -> None:
+        super().__init__(target)
+        self.name = kernels_name()
+        self.decoder = decoder
+
+    @property
+    def state_shapes(self) -> list[StateShape]:
+        return self.decoder.state_shapes
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.decoder.lm_head
+
+    @property
+    def computes_logits(self) -> bool:
+        return True
+
+    @property
+    def features_are_free(self) -> bool:
+        return True
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.decoder.logits(states)
+
+    def read_chunk(
+        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        size = tokens_BT.shape[1]
+        cache.reserve(size, max(longest - size, 0))
+        logits, features = [], []
+        for start, piece_BN in zip(range(0, size, PIECE), tokens_BT.split(PIECE, dim=1), strict=True):
+            nodes = piece_BN.shape[1]
+            here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
+            framed_BNX, depths_BN = chain_structure(piece_BN)
+            output = self.forward_nodes(piece_BN, framed_BNX, depths_BN, cache.prefilled, cache, layers, here_K)
+            cache.advance(torch.full_like(cache.lengths_B, nodes))
+            cache.prefilled += nodes
+            logits.append(output.logits_BNV)
+            features.append(output.features_BNF)
+        return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        known = tree.structure
+        return self.forward_nodes(tree.tokens_BN, known.framed_BNX, known.depths_BN, longest, cache, layers)
+
+    def forward_nodes(
+        self,
+        tokens_BN: Tensor,
+        framed_BNX: Tensor,
+        depths_BM: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> TargetOutput:
+        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
+        cache.reserve(new, longest, nodes - new)
+        positions_BN, visible = visible_slots(
+            self.target, framed_BNX, depths_BM, cache.lengths_B, cache.bucketed_length
+        )
+        return TargetOutput(*self.decoder(tokens_BN, positions_BN, visible, cache, layers, kept_K))
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        return packed_head(head)
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        renew_packed(head, force)

@@ -1,0 +1,325 @@
+"""Functions of tensors as CUDA graphs: recorded from their own eager operations, then replayed by one launch.
+
+A round launches some 2,000 kernels, and launching them takes four times as long as running them (benchmarks/gpu.md).
+Nothing is compiled: a function runs as it is when it is first called with inputs of some shapes, is recorded at the
+second such call, in about the time of one more, and replayed from then on. What it reads of the host must be the same
+in all calls: it becomes part of the key of a recording. Inputs are copied to where the recording reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...heads.layers.constants import recording
+from ...heads.layers.draft_cache import DraftCache
+from ..kv_cache import LEAST_DOUBLING, TreeCache
+from .attention import kernels_without_plans
+from .base import Runner
+
+RECORDINGS = 256
+"""Recordings that are kept; one more drops all."""
+LARGE = 2**16
+"""Bytes from which on an input is read where another recording left it, instead of being copied."""
+CACHES = (TreeCache, DraftCache)
+
+
+class Graph(Protocol):
+    """A recording of the operations of one call.
+
+    Graphs of one pool share memory: a replay overwrites what others of the pool returned.
+    """
+
+    def __init__(self, pool: Any, device: torch.device) -> None: ...
+
+    @staticmethod
+    def new_pool() -> Any:
+        """A pool, to be used as long as one of its graphs exists."""
+
+    def record(self, call: Callable[[], Any]) -> Any:
+        """Record a call, without running its operations, and return its result, which has no values yet."""
+
+    def replay(self) -> None:
+        """Run the operations on whatever their inputs hold now."""
+
+
+class CudaGraph:
+    """A CUDA graph."""
+
+    def __init__(self, pool: Any, device: torch.device) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.pool = pool
+        self.stream = _recording_stream(device)
+
+    @staticmethod
+    def new_pool() -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], Any]) -> Any:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        collects = gc.isenabled()
+        gc.disable()  # to free a graph while another is recorded would break that off
+        try:
+            with torch.cuda.stream(self.stream):
+                return self._recorded(call)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _recorded(self, call: Callable[[], Any]) -> Any:
+        self.graph.capture_begin(self.pool, capture_error_mode="thread_local")  # others may go on to use the device
+        try:
+            result = call()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error says what went wrong
+                self.graph.capture_end()
+            raise
+        self.graph.capture_end()
+        return result
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which graphs of a device are recorded, which share its workspaces."""
+    return torch.cuda.Stream(device)
+
+
+GRAPHS: dict[str, type[Graph]] = {"cuda": CudaGraph}
+"""What records, by type of device."""
+
+
+def records(device: torch.device) -> bool:
+    """Whether functions can be recorded on a device."""
+    return device.type in GRAPHS
+
+
+@dataclass
+class Recording:
+    """A recorded call."""
+
+    graph: Graph
+    inputs: list[Tensor]
+    """Where the recording reads its inputs."""
+    result: Any
+    """What the call returned: every replay writes to these tensors."""
+    kept: tuple[Any, ...]
+    """All else that the recording reads, so that it stays in memory."""
+
+
+class GraphRunner(Runner):
+    """Records functions and replays them; see the module."""
+
+    replays = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.recordings: dict[Hashable, Recording] = {}
+        self.called: set[Hashable] = set()
+        """Functions with host values and shapes of inputs that were called once, and so can be recorded."""
+        self.left_by: dict[int, Callable[..., Any]] = {}
+        """By the address of a large result, the function whose recording left it there."""
+        self.unrecordable: set[Any] = set()
+        self.pools: dict[Callable[..., Any], Any] = {}
+        """Memory of each function's recordings."""
+
+    def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
+        """The result of `function(*fixed, *inputs)`; see `Runner`. It is valid until the function is called again."""
+        if function in self.unrecordable:
+            return function(*fixed, *inputs)
+        given = Leaves(inputs)
+        places = tuple(Leaves(fixed).places())
+        shapes = (function, given.values, tuple((tensor.shape, tensor.dtype) for tensor in given.tensors))
+        read_in_place = tuple(self._left_elsewhere(tensor, function) for tensor in given.tensors)
+        key = (shapes, places, read_in_place)
+        known = self.recordings.get(key)
+        if known is None and shapes not in self.called:
+            self.called.add(shapes)
+            return function(*fixed, *inputs)
+        if known is None:
+            try:
+                known = self._record(function, fixed, inputs, given, read_in_place)
+            except torch.OutOfMemoryError:
+                self.forget()
+                raise
+            except RuntimeError as error:
+                self.unrecordable.add(function)
+                name = getattr(function, "__qualname__", repr(function))
+                reason = str(error).split("\n")[0]
+                warnings.warn(f"{name} is launched operation by operation, which is slow: {reason}", stacklevel=3)
+                return function(*fixed, *inputs)
+            if len(self.recordings) >= RECORDINGS:
+                self.forget()
+            self.recordings[key] = known
+            for tensor in Leaves((known.result,)).tensors:
+                if tensor.nbytes >= LARGE:
+                    self.left_by[tensor.data_ptr()] = function
+        copy_all(known.inputs, given.tensors)
+        known.graph.replay()
+        return known.result
+
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        with kernels_without_plans(self.device):
+            return function(*inputs)
+
+    def room(self, tokens: int) -> int:
+        """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
+        return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def forget(self) -> None:
+        self.recordings.clear()
+        self.called.clear()
+        self.left_by.clear()
+        self.pools.clear()
+
+    def _left_elsewhere(self, tensor: Tensor, function: Callable[..., Any]) -> Hashable:
+        """Where a large tensor lies that a recording of another function has left, and will leave there again.
+
+        None for others. A function's own results must be copied: its next ones lie elsewhere, without end.
+        """
+        if tensor.nbytes < LARGE:
+            return None
+        address = tensor.data_ptr()
+        if self.left_by.get(address, function) == function:
+            return None
+        return address, tensor.stride()
+
+    def _record(
+        self,
+        function: Callable[..., Any],
+        fixed: tuple[Any, ...],
+        inputs: tuple[Any, ...],
+        given: Leaves,
+        read_in_place: tuple[Hashable, ...],
+    ) -> Recording:
+        own = [
+            tensor if place is not None else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor, place in zip(given.tensors, read_in_place, strict=True)
+        ]
+        rebuilt = given.rebuilt(own)
+        make_graph = GRAPHS[self.device.type]
+        if function not in self.pools:
+            self.pools[function] = make_graph.new_pool()
+        graph = make_graph(self.pools[function], self.device)
+        with recording() as used, restored(fixed):
+            result = graph.record(lambda: function(*fixed, *rebuilt))
+        return Recording(graph, own, result, (function, fixed, rebuilt, used))
+
+
+@contextmanager
+def restored(fixed: tuple[Any, ...]) -> Iterator[None]:
+    """While a call is recorded: attributes of caches that it sets are set back, as they hold no values yet."""
+    before = [(cache, dict(vars(cache))) for cache in fixed if isinstance(cache, CACHES)]
+    try:
+        yield
+    finally:
+        for cache, attributes in before:
+            vars(cache).update(attributes)
+
+
+class Leaves:
+    """The tensors in nested tuples, lists and dataclasses, and everything else in them."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.tensors: list[Tensor] = []
+        self.caches: list[Any] = []
+        others: list[Hashable] = []
+        self._collect(value, others)
+        self.values = tuple(others)
+        """What is no tensor, with the structure: two values with the same can be exchanged."""
+
+    def _collect(self, value: Any, others: list[Hashable]) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            others.append("tensor")
+        elif isinstance(value, CACHES):
+            self.caches.append(value)
+            others += cache_places(value)
+        elif isinstance(value, tuple | list):
+            others.append((type(value), len(value)))
+            for part in value:
+                self._collect(part, others)
+        elif holds_tensors(value):
+            others.append(str(type(value)))
+            for field in dataclasses.fields(value):
+                self._collect(getattr(value, field.name), others)
+        else:
+            others.append(value)
+
+    def places(self) -> Iterator[Hashable]:
+        """Everything, with the addresses of tensors in place of their values."""
+        yield self.values
+        for tensor in self.tensors:
+            yield tensor.data_ptr(), tensor.shape, tensor.stride()
+
+    def rebuilt(self, tensors: list[Tensor]) -> Any:
+        """The same value with other tensors."""
+        return _rebuilt(self.value, iter(tensors))
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a value is a dataclass with tensors among its fields, or in their dataclasses."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, (Tensor, list, *CACHES)) or holds_tensors(part):
+            return True
+    return False
+
+
+def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, CACHES):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)([_rebuilt(part, tensors) for part in value])
+    if holds_tensors(value):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{name: _rebuilt(getattr(value, name), tensors) for name in fields})
+    return value
+
+
+def cache_places(cache: TreeCache | DraftCache) -> list[Hashable]:
+    """Where a cache lies, and what the host decides about the slots in use."""
+    if isinstance(cache, TreeCache):
+        blocks = [(block.data_ptr(), block.shape) for block in cache.blocks]
+        return [*blocks, cache.capacity, len(cache.lengths_B)]
+    states = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in (*cache.keys, *cache.values)]
+    return [*states, cache.nodes, cache.attended]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors, small ones of whatever dtype by one launch; none that lies there already."""
+    to, source = [], []
+    for target, tensor in zip(targets, sources, strict=True):
+        if target.data_ptr() == tensor.data_ptr() or not tensor.nbytes:
+            continue
+        if tensor.is_contiguous():
+            to.append(as_bytes(target))
+            source.append(as_bytes(tensor))
+        else:
+            target.copy_(tensor)
+    if to:
+        torch._foreach_copy_(to, source)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes, in a row."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

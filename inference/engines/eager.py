@@ -1,0 +1,339 @@
+"""Forwards of the transformers model over a tree, as they are or in graphs: its own modules, our mask, our KV cache.
+
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, S slots of the cache,
+V vocabulary, D hidden size, F width of the chosen layers side by side.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ...heads.layers.constants import constants, counting
+from ...heads.layers.draft_cache import FEW
+from ..kv_cache import StateShape, TreeCache
+from ..tree import DraftTree, framed
+from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
+from .base import LEAST_PADDING, Engine, Runner, TargetOutput
+from .cuda_graph import GraphRunner
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+PADDING_ON_CPU = 64
+"""Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one costs little."""
+Masks = Tensor | BlockMask | dict[str, Any]
+"""A mask, or one for each kind of attention where a model alternates between them."""
+
+
+class EagerEngine(Engine):
+    """The transformers model, whatever its architecture and device."""
+
+    name = "eager"
+
+    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+        """`runner` records and replays the forwards over trees; None to run each as it is."""
+        super().__init__(target)
+        self.runner = runner or PlanlessRunner(target.device)
+        if isinstance(self.runner, GraphRunner):
+            self.name = "cuda graphs"
+        self.on_cpu = target.device.type == "cpu"
+        self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
+        self.flex = self.model.config._attn_implementation == "flex_attention"
+        self.spread = len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+        """Whether the layers lie on several devices."""
+        if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
+            self.runner = PlanlessRunner(target.device)
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that runs, which the target may hold weakly."""
+        return self.target.model
+
+    @property
+    def state_shapes(self) -> list[StateShape]:
+        return self.target.cache_interface.state_shapes
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.target.modules.lm_head
+
+    @property
+    def features_are_free(self) -> bool:
+        return False
+
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
+        cache = super().new_cache(batch_size, self.runner.room(tokens), rows)
+        if self.runner.replays:
+            cache.growth = "room" if self.tree_kernel else "doubling"
+        return cache
+
+    @cached_property
+    def computes_logits(self) -> bool:
+        target = self.target
+        with torch.inference_mode():
+            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+            output = self.model(input_ids=token_11, use_cache=False, output_hidden_states=True)
+        expected_11V = output.logits.float()
+        computed_11V = self.logits(output.hidden_states[target.info.num_layers]).float().to(expected_11V.device)
+        tolerance = torch.finfo(target.dtype).eps ** 0.5 * expected_11V.abs().max()
+        return bool((computed_11V - expected_11V).abs().max() <= tolerance)
+
+    def logits(self, states: Tensor) -> Tensor:
+        modules = self.target.modules
+        with torch.inference_mode():
+            return modules.logits(states.to(modules.lm_head.weight.device)).to(self.target.device)
+
+    @cached_property
+    def own_attention(self) -> bool:
+        """Whether every layer passes a mask of ours on to our attention, tried on one token."""
+        target = self.target
+        if self.spread or self.model.config._attn_implementation != "sdpa":
+            return False
+        layers: list[nn.Module] = []
+        with torch.inference_mode():
+            cache = super().new_cache(1)
+            cache.reserve(1, 0)
+            visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
+            visible_111[..., 1:] = False
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=layers))
+            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+            self._model_forward(token_11, token_11, masks, cache, (), 0)
+            cache.release()
+        return len(layers) == target.info.num_layers
+
+    @cached_property
+    def tree_kernel(self) -> bool:
+        """Whether trees are attended to by the kernel that reads the slots in use alone."""
+        target = self.target
+        if not self.runner.replays or not has_tree_kernel(target.device, target.dtype, target.info.head_dim):
+            return False
+        return len(set(self.state_shapes)) == 1 and self.own_attention
+
+    def read_chunk(
+        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        target, size = self.target, tokens_BT.shape[1]
+        cache.reserve(size, max(longest - size, 0))
+        masks: Masks
+        if self.own_attention and target.attention_kinds == ("full_attention",):
+            cache.attended = cache.prefilled + size
+            masks = causal_mask(size, cache.attended)
+        else:
+            slots_S = torch.arange(cache.capacity, device=target.device)
+            visible_BTS = slots_S <= cache.slots_BN[..., None]
+            visible = dict.fromkeys(target.attention_kinds, visible_BTS)
+            if "sliding_attention" in visible:
+                slots_BS = slots_S.expand(len(tokens_BT), -1)
+                visible["sliding_attention"] = in_window(target, cache.slots_BN, slots_BS, visible_BTS)
+            masks = self._masks(visible)
+        # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
+        last = size - kept[0] if kept else 1
+        wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
+        positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
+        given = (tokens_BT, positions_BT, masks, cache, layers, wanted)
+        logits_BKV, features_BNF = self.runner.once(self._model_forward, *given)
+        if self.spread:  # logits from the first wanted position to the last token
+            logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
+        cache.advance(torch.full_like(cache.lengths_B, size))
+        cache.prefilled += size
+        return TargetOutput(logits_BKV, features_BNF)
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        cache.reserve(tree.tokens_BN.shape[1], longest)
+        output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
+        return output
+
+    def _tree_forward(
+        self, cache: TreeCache, tree: DraftTree, lengths_B: Tensor, layers: tuple[int, ...]
+    ) -> tuple[TargetOutput, Tensor]:
+        """The forward over all nodes of a tree, and the slots [B, N] of its entries; this function is recorded."""
+        known = tree.structure
+        return self._nodes_forward(cache, tree.tokens_BN, known.framed_BNX, known.depths_BN, None, lengths_B, layers)
+
+    def forward_nodes(
+        self,
+        tokens_BN: Tensor,
+        framed_BNX: Tensor,
+        depths_BM: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> TargetOutput:
+        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
+        cache.reserve(new, longest, nodes - new)
+        given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
+        output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
+        return output
+
+    def _nodes_forward(
+        self,
+        cache: TreeCache,
+        tokens_BN: Tensor,
+        framed_BNX: Tensor,
+        depths_BM: Tensor,
+        kept_K: Tensor | None,
+        lengths_B: Tensor,
+        layers: tuple[int, ...],
+    ) -> tuple[TargetOutput, Tensor]:
+        """`forward_nodes` after `lengths_B` committed tokens, and the slots [B, N]; this function is recorded."""
+        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
+        cache.slots_BN = lengths_B[:, None] + counting(new, lengths_B.device, nodes - new)
+        # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
+        short = self.on_cpu and self.own_attention and not self.runner.replays
+        slots = cache.bucketed_length if short else cache.capacity
+        if self.tree_kernel:
+            positions_BN = node_positions(self.target, depths_BM, lengths_B, new)
+            masks = self._tree_masks(framed_BNX[:, :, 1:-1], depths_BM, lengths_B)
+        else:
+            positions_BN, visible = visible_slots(self.target, framed_BNX, depths_BM, lengths_B, slots)
+            masks = self._masks(visible)
+        kept: int | Tensor = 0
+        if kept_K is not None and not self.spread:
+            kept = kept_K
+        logits_BNV, features_BNF = self._forward_over_nodes(tokens_BN, positions_BN, masks, cache, layers, kept)
+        if kept_K is not None and self.spread:
+            logits_BNV = logits_BNV[:, kept_K]
+        logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
+        return TargetOutput(logits_BNV, features_BNF), cache.slots_BN
+
+    def _forward_over_nodes(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The model's logits and features of the nodes of a tree."""
+        return self._model_forward(tokens_BN, positions_BN, masks, cache, layers, logits_to_keep)
+
+    def _model_forward(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The model's logits and features."""
+        target = self.target
+        indices = target.hidden_state_indices(layers)
+        given_cache: dict[str, Any] = {target.cache_interface.name: cache}
+        output = self.model(
+            input_ids=tokens_BN,
+            attention_mask=masks,
+            position_ids=positions_BN,
+            **given_cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=sorted(set(indices)) or False,
+        )
+        states = [output.hidden_states[index].to(target.device) for index in indices]
+        if states:
+            return output.logits, torch.cat(states, dim=-1)
+        return output.logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+
+    def _masks(self, visible: dict[str, Tensor]) -> Masks:
+        """The mask of the slots [B, N, S] that are visible by kind of attention."""
+        if self.flex:
+            masks: dict[str, Any] = {kind: _block_mask(visible_BNS) for kind, visible_BNS in visible.items()}
+            return masks if len(masks) > 1 else next(iter(masks.values()))
+        return self._additive_masks(visible, Mark() if self.own_attention else None)
+
+    def _tree_masks(self, ancestors_BNM: Tensor, depths_BM: Tensor, lengths_B: Tensor) -> Masks:
+        """Masks without values, for the tree kernel."""
+        masks = {}
+        for kind in self.target.attention_kinds:
+            window = self.target.config.sliding_window if kind == "sliding_attention" else None
+            masks[kind] = tree_mask(TreeSlots(ancestors_BNM, depths_BM, lengths_B, window))
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _additive_masks(self, visible: dict[str, Tensor], mark: Mark | None) -> Masks:
+        """4-D masks with a mark, for our attention, or without one."""
+        info = self.target.info
+        heads = info.num_attention_heads // info.num_key_value_heads
+        masks: dict[str, Tensor] = {}
+        for kind, visible_BNS in visible.items():
+            mask_B1NS = torch.where(visible_BNS[:, None], *_mask_values(self.target.dtype, visible_BNS.device))
+            if mark is not None and heads * visible_BNS.shape[1] <= FEW:  # once for all layers: see `masked_attention`
+                mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
+            masks[kind] = mask_B1NS if mark is None else marked(mask_B1NS, mark)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def visible_slots(
+    target: Target, framed_BNX: Tensor, depths_BM: Tensor, lengths_B: Tensor, slots: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Position ids [B, N] of the last N of M nodes, and by kind of attention the slots they attend to [B, N, S]."""
+    new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
+    device = lengths_B.device
+    lengths_B1 = lengths_B[:, None]
+    if nodes == 1:
+        visible_BNS = (counting(slots, device) <= lengths_B1)[:, None]
+    else:  # a column of `framed_BNX` for each slot
+        column_BS = (counting(slots, device, 1) - lengths_B1).clamp(0, nodes + 1)
+        visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
+    positions_BN = node_positions(target, depths_BM, lengths_B, new)
+    visible = dict.fromkeys(target.attention_kinds, visible_BNS)
+    if "sliding_attention" in visible:
+        slots_S = counting(slots, device)
+        after_BS = slots_S - lengths_B1
+        node_positions_BS = lengths_B1 + depths_BM.gather(1, after_BS.clamp(0, nodes - 1))
+        slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < nodes), node_positions_BS, slots_S)
+        visible["sliding_attention"] = in_window(target, positions_BN, slot_positions_BS, visible_BNS)
+    return positions_BN, visible
+
+
+def node_positions(target: Target, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
+    """Position ids [B, N] of the last `new` of M nodes.
+
+    A node beyond the last position is never returned, but must not break an embedding table.
+    """
+    depths_BN = depths_BM[:, depths_BM.shape[1] - new :]
+    return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
+
+
+def in_window(target: Target, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+    """Visible slots [B, N, S] that lie within the sliding window of each node."""
+    return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window)
+
+
+def chain_structure(tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Framed attention and depths of a chain of tokens, as `forward_nodes` takes them."""
+    batch, nodes = tokens_BN.shape
+    framed_1NX, depths_1N = _chain(nodes, tokens_BN.device)
+    return framed_1NX.expand(batch, -1, -1), depths_1N.expand(batch, -1)
+
+
+@constants
+def _chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    seen_1NN = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+    return framed(seen_1NN), torch.arange(nodes, device=device)[None]
+
+
+def _block_mask(visible_BNS: Tensor) -> BlockMask:
+    """The mask for flex attention."""
+    batch, nodes, slots = visible_BNS.shape
+    return create_block_mask(
+        lambda b, h, n, s: visible_BNS[b, n, s], batch, None, nodes, slots, device=visible_BNS.device
+    )
+
+
+@constants
+def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number.
+
+    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to itself, so that no
+    row of the mask is -inf throughout.
+    """
+    value = -torch.inf if dtype == torch.float16 else torch.finfo(dtype).min
+    lowest = torch.full((), value, dtype=dtype, device=device)
+    return torch.zeros_like(lowest), lowest

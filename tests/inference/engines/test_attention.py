@@ -1,0 +1,108 @@
+"""The attention that the target's layers are given: a model is left as it was, and asked in its own words."""
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference.engines import attention
+from headstart.inference.engines.attention import causal_attention, causal_mask, marked
+
+SIZE, SLOTS = 8, 23
+
+
+def test_the_shape_is_the_one_that_transformers_expects():
+    query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2).repeat(2, 1, 1, 1)
+    causal, _ = attention.attention(torch.nn.Module(), query, key, value, causal_mask(3, 5))
+    masked, weights = attention.attention(torch.nn.Module(), query, key, value, marked(seen))
+    assert causal.shape == (2, 3, 6, 8) and weights is None
+    torch.testing.assert_close(causal, masked)
+
+
+def test_what_it_does_not_do_is_refused():
+    states = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="Linear asks for softcap: load it with attn_implementation='eager'"):
+        attention.attention(torch.nn.Linear(1, 1), states, states, states, causal_mask(3, 3), softcap=50.0)
+
+
+def test_a_mask_that_is_not_ours_gets_transformers_own():
+    """In whatever thread, and while a forward of ours runs: with the keys of a group for every head."""
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True
+    query, key, value = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    config = LlamaConfig(attn_implementation="sdpa")
+    text = {"config": config, "inputs_embeds": torch.zeros(1, 5, 8), "past_key_values": None, "position_ids": None}
+    for mask in (None, create_causal_mask(attention_mask=torch.tensor([[0, 0, 1, 1, 1]]), **text)):
+        own, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask)
+        assert torch.equal(own, sdpa_attention_forward(module, query, key, value, mask)[0])
+
+
+def test_a_hook_and_another_thread_see_the_model_as_it_was(tiny_target):
+    """While a forward of ours runs: neither the config nor the class of any module is another."""
+    target = tiny_target()
+    prompt = torch.arange(1, 9)[None]
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    expected = target.model.generate(prompt, **settings)
+    seen, written = set(), []
+
+    def look(module, *_):
+        seen.add((module.config._attn_implementation, target.model.config._attn_implementation))
+        if not written:
+            written.append(None)
+            thread = threading.Thread(target=lambda: written.append(target.model.generate(prompt, **settings)))
+            thread.start()
+            thread.join()
+
+    handle = target.model.model.layers[0].self_attn.register_forward_hook(look)
+    assert torch.equal(SpeculativeLM(target).generate(prompt, **settings).sequences, expected)
+    handle.remove()
+    assert seen == {("sdpa", "sdpa")} and torch.equal(written[1], expected)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("queries", [1, 6, 7, SLOTS - 1, SLOTS])
+def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, heads, groups, queries):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    random = torch.Generator().manual_seed(heads + queries)
+    query, key, value = (
+        torch.randn(2, *shape, SIZE, generator=random, dtype=torch.float64)
+        for shape in ((heads, queries), (groups, SLOTS), (groups, SLOTS))
+    )
+    seen = torch.ones(queries, SLOTS, dtype=torch.bool).tril(SLOTS - queries)
+    found = causal_attention(query, key, value, 0.3)
+    key, value = (states.repeat_interleave(heads // groups, 1) for states in (key, value))
+    expected = (query @ key.mT * 0.3).masked_fill(~seen, float("-inf")).softmax(-1) @ value
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
+    """Over turns that begin anywhere: kernels on CUDA require that addresses are multiples of 16 bytes."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        **shape, num_attention_heads=8, num_key_value_heads=groups, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    offsets, attend = set(), torch.nn.functional.scaled_dot_product_attention
+
+    def looked_at(query, key, value, attn_mask=None, *rest, **named):
+        if attn_mask is not None:
+            offsets.add(attn_mask.storage_offset() * attn_mask.element_size() % 16)
+        return attend(query, key, value, attn_mask, *rest, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", looked_at)
+    lm, past, text = SpeculativeLM(target), Conversation(), torch.arange(21)[None]
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    for more in (5, 6, 7, 300):
+        mask = torch.ones_like(text)
+        written = lm.generate(text, attention_mask=mask, past_key_values=past, **settings).sequences
+        text = torch.cat([written, torch.arange(more)[None] % 64], dim=1)
+    assert offsets == {0}
