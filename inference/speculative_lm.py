@@ -8,79 +8,79 @@ that `generate` returns for it alone.
 from __future__ import annotations
 
 import copy
-import queue
 import threading
-import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils.generic import ModelOutput
 
 from ..heads import DraftHead
+from .chat import Chat
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import Drafter, NoDraft
-from .drafters.by_name import assistants, load_fitting_head, make_drafter
+from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
 from .drafters.draft_model import within
 from .drafters.tree_policies import HeadDrafter
+from .head_loading import load_fitting_head, merge_adapter_of
+from .inputs import (
+    Prompts,
+    Stopping,
+    check_conversation,
+    check_ids,
+    check_prepared,
+    check_settings,
+    padding_token,
+    prompts_of,
+    warn_of_equal_answers,
+    with_tokenizer,
+    without_padding,
+)
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
 from .loop import Decoding, Verification, speculate
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from .models.interface import filled_cache
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
+from .output import GenerateDictOutput, GenerateOutput, collected
 from .sequences import Conversation, Sequences
 from .stats import Stats
+from .streaming import streamed
 from .target import Target
-from .tracing.pieces import TextStream
 from .tracing.record import Recorder
-from .tracing.trace import Trace, trace_of
+from .tracing.trace import trace_of
 from .tuning.costs import measured_costs
 from .tuning.machine import check_threads
 from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy, is_lossy, top_down_rule
 
-SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) | {
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-}
-"""Settings that `SpeculativeLM.generate` passes to `model.generate`, which documents them."""
 
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate`, besides the prompts and the settings that transformers resolves."""
 
-@dataclass
-class GenerateOutput(ModelOutput):
-    """Output of `SpeculativeLM.generate`: transformers' `GenerateDecoderOnlyOutput` with statistics."""
-
-    sequences: Tensor
-    """The prompts as given, followed by the new tokens, padded on the right."""
-    scores: tuple[Tensor, ...] | None = None
-    """With `output_scores`: the processed scores of each new token, [batch, V]; 0 behind a row's end."""
-    logits: tuple[Tensor, ...] | None = None
-    """With `output_logits`: the raw logits of each new token, [batch, V]; 0 behind a row's end."""
-    stats: Stats = None  # type: ignore[assignment]  # always given; the base class allows no other default
-    """Acceptance and timings."""
-    trace: Trace | None = None
-    """With `trace`: the recorded rounds, as a page."""
+    sampler: Sampler
+    streamer: BaseStreamer | None = None
+    max_batch_size: int | None = None
+    past: Conversation | None = None
+    recorder: Recorder | None = None
+    """Records the rounds of a single row."""
+    as_transformers: bool = False
+    """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
+    `return_dict_in_generate` asks for it."""
 
 
 class SpeculativeLM:
@@ -106,10 +106,8 @@ class SpeculativeLM:
                 the target does not have.
         """
         self.target = target
-        self.drafter: Drafter = drafter or NoDraft()
-        self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
-        self.greedy_rule = Verification(greedy)
-        self.acceptance, self.lossy = acceptance, lossy
+        self.acceptance = acceptance
+        self.lossy = lossy
         self.provenance: dict[str, Any] = {}
         """The target that the head was trained against, from the head's checkpoint."""
         self.callbacks: list[Callable[[Stats], None]] = []
@@ -117,14 +115,33 @@ class SpeculativeLM:
         self.round_callbacks: list[Callable[[Sequences], None]] = []
         """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
         generation."""
+        self.greedy_rule = Verification(greedy)
+        self._drafter: Drafter | None = drafter or NoDraft()
+        """None until the cost of rounds is measured, which decides what is drafted."""
         self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
         self._variants: dict[str, SpeculativeLM] = {}
         """By tree and acceptance rule: this model with those of single calls."""
+        self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
         target.check_layers(self.drafter.feature_layers)
 
     def __repr__(self) -> str:
-        return f"SpeculativeLM({self.target!r}, {self.drafter!r}, acceptance={self.acceptance!r})"
+        drafter = "a drafter chosen at first use" if self._drafter is None else repr(self._drafter)
+        return f"SpeculativeLM({self.target!r}, {drafter}, acceptance={self.acceptance!r})"
+
+    @property
+    def drafter(self) -> Drafter:
+        """Proposes draft trees. Made at first use, or by `compile`, if the cost of rounds must be measured for it."""
+        if self._drafter is None:
+            with self.target.lock, as_loaded(self.target.model):
+                if self._drafter is None:  # no other thread has made it meanwhile
+                    assert self._drafter_with is not None
+                    self._drafter = self._drafter_with("auto")
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafter = drafter
 
     @classmethod
     def from_pretrained(
@@ -139,7 +156,7 @@ class SpeculativeLM:
         head_revision: str | None = None,
         lossy: bool = False,
         compile: bool | str = "auto",
-        drafter: str | Drafter | None = None,
+        drafter: DrafterSource | None = None,
         fallback: bool = True,
         allow_adapter: bool = False,
         **model_kwargs: Any,
@@ -153,13 +170,18 @@ class SpeculativeLM:
             dtype: dtype of target and head if they are loaded here; "auto" for the checkpoint's own, "fastest" for the
                 fastest one on this machine that is as exact (see `dtypes`), float32 for a GGUF file.
             tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
-                chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more.
-                Of several trees separated by |, each round takes the one that has been fastest so far.
+                chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more. Of
+                several trees, in a list or separated by |, each round takes the one that has been fastest so far.
             acceptance: see `__init__`, as for `lossy`.
+            device_map: see `Target.from_pretrained`.
+            revision: revision of the target's Hub id.
+            head_revision: revision of the head's Hub id.
             compile: True to compile the rounds, see the method `compile`; False not to; "auto" to compile where it
                 takes no time, on CPUs.
-            drafter: a spec of `drafters.by_name.SPECS`, or a drafter of your own, whose errors cannot change the
-                output. With a head, its drafts are joined with the head's tree.
+            drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`, `Ngram()`, a
+                smaller model, or one of them as a command line writes it, see `drafters.specs.SPECS`; or a drafter of
+                your own, whose errors cannot change the output. With a head, its drafts are joined with the head's
+                tree.
             fallback: measure plain steps too, and take them where drafts cost more time than they save; see
                 `AdaptiveDrafter`. False to draft in every round: with the given tree, the fastest of several, or the
                 first that "auto" would choose from. For a seed, top-k trees give the same text either way; so do
@@ -172,7 +194,7 @@ class SpeculativeLM:
         Raises:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
-        auto_dtype = isinstance(target, str | Path) and dtype == "fastest"
+        dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
         check_model_options(model_kwargs)
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
@@ -183,20 +205,29 @@ class SpeculativeLM:
             check_threads()
         if compile != "auto" and not isinstance(compile, bool):
             raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
+
+        loaded_head = None
+        provenance: dict[str, Any] = {}
+        if head is not None:
+            loaded_head = load_fitting_head(head, target, head_revision, dtype_was_named)
+            target.check_layers(loaded_head.feature_layers)
+            merge_adapter_of(loaded_head, target, allow_adapter)
+            if loaded_head.metadata is not None:
+                provenance = loaded_head.metadata.provenance
+            loaded_head = loaded_head.to(target.device).eval()
         if compile:
             with as_loaded(target.model):  # kernels may hold a copy of it
                 target.compile(compile)
-        loaded_head, metadata = None, None
-        if head is not None:
-            loaded_head, metadata = load_fitting_head(head, target, head_revision, allow_adapter, auto_dtype)
-            loaded_head = loaded_head.to(target.device).eval()
-            target.check_layers(loaded_head.feature_layers)
-            if compile:
+            if loaded_head is not None:
                 loaded_head = target.engine.draft_head(loaded_head)
-        drafter_with = partial(make_drafter, target, drafter, head=loaded_head, metadata=metadata, adaptive=fallback)
-        with as_loaded(target.model):  # the cost of rounds may be measured
-            lm = cls(target, drafter_with(tree), acceptance, lossy)
-        lm.provenance, lm._drafter_with = {} if metadata is None else metadata.provenance, drafter_with
+
+        drafter_with = partial(make_drafter, target, drafter, head=loaded_head, adaptive=fallback)
+        later = needs_costs(target, tree, loaded_head, fallback)
+        lm = cls(target, None if later else drafter_with(tree), acceptance, lossy)
+        lm.provenance = provenance
+        lm._drafter_with = drafter_with
+        if later:
+            lm._drafter = None
         return lm.compile(compile) if compile else lm
 
     def compile(self, mode: bool | str = True) -> SpeculativeLM:
@@ -225,15 +256,20 @@ class SpeculativeLM:
         with self.target.lock:
             self.target.refresh()
             for lm in (self, *self._variants.values()):
-                lm.drafter.renew(force=True)
+                if lm._drafter is not None:
+                    lm._drafter.renew(force=True)
         return self
 
     @cached_property
     def costs(self) -> RoundCosts:
         """Cost of rounds on this machine; measured, in about a second, if it is not known."""
-        heads = [each.head for each in self.drafter.nested() if isinstance(each, HeadDrafter)]
+        head = None
+        for drafter in self.drafter.nested():
+            if isinstance(drafter, HeadDrafter) and isinstance(drafter.head, DraftHead):
+                head = drafter.head
+                break
         with as_loaded(self.target.model):
-            return measured_costs(self.target, next((head for head in heads if isinstance(head, DraftHead)), None))
+            return measured_costs(self.target, head)
 
     def warmup(self) -> SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
@@ -241,23 +277,34 @@ class SpeculativeLM:
         callbacks = self.callbacks[:]
         self.callbacks.clear()
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
-        mask_1T, generator = torch.ones_like(prompt_1T), torch.Generator(self.target.device)
-        settings: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
+        settings: dict[str, Any] = {
+            "attention_mask": torch.ones_like(prompt_1T),
+            "generator": torch.Generator(self.target.device),
+            "max_new_tokens": 4,
+            "eos_token_id": [],
+            "pad_token_id": 0,
+            "stop_strings": None,
+        }
         try:
             for sampling in (False, True):
-                self.generate(prompt_1T, mask_1T, generator=generator, do_sample=sampling, **settings)
+                self.generate(prompt_1T, do_sample=sampling, **settings)
         finally:
             self.callbacks[:] = callbacks
-            for each in self.drafter.nested():  # speeds on this text predict nothing
-                if isinstance(each, AdaptiveDrafter):
-                    each.speeds.clear()
+            for drafter in self.drafter.nested():  # speeds on this text predict nothing
+                if isinstance(drafter, AdaptiveDrafter):
+                    drafter.speeds.clear()
         return self
 
     def generate(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        inputs: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
         streamer: BaseStreamer | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -270,8 +317,16 @@ class SpeculativeLM:
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
 
+        Arguments that transformers' `generate` has, too, mean what they mean there, and stand in the same order.
+
         Args:
-            input_ids: prompts [batch, time], int64 or int32, padded left or right.
+            inputs: prompts [batch, time], int64 or int32, padded left or right.
+            generation_config: settings; those that are given by name count for more.
+            logits_processor: your own processors, as for `stopping_criteria` and `prefix_allowed_tokens_fn`: called as
+                `model.generate` calls them for one row alone, after each token, with the row's unpadded tokens.
+            stopping_criteria: your own criteria.
+            prefix_allowed_tokens_fn: the tokens that are allowed next.
+            input_ids: another name of `inputs`, so that a tokenizer's output can be unpacked: generate(**inputs).
             attention_mask: 1 for tokens, 0 for padding, [batch, time]; None to let transformers infer it from the
                 padding token.
             generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, each
@@ -289,31 +344,46 @@ class SpeculativeLM:
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
-            settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, logits_processor,
-                stopping_criteria ... as for `model.generate`. Your own processors and criteria are called as it calls
-                them for one row alone: after each token, with the row's unpadded tokens.
+            settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id ... as for `model.generate`.
+
+        Returns:
+            the prompts followed by the new tokens, which can be indexed as the tensor [batch, time] that
+            `model.generate` returns, with statistics.
 
         Raises:
             ValueError: names an empty or too long prompt, a tree or acceptance rule that does not fit, or an
                 unsupported setting.
         """
         lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
-        lm._check_arguments(input_ids, attention_mask, max_batch_size, past_key_values, settings)
-        recorder = Recorder() if trace else None
-        if recorder is not None:
-            if len(input_ids) > 1:
-                raise ValueError(f"trace records one row, not a batch of {len(input_ids)}")
+        prompts = prompts_of(inputs, input_ids, attention_mask)
+        rows = len(prompts.input_ids)
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
+        check_conversation(past_key_values, rows, self.target)
+        check_settings(settings, generation_config)
+        arguments = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+        }
+        settings |= {name: value for name, value in arguments.items() if value is not None}
+        recorder = None
+        if trace:
+            if rows > 1:
+                raise ValueError(f"trace records one row, not a batch of {rows}")
             if settings.get("max_new_tokens") == 0:
                 raise ValueError("trace records rounds, and there are none with max_new_tokens=0")
+            recorder = Recorder()
             tokenizer = tokenizer or load_tokenizer(self.target.name)
         if settings.get("max_new_tokens") == 0:
             if streamer is not None:
                 streamer.end()
-            return GenerateOutput(sequences=input_ids, stats=Stats(rows=[[] for _ in input_ids]))
+            return GenerateOutput(prompts.input_ids, Stats(rows=[[] for _ in range(rows)]))
+
         target = self.target
         warn_of_autocast(target.model)
+        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder)
         with target.lock, as_loaded(target.model):
-            prompts = Prompts(input_ids, attention_mask)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
             with lm._shown_to_encoders(prompts) as encoded:
                 output = target.model.generate(
@@ -321,9 +391,7 @@ class SpeculativeLM:
                     attention_mask=prompts.attention_mask,
                     generation_config=generation_config,
                     streamer=streamer,
-                    custom_generate=lm.decoding_method(
-                        RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder=recorder
-                    ),
+                    custom_generate=lm.decoding_method(call),
                     **settings,
                     **encoded,
                 )
@@ -335,59 +403,9 @@ class SpeculativeLM:
             output.trace = trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
         return output
 
-    @contextmanager
-    def _shown_to_encoders(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
-        """Let the encoders of an encoder-decoder and of its draft model read a prompt; `generate`'s argument for it."""
-        target = self.target
-        if not isinstance(target, Seq2SeqTarget):
-            yield {}
-            return
-        _check_ids(prompts.input_ids, prompts.attention_mask, target)
-        models = [model for model in assistants(self.drafter) if isinstance(model, Seq2SeqTarget)]
-        before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
-        try:
-            encoded = target.encode(prompts.input_ids, prompts.attention_mask)
-            for model in models:
-                with as_loaded(model.model):
-                    model.encode(within(model, prompts.input_ids), prompts.attention_mask)
-            yield {"encoder_outputs": encoded}
-        finally:
-            for model, states, mask in before:  # those of a generation that called this one, or none
-                model.encoded, model.encoded_mask = states, mask
-
-    def _check_arguments(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        max_batch_size: int | None,
-        past: Any,
-        settings: dict[str, Any],
-    ) -> None:
-        """Refuse arguments of `generate` that cannot be decoded."""
-        check_inputs(input_ids, attention_mask)
-        if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
-        if past is not None and not isinstance(past, Conversation):
-            raise ValueError(
-                f"past_key_values must be a headstart.inference.Conversation, not a {type(past).__name__}: it keeps "
-                "what drafts have read, too"
-            )
-        if past is not None and len(input_ids) > 1:
-            raise ValueError(f"past_key_values takes one row, not a batch of {len(input_ids)}")
-        if past is not None and isinstance(self.target, Seq2SeqTarget):
-            raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
-        if "cache" in settings:
-            raise ValueError(
-                "generate takes no 'cache' of transformers: give the whole text, and past_key_values=Conversation() so "
-                "that later calls read only what is new"
-            )
-        unknown = sorted(set(settings) - SETTINGS)
-        if unknown:
-            raise ValueError(
-                f"generate option {unknown[0]!r} is not supported; choose from {', '.join(sorted(SETTINGS))}"
-            )
-
-    def stream(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Iterator[list[int]]:
+    def stream(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **options: Any
+    ) -> Iterator[list[int]]:
         """Generate a continuation of one prompt; closing the iterator ends the generation.
 
         Takes all options of `generate` but `streamer`.
@@ -400,29 +418,105 @@ class SpeculativeLM:
                 "stream was called inside a generation with the same target (by a callback, a streamer, a processor or "
                 "a criterion), which would wait for its own end; call generate there, or stream afterwards"
             )
-        rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
-        streamer = _QueueStreamer(rounds)
+        yield from streamed(partial(self.generate, inputs, generation_config, **options))
 
-        def generate() -> None:
-            try:
-                self.generate(input_ids, attention_mask, streamer=streamer, **options)
-            except _StreamClosed:
-                pass
-            except BaseException as error:  # raised again in the caller's thread
-                rounds.put(error)
-            finally:
-                rounds.put(None)
+    def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
+        """A conversation by the tokenizer's chat template, each turn of which reads only new tokens; see `Chat`."""
+        return Chat(self, tokenizer, system, **settings)
 
-        thread = threading.Thread(target=generate, name="headstart stream", daemon=True)
-        thread.start()
+    def decoding_method(self, call: Call) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
+        """A function that `model.generate` of this target's model takes as `custom_generate`."""
+        return partial(self._decode, call)
+
+    def _decode(
+        self,
+        call: Call,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Tensor | GenerateOutput | GenerateDictOutput:
+        """Decode what `model.generate` has prepared, whose arguments these are.
+
+        It passes parameters that are named here twice, hence the attention mask among the other inputs.
+        """
+        target = self.target
+        config = generation_config
+        check_prepared(config, inputs, call.streamer, len(input_ids))
+        warn_of_autocast(target.model)
+        encoder_decoder = isinstance(target, Seq2SeqTarget)
+        mask = None if encoder_decoder else inputs.get("attention_mask")  # an encoder-decoder's is its encoder's
+        prompts = without_padding(input_ids, mask, target)
+        if config.do_sample and is_lossy(self.acceptance):
+            warn_of_equal_answers(self.acceptance, prompts)
+        process_logits = TreeLogitsProcessor(
+            logits_processor,
+            [input_ids.shape[1] - len(prompt) for prompt in prompts],
+            min_length_counts_padding=config.min_new_tokens is not None,
+        )
+        stopping = Stopping.of(stopping_criteria, config.max_length)
+        new_tokens = stopping.max_length - input_ids.shape[1]
+        keep = bool(config.return_dict_in_generate)
+        with self._alone(call.past) as drafter:
+            if isinstance(target, Seq2SeqTarget):
+                target.set_encoder_outputs(inputs["encoder_outputs"], inputs.get("attention_mask"))
+                for draft_model in assistants(drafter):
+                    if isinstance(draft_model, Seq2SeqTarget):
+                        draft_model.check_encoder_outputs()
+            target.renew()
+            self.drafter.use(target.engine)
+            self.drafter.renew()
+            self._check_size(prompts, new_tokens, call.max_batch_size)
+            sequences = Sequences(
+                prompts,
+                new_tokens,
+                stopping.end_tokens,
+                stopping.criteria,
+                call.streamer,
+                keep_scores=keep and bool(config.output_scores),
+                keep_logits=keep and bool(config.output_logits),
+                max_batch_size=call.max_batch_size,
+                callbacks=self.round_callbacks,
+            )
+            rule = self._rule(bool(config.do_sample), process_logits)
+            decoding = Decoding(target, rule, process_logits, call.sampler)
+            stats = self._speculate(call, decoding, drafter, sequences)
+            for callback in self.callbacks:
+                callback(stats)
+        if call.streamer is not None:
+            call.streamer.end()
+        output = collected(input_ids, sequences, padding_token(config), stats)
+        if not call.as_transformers:
+            return output
+        if not keep:
+            return output.sequences
+        return GenerateDictOutput.of(output)
+
+    def _rule(self, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
+        """The acceptance rule of a generation; processors that keep a state need one that goes from the root down."""
+        if not sampling:
+            return self.greedy_rule
+        if process_logits.one_by_one:
+            return Verification(top_down_rule(self.acceptance, self.drafter.kind))
+        return self.sampling_rule
+
+    def _speculate(self, call: Call, decoding: Decoding, drafter: Drafter, sequences: Sequences) -> Stats:
+        """Run the loop; a conversation that it leaves half updated is forgotten."""
+        run = speculate if call.recorder is None else call.recorder.speculate
+        past = call.past
+        if past is None:
+            return run(decoding, drafter, sequences)
+        owner = (self, self.target.version)
+        if past.owner != owner:
+            past.forget()
+            past.owner = owner
         try:
-            while (tokens := rounds.get()) is not None:
-                if isinstance(tokens, BaseException):
-                    raise tokens
-                yield tokens
-        finally:
-            streamer.closed = True
-            thread.join()
+            return run(decoding, drafter, sequences, past)
+        except BaseException:
+            past.forget()
+            raise
 
     def _variant(self, tree: TreeSpec | None, acceptance: str | None) -> SpeculativeLM:
         """This model with another tree or rule; made once for each, so that measured speeds are kept."""
@@ -434,100 +528,37 @@ class SpeculativeLM:
                     raise ValueError(
                         f"tree {tree!r} was given for a drafter that is made already; make it with that tree"
                     )
-                drafter = self._drafter_with(tree)
-            name = acceptance or (self.acceptance if drafter.kind == self.drafter.kind else "auto")
+                with as_loaded(self.target.model):  # the cost of rounds may be measured
+                    drafter = self._drafter_with(tree)
+            same_kind = drafter.kind == self.drafter.kind
+            name = acceptance or (self.acceptance if same_kind else "auto")
             variant = copy.copy(self)
-            variant.drafter, variant.acceptance = drafter, name
+            variant.drafter = drafter
+            variant.acceptance = name
             variant.sampling_rule = Verification(choose_rule(name, drafter.kind, self.lossy))
             self._variants[key] = variant
         return self._variants[key]
 
-    def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
-        """A conversation by the tokenizer's chat template, each turn of which reads only new tokens; see `Chat`."""
-        return Chat(self, tokenizer, system, **settings)
-
-    def decoding_method(
-        self,
-        sampler: Sampler,
-        streamer: BaseStreamer | None = None,
-        max_batch_size: int | None = None,
-        past: Conversation | None = None,
-        always_output: bool = True,
-        recorder: Recorder | None = None,
-    ) -> Callable[..., Tensor | GenerateOutput]:
-        """A function that `model.generate` of this target's model takes as `custom_generate`.
-
-        It returns a `GenerateOutput`; without `always_output` only if `return_dict_in_generate` asks for it, and else
-        the sequences, as transformers' own decoding methods do. A `recorder` records the rounds of a single row.
-        """
-
-        def decode(
-            model: PreTrainedModel,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **inputs: Any,
-        ) -> Tensor | GenerateOutput:
-            # transformers passes parameters named here twice, hence the mask among the rest
-            target, config, mask = self.target, generation_config, inputs.get("attention_mask")
-            if isinstance(target, Seq2SeqTarget):
-                mask = None  # it is the encoder's
-            _check_prepared(config, inputs, streamer, len(input_ids))
-            warn_of_autocast(target.model)
-            prompts = _without_padding(input_ids, mask, target)
-            if config.do_sample and is_lossy(self.acceptance):
-                _warn_of_equal_answers(self.acceptance, prompts)
-            paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-            process_logits = TreeLogitsProcessor(
-                logits_processor, paddings, min_length_counts_padding=config.min_new_tokens is not None
-            )
-            eos_token_ids, max_length, other_criteria = _stopping(stopping_criteria, config.max_length)
-            new_tokens, full = max_length - input_ids.shape[1], config.return_dict_in_generate
-            rule = self.sampling_rule if config.do_sample else self.greedy_rule
-            if config.do_sample and process_logits.one_by_one:
-                rule = Verification(top_down_rule(self.acceptance, self.drafter.kind))
-            with self._alone(past) as drafter:
-                if isinstance(target, Seq2SeqTarget):
-                    target.set_encoder_outputs(inputs["encoder_outputs"], inputs.get("attention_mask"))
-                    for draft_model in assistants(drafter):
-                        if isinstance(draft_model, Seq2SeqTarget):
-                            draft_model.check_encoder_outputs()
-                target.renew()
-                self.drafter.use(target.engine)
-                self.drafter.renew()
-                self._check_size(prompts, new_tokens, max_batch_size)
-                sequences = Sequences(
-                    prompts,
-                    new_tokens,
-                    eos_token_ids,
-                    other_criteria,
-                    streamer,
-                    keep_scores=bool(full and config.output_scores),
-                    keep_logits=bool(full and config.output_logits),
-                    max_batch_size=max_batch_size,
-                    callbacks=self.round_callbacks,
-                )
-                decoding = Decoding(target, rule, process_logits, sampler)
-                owner = None if past is None else (self, target.version)
-                if past is not None and past.owner != owner:
-                    past.forget()
-                    past.owner = owner
-                try:
-                    decoded = speculate if recorder is None else recorder.speculate
-                    stats = decoded(decoding, drafter, sequences, past)
-                except BaseException:
-                    if past is not None:  # its state may be half updated
-                        past.forget()
-                    raise
-                for callback in self.callbacks:
-                    callback(stats)
-            if streamer is not None:
-                streamer.end()
-            output = _output(input_ids, sequences, _padding_token(config), stats)
-            return output if always_output or full else output.sequences
-
-        return decode
+    @contextmanager
+    def _shown_to_encoders(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
+        """Let the encoders of an encoder-decoder and of its draft model read a prompt; `generate`'s argument for it."""
+        target = self.target
+        if not isinstance(target, Seq2SeqTarget):
+            yield {}
+            return
+        check_ids(prompts.input_ids, prompts.attention_mask, target)
+        models = [model for model in assistants(self.drafter) if isinstance(model, Seq2SeqTarget)]
+        before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
+        try:
+            encoded = target.encode(prompts.input_ids, prompts.attention_mask)
+            for model in models:
+                with as_loaded(model.model):
+                    model.encode(within(model, prompts.input_ids), prompts.attention_mask)
+            yield {"encoder_outputs": encoded}
+        finally:
+            for model, states, mask in before:  # those of a generation that called this one, or none
+                model.encoded = states
+                model.encoded_mask = mask
 
     @contextmanager
     def _alone(self, past: Conversation | None) -> Iterator[Drafter]:
@@ -536,14 +567,15 @@ class SpeculativeLM:
         A callback, a streamer, a processor or a criterion may call `generate` in its turn: the inner generation drafts
         with a drafter of its own, and the outer one finds everything as it was.
         """
-        target, running = self.target, _RUNNING.generations
+        target = self.target
+        running = _RUNNING.generations
         if past is not None and any(other is past for _, other in running):
             raise ValueError(
                 "past_key_values is the Conversation of the generation that calls generate here (by a callback, a "
                 "streamer, a processor or a criterion); give this one another"
             )
         with target.lock, as_loaded(target.model):
-            nested = any(each is target for each, _ in running)
+            nested = any(other is target for other, _ in running)
             drafter = self.drafter.fresh() if nested else self.drafter
             encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
             running.append((target, past))
@@ -557,7 +589,8 @@ class SpeculativeLM:
 
     def _check_size(self, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None) -> None:
         """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
-        target, longest = self.target, max(map(len, prompts))
+        target = self.target
+        longest = max(len(prompt) for prompt in prompts)
         if longest + new_tokens > target.max_positions:
             raise ValueError(
                 f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {target.max_positions} "
@@ -566,13 +599,15 @@ class SpeculativeLM:
         rows = min(len(prompts), max_batch_size or len(prompts))
         tokens = longest + new_tokens + self.drafter.max_nodes
         scores = rows * self.drafter.max_nodes * target.info.vocab_size
-        each = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)  # raw, scores, probabilities, random numbers
+        bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
+        """Of its raw logit, its score, its probability and its random number."""
         needed = {
             "the target's cache": target.cache_bytes(rows, tokens),
             "the drafts'": self.drafter.cache_bytes(rows, tokens),
-            "logits": scores * each,
+            "logits": scores * bytes_of_score,
         }
-        free, total = free_memory(target.device), sum(needed.values())
+        total = sum(needed.values())
+        free = free_memory(target.device)
         if total > free and target.pool.blocks:
             target.pool.blocks.clear()
             free = free_memory(target.device)
@@ -585,55 +620,6 @@ class SpeculativeLM:
             )
 
 
-class Chat:
-    """A conversation by the tokenizer's chat template; each answer reads only the new part of the text.
-
-    chat = lm.chat(tokenizer, max_new_tokens=256)
-    print(chat.say("What is speculative decoding?"))
-    """
-
-    def __init__(
-        self,
-        lm: SpeculativeLM,
-        tokenizer: PreTrainedTokenizerBase,
-        system: str | None = None,
-        template: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
-        """Begin a conversation; `settings` are options of `SpeculativeLM.generate` for every answer.
-
-        `template` are variables for the chat template, such as `{"enable_thinking": False}`.
-
-        Raises:
-            ValueError: a tokenizer without a chat template.
-        """
-        if not tokenizer.chat_template:
-            raise ValueError(f"{type(tokenizer).__name__} has no chat template; give generate the whole text instead")
-        self.lm, self.tokenizer, self.template, self.settings = lm, tokenizer, template or {}, settings
-        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-        self.past = Conversation()
-
-    def say(self, text: str, **settings: Any) -> str:
-        """The answer to a message, with `settings` for this call. A call that fails leaves `messages` unchanged."""
-        return "".join(self.stream(text, **settings))
-
-    def stream(self, text: str, **settings: Any) -> Generator[str]:
-        """The answer, piece by piece; an answer that is not read to its end is not recorded."""
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template
-        )
-        answer = TextStream(self.tokenizer)
-        options = {"tokenizer": self.tokenizer, **self.settings, **settings}
-        input_ids = prompt["input_ids"].to(self.lm.target.device)
-        for tokens in self.lm.stream(input_ids, past_key_values=self.past, **options):
-            if piece := answer.put(tokens):
-                yield piece
-        if piece := answer.end():
-            yield piece
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-
-
 class _Running(threading.local):
     """The generations of this thread, the innermost last: the target of each, and its conversation."""
 
@@ -642,221 +628,3 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
-
-
-class _StreamClosed(Exception):
-    """The caller closed a stream before its end."""
-
-
-@dataclass
-class _QueueStreamer(BaseStreamer):
-    """A streamer that passes tokens to another thread."""
-
-    rounds: queue.Queue[Any]
-    closed: bool = False
-    has_prompt: bool = False
-
-    def put(self, value: Tensor) -> None:
-        if self.closed:
-            raise _StreamClosed
-        if self.has_prompt:  # transformers streams the prompt first
-            self.rounds.put(value.tolist())
-        self.has_prompt = True
-
-    def end(self) -> None:
-        """Do nothing: the thread that generates marks the end."""
-
-
-def _check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: BaseStreamer | None, rows: int) -> None:
-    """Refuse inputs and settings that `model.generate` accepts and this loop does not support."""
-    cached = filled_cache(inputs)
-    if cached is not None:
-        raise ValueError(
-            f"a KV cache with {cached.get_seq_length()} tokens cannot be continued here; give the whole text, or "
-            "call SpeculativeLM.generate with a Conversation"
-        )
-    if inputs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
-    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        mode = config.get_generation_mode().value.replace("_", " ")
-        raise ValueError(f"{mode} is not supported; choose from greedy search, sampling")
-    unsupported = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None)]
-    if unsupported and config.return_dict_in_generate:
-        raise ValueError(f"{unsupported[0]} is not supported; the output holds sequences, scores, logits and stats")
-    if streamer is not None and rows > 1:
-        raise ValueError(f"a streamer takes one row, not a batch of {rows}")
-
-
-def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
-    """Refuse what is no batch of token ids, or no mask of one.
-
-    Raises:
-        ValueError: says what was given and what is valid.
-    """
-    wanted = "input_ids must be a tensor [batch, time] of token ids, int64 or int32, with at least one token"
-    if not isinstance(input_ids, Tensor):
-        hint = "; unpack it: generate(**inputs)" if hasattr(input_ids, "input_ids") else ""
-        raise ValueError(f"{wanted}, not a {type(input_ids).__name__}{hint}")
-    if input_ids.ndim != 2 or 0 in input_ids.shape:
-        hint = "; for one prompt give input_ids[None]" if input_ids.ndim == 1 and len(input_ids) else ""
-        raise ValueError(f"{wanted}, not one of shape {list(input_ids.shape)}{hint}")
-    if input_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{wanted}, not of {input_ids.dtype}")
-    if input_ids.device.type == "meta":
-        raise ValueError(f"{wanted}, not on the device meta, which holds no values")
-    if attention_mask is None:
-        return
-    wanted = "attention_mask must be a tensor [batch, time] like input_ids, 1 for tokens and 0 for padding"
-    if not isinstance(attention_mask, Tensor):
-        raise ValueError(f"{wanted}, not a {type(attention_mask).__name__}")
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; {wanted}"
-        )
-    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]  # sync: once a call
-    if len(other):
-        raise ValueError(f"{wanted}; it holds {other[0].item()}")
-
-
-def _check_ids(input_ids: Tensor, mask: Tensor | None, target: Target) -> None:
-    """Refuse token ids that the model does not have; those of padding are not read."""
-    known = len(target.model.get_input_embeddings().weight)
-    wrong_BT = (input_ids < 0) | (input_ids >= known)
-    if mask is not None:
-        wrong_BT &= mask.to(wrong_BT.device).bool()
-    if wrong_BT.any():  # sync: once a call
-        row, place = wrong_BT.nonzero()[0].tolist()
-        raise ValueError(
-            f"input_ids[{row}, {place}] is {int(input_ids[row, place])}; {target.name!r} has the tokens 0 to "
-            f"{known - 1}. Where it marks padding (as -100 does in labels), give attention_mask 0 there"
-        )
-
-
-def _without_padding(input_ids: Tensor, mask: Tensor | None, target: Target) -> list[Tensor]:
-    """The prompts of a batch, [batch, T], each [its length]; a ValueError where one has no token, or an unknown one."""
-    check_inputs(input_ids, mask)
-    _check_ids(input_ids, mask, target)
-    if mask is None:
-        return list(input_ids)
-    mask = mask.to(input_ids.device).bool()
-    prompts = [row[attended] for row, attended in zip(input_ids, mask, strict=True)]
-    if 0 in (lengths := [*map(len, prompts)]):
-        raise ValueError(f"prompt {lengths.index(0)} of the batch is all padding")
-    return prompts
-
-
-def _warn_of_equal_answers(acceptance: str, prompts: list[Tensor]) -> None:
-    """Warn if one prompt is to get several answers by a rule that draws nothing."""
-    different = len({tuple(prompt.tolist()) for prompt in prompts})
-    if different < len(prompts):
-        warnings.warn(
-            f"the acceptance rule {acceptance!r} draws no random numbers: equal prompts get equal answers ({different} "
-            f"different prompts in {len(prompts)} rows); for samples that differ, choose the acceptance rule 'auto'",
-            stacklevel=2,
-        )
-
-
-def _output(input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats) -> GenerateOutput:
-    """The new tokens behind the prompts, padded on the right, and what was kept of each, as `generate` returns it."""
-    rows = [torch.tensor(row, dtype=torch.int64) for row in sequences.rows]
-    new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(input_ids.device, input_ids.dtype)
-    scores, logits = (  # per row and round [tokens, V], to one [batch, V] per token
-        None if kept is None else pad_sequence([torch.cat(row) for row in kept]).unbind(0)
-        for kept in (sequences.scores, sequences.logits)
-    )
-    return GenerateOutput(
-        sequences=torch.cat([input_ids, new_BT], dim=1),
-        scores=scores,
-        logits=logits,
-        stats=stats,
-    )
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Token ids [batch, time] and their mask, as they are given to `model.generate`."""
-
-    input_ids: Tensor
-    attention_mask: Tensor | None = None
-
-
-def with_tokenizer(
-    target: Target,
-    prompts: Prompts,
-    settings: dict[str, Any],
-    config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> tuple[Prompts, dict[str, Any]]:
-    """Prompts and settings after what needs the tokenizer, which `model.generate` hides from decoders of our own.
-
-    Stop strings become a criterion, and tokens are healed. Both may stand in the call, in the config that was given, or
-    in the model's own.
-
-    Raises:
-        ValueError: no tokenizer was given, and none can be loaded.
-    """
-
-    def resolved(name: str) -> Any:
-        """A setting as `model.generate` resolves it."""
-        if name in settings:
-            return settings[name]
-        given = getattr(config, name, None)
-        return getattr(target.model.generation_config, name, None) if given is None else given
-
-    def needed_for(what: str) -> PreTrainedTokenizerBase:
-        if tokenizer is not None:
-            return tokenizer
-        try:
-            return _tokenizer_named(target.name)
-        except ValueError as error:
-            raise ValueError(f"{what} needs the tokenizer; give generate(..., tokenizer=...)") from error
-
-    settings = dict(settings)
-    strings = resolved("stop_strings")
-    settings["stop_strings"] = None
-    if strings:
-        criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(needed_for(f"the setting stop_strings={strings!r}"), strings))
-        settings["stopping_criteria"] = criteria
-    if resolved("token_healing"):
-        healed = target.model.heal_tokens(prompts.input_ids, needed_for("the setting token_healing=True"))
-        mask = prompts.attention_mask
-        if mask is not None and healed.shape != prompts.input_ids.shape:
-            raise ValueError(
-                f"token_healing made prompts of {healed.shape[1]} tokens out of {prompts.input_ids.shape[1]}, which "
-                "attention_mask does not fit: it strips spaces at the ends of a prompt; leave them out"
-            )
-        prompts, settings["token_healing"] = Prompts(healed, mask), False
-    return prompts, settings
-
-
-@lru_cache(maxsize=4)
-def _tokenizer_named(name: str) -> PreTrainedTokenizerBase:
-    """`load_tokenizer`, once for all calls that need it."""
-    return load_tokenizer(name)
-
-
-def _padding_token(config: GenerationConfig) -> int:
-    """The token after a row's end, as `generate` chooses it: the padding token, else the first end token."""
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
-    ends = config.eos_token_id
-    if isinstance(ends, Tensor):
-        ends = ends.tolist()
-    if isinstance(ends, list | tuple):
-        return int(ends[0]) if ends else 0
-    return 0 if ends is None else int(ends)
-
-
-def _stopping(criteria: StoppingCriteriaList, max_length: int) -> tuple[frozenset[int], int, list[Callable[..., Any]]]:
-    """The EOS tokens, the largest length of padded prompt and new tokens, and the other stopping criteria."""
-    tokens: set[int] = set()
-    others = []
-    for criterion in criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            tokens.update(criterion.eos_token_id.tolist())
-        elif isinstance(criterion, MaxLengthCriteria):
-            max_length = min(max_length, criterion.max_length)
-        else:
-            others.append(criterion)
-    return frozenset(tokens), max_length, others

@@ -9,7 +9,8 @@ of the chosen layers side by side.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -81,7 +82,7 @@ class Target:
         Raises:
             ValueError: an architecture that cannot run draft trees, with the reason.
         """
-        self.model: Any = model  # `generate` is mixed into its class, which no annotation says
+        self._model: Callable[[], Any] = lambda: model
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.commit: str | None = commit or getattr(model.config, "_commit_hash", None)
@@ -106,6 +107,19 @@ class Target:
         self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0])
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
+
+    @property
+    def model(self) -> Any:  # `generate` is mixed into its class, which no annotation says
+        """The model."""
+        return self._model()
+
+    @model.setter
+    def model(self, model: PreTrainedModel) -> None:
+        self._model = lambda: model
+
+    def hold_weakly(self) -> None:
+        """Keep the model alive no longer: its owner frees it, and whoever calls this frees the target then."""
+        self._model = weakref.ref(self.model)
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
@@ -192,8 +206,6 @@ class Target:
     @property
     def draft_modules(self) -> TargetModules:
         """The parts of it that heads draft with; the LM head is the one of the engine that is chosen at the time."""
-        if not self.engine.copies_weights:
-            return self.modules
         lm_head: Any = CurrentLMHead(self)
         return replace(self.modules, lm_head=lm_head)
 

@@ -171,10 +171,10 @@ def main(arguments: list[str]) -> None:
 
 def certify(config: CertifyConfig) -> dict[str, Any]:
     """Let the engine generate, judge it, print and write the report, and return it."""
+    from headstart.files import write_whole
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
     from headstart.inference.provenance import provenance
-    from headstart.inference.tracing.trace import write_whole
     from headstart.scripts.measuring.certificate_page import page, summary
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.scripts.measuring.engines import Prompt

@@ -228,7 +228,7 @@ def valid_values(hint: Any) -> str:
 
 
 def _plain(value: Any, inside: bool = False) -> Any:
-    """Parse the strings inside untyped mappings (`--head.loss.ce 0.5`) as YAML does."""
+    """Parse the strings inside untyped mappings (`--head.num_heads 2`) as YAML does."""
     if isinstance(value, dict):
         return {name: _plain(child, inside=True) for name, child in value.items()}
     if not inside or not isinstance(value, str):

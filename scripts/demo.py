@@ -98,7 +98,7 @@ def demo(config: DemoConfig) -> None:
 
 def first_answer(config: DemoConfig, path: Path) -> dict[str, float]:
     """Run `headstart generate --compare`, or read the rates that an earlier start kept."""
-    from headstart.train.run_folder import write_whole
+    from headstart.files import write_whole
 
     if not path.exists():
         answer = GenerateConfig(

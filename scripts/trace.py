@@ -67,9 +67,9 @@ def main(arguments: list[str]) -> None:
 
 def trace_prompts(config: TraceConfig) -> list[Trace]:
     """Record each prompt, with drafts and plainly; write the page or the report."""
+    from headstart.files import write_whole
     from headstart.inference.chat_template import check_lengths, prompt_ids
     from headstart.inference.tracing.report import trace_report
-    from headstart.inference.tracing.trace import write_whole
     from headstart.scripts.measuring.comparison import read_prompt_files
     from headstart.scripts.trace_report import print_report, report_page
 

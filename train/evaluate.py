@@ -23,10 +23,10 @@ from ..console import ProgressBar
 from ..heads import DraftHead
 from ..heads.objective import Objective
 from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
+from ..inference.detokenizer import text_pieces
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.sequences import left_padded
 from ..inference.stats import RoundRecord, acceptance_figures
-from ..inference.tracing.pieces import text_pieces
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from ..stopping import StopFlag
 from .config import EvalConfig

@@ -1,4 +1,4 @@
-"""The folder of a training run, and files that survive a kill.
+"""The folder of a training run, which survives a kill.
 
 config.yaml        the resolved options; a run resumes only with the same ones
 log.jsonl          losses, accuracies and measured acceptance, one line each
@@ -14,8 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from ..console import log
+from ..files import write_whole
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
 from .config import TrainConfig
 
@@ -48,24 +48,6 @@ FREE_TO_CHANGE = (
     "tracking",
 )
 """Options, or groups of them, that may differ when a run resumes: they do not change its weights."""
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that becomes `path` as the block ends, and is removed if the block raises."""
-    partial = path.with_suffix(".partial")
-    try:
-        yield partial
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that a reader, or a process that resumes, never finds half-written."""
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def check_options(

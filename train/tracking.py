@@ -1,7 +1,8 @@
 """Experiment trackers: numbers under train/ and eval/, acceptance by depth, sample answers, the best head.
 
 accelerate's trackers send the numbers; figures, tables and artifacts go to wandb or TensorBoard by their own functions.
-An unreachable tracker neither delays nor ends training: numbers are queued, and log.jsonl has all of them.
+A tracker that cannot be reached does not end training: log.jsonl has all numbers, and wandb's offline mode
+(`WANDB_MODE=offline`, then `wandb sync`) is for machines without a network.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ import dataclasses
 import hashlib
 import os
 import re
-import time
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +29,22 @@ from .run_folder import flat
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run as WandbRun
 
-RETRY_SECONDS = 60.0
-"""Least time between a failure and the next attempt."""
-RETRY_SHARE = 0.05
-"""Largest share of a run's time that failing attempts may take: wandb gives up on a server after 90 seconds."""
-MISSED = 10_000
-"""Most rows that wait for a tracker; older ones are dropped."""
 REFUSALS = r"\b40[0134]\b|permission|not found"
 """Patterns of the errors with which wandb's server refuses a key, an entity or a project."""
 
 
 class Tracker:
-    """The tracker that `loop.tracker` names. Only the main process sends; `start` is called on every process."""
+    """The tracker that `loop.tracker` names. Only the main process sends; `start` is called on every process.
+
+    After a failure nothing more is sent: the run goes on without its tracker, and log.jsonl has all numbers.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self._begin: Callable[[], None] | None = None
-        self._reached = self._warned = False
-        self._missed: deque[tuple[dict[str, Any], int]] = deque(maxlen=MISSED)
-        self._next_attempt = 0.0
         self._name = "none"
+        """The tracker that has begun; none without one, and on other processes."""
         self._upload = False
+        self._sends = False
 
     def start(self, config: TrainConfig, step: int) -> None:
         """Begin the tracker's run, or resume it at `step`: its id is the output folder's name and a digest of its path.
@@ -60,94 +53,86 @@ class Tracker:
         """
         if config.loop.tracker == "none":
             return
-        refused: list[str | None] = [None]
+        refused: str | None = None
         if self.accelerator.is_main_process:
-            self._name, self._upload = config.loop.tracker, config.tracking.upload
-            folder = Path(config.output)
-            digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-            self._begin = partial(self._init, config, f"{folder.name}-{digest[:8]}", step)
-            try:
-                self._attempt()
-            except ValueError as error:
-                refused, self._begin = [str(error)], None
-        if message := broadcast_object_list(refused)[0]:
+            refused = self._begin(config, step)
+        message = broadcast_object_list([refused])[0]
+        if message is not None:
             raise ValueError(message)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Send numbers, after those that are still queued; nested names become `train/loss/0`, None is left out."""
-        if self._begin is not None:
-            by_name = {name.replace(".", "/"): value for name, value in flat(json_ready(values)).items()}
-            self._missed.append((by_name, step))
-            self._attempt()
+        """Send numbers; nested names become `train/loss/0`, None is left out."""
+        if not self._sends:
+            return
+        by_name = {}
+        for name, value in flat(json_ready(values)).items():
+            by_name[name.replace(".", "/")] = value
+        try:
+            if self._name == "wandb":  # its own steps may not repeat, as those of a run that was killed do
+                self.accelerator.log({"step": step, **by_name})
+            else:
+                self.accelerator.log(by_name, step=step)
+        except Exception as error:  # trackers raise errors of their own, by network, disk or account
+            self._go_on_without(self._name, error)
 
     def show(self, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
-        """Send an evaluation's acceptance rates by depth, for each tree, and its sample answers, unless unreachable."""
+        """Send an evaluation's acceptance rates by depth, for each tree, and its sample answers."""
         show = {"wandb": _show_in_wandb, "tensorboard": _show_in_tensorboard}.get(self._name)
-        if show is not None and self._reached:
+        if show is not None and self._sends:
             tracker = self.accelerator.get_tracker(self._name, unwrap=True)
             self._forgiven(lambda: show(tracker, rates, samples, step))
 
     def close(self, best: Path, failed: bool = False) -> None:
-        """Send the queued rows and the best head's folder, and end the tracker's run, as failed or finished."""
-        if self._begin is None:
-            return
-        self._next_attempt = 0.0
-        self._attempt(last=True)
-        if self._reached and self._name == "wandb":
+        """Send the best head's folder, and end the tracker's run, as failed or finished."""
+        if self._name == "wandb":
             run = self.accelerator.get_tracker("wandb", unwrap=True)
-            if self._upload and best.is_dir():
+            if self._sends and self._upload and best.is_dir():
                 self._forgiven(lambda: _upload(run, best))
             self._forgiven(lambda: run.finish(exit_code=int(failed)))
-        elif self._reached:
+        else:
             for tracker in self.accelerator.trackers:
                 self._forgiven(tracker.finish)
-        self.accelerator.trackers, self._begin, self._reached = [], None, False
+        self.accelerator.trackers = []
+        self._name = "none"
+        self._sends = False
 
-    def _attempt(self, last: bool = False) -> None:
-        """Send all queued rows, unless an attempt failed recently; a tracker's refusal is a ValueError."""
-        began = time.monotonic()
-        if began < self._next_attempt:
-            return
+    def _begin(self, config: TrainConfig, step: int) -> str | None:
+        """Begin the tracker's run; return the message of a refusal, which is an error of the user's."""
+        name = config.loop.tracker
+        folder = Path(config.output)
+        digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
         try:
-            if not self._reached:
-                assert self._begin is not None
-                self._begin()
-                self._reached = True
-            while self._missed:
-                values, step = self._missed[0]
-                if self._name == "wandb":  # its own steps may not repeat, as those of a run that was killed do
-                    self.accelerator.log({"step": step, **values})
-                else:
-                    self.accelerator.log(values, step=step)
-                self._missed.popleft()
-        except Exception as error:  # trackers raise errors of their own, by network, disk or account
-            if not self._warned and not self._reached and _refuses(self._name, error):
-                raise ValueError(
-                    f"loop.tracker {self._name} refuses this run: {error}; correct its key or the options tracking.*, "
-                    "or choose WANDB_MODE=offline or loop.tracker none"
-                ) from error
-            ended = time.monotonic()
-            self._next_attempt = ended + max(RETRY_SECONDS, (ended - began) / RETRY_SHARE)
-            if last:
-                log.warning(f"the tracker {self._name} never got {len(self._missed)} rows; log.jsonl has them: {error}")
-            elif not self._warned:
-                log.warning(
-                    f"the tracker {self._name} cannot be reached; training continues, numbers wait in memory and "
-                    f"attempts follow: {error}"
+            self._init(config, f"{folder.name}-{digest[:8]}", step)
+        except Exception as error:  # as in `log`
+            self.accelerator.trackers = []
+            if _refuses(name, error):
+                return (
+                    f"loop.tracker {name} refuses this run: {error}; correct its key or the options tracking.*, or "
+                    "choose WANDB_MODE=offline or loop.tracker none"
                 )
-            self._warned = True
-            return
-        if self._warned:
-            log.info(f"the tracker {self._name} is reached again")
-        self._warned = False
+            self._go_on_without(name, error)
+            return None
+        self._name = name
+        self._upload = config.tracking.upload
+        self._sends = True
+        return None
+
+    def _go_on_without(self, name: str, error: Exception) -> None:
+        self._sends = False
+        advice = "; WANDB_MODE=offline keeps a run on disk for `wandb sync`" if name == "wandb" else ""
+        log.warning(
+            f"the tracker {name} cannot be reached: {error}. Training continues without it, and log.jsonl has all "
+            f"numbers{advice}"
+        )
 
     def _init(self, config: TrainConfig, run_id: str, step: int) -> None:
-        self.accelerator.trackers = []  # drop one that failed to start
-        names, options = config.tracking, json_ready(dataclasses.asdict(config))
-        given = os.environ.get("WANDB_PROJECT") if self._name == "wandb" else None
+        tracker = config.loop.tracker
+        names = config.tracking
+        options = json_ready(dataclasses.asdict(config))
+        given = os.environ.get("WANDB_PROJECT") if tracker == "wandb" else None
         project = names.project or given or "headstart"
         more: dict[str, Any] = {}
-        if self._name == "wandb":
+        if tracker == "wandb":
             more = {
                 "id": os.environ.get("WANDB_RUN_ID") or run_id,
                 "resume": "allow",
@@ -156,20 +141,20 @@ class Tracker:
                 "group": names.group,
                 "tags": names.tags or None,
             }
-        elif self._name == "trackio":
+        elif tracker == "trackio":
             more = {"name": names.name or run_id, "resume": "allow", **({"group": names.group} if names.group else {})}
         elif step > 0:
             more = {"purge_step": step + 1}  # a killed run's rows after its checkpoint are sent again
         self.accelerator.init_trackers(
-            project, config=options if self._name == "wandb" else flat(options), init_kwargs={self._name: more}
+            project, config=options if tracker == "wandb" else flat(options), init_kwargs={tracker: more}
         )
-        if self._name == "wandb":
+        if tracker == "wandb":
             self.accelerator.get_tracker("wandb", unwrap=True).define_metric("*", step_metric="step")
 
     def _forgiven(self, send: Callable[[], object]) -> None:
         try:
             send()
-        except Exception as error:  # as in `_attempt`
+        except Exception as error:  # as in `log`
             log.warning(f"the tracker {self._name} did not take all that was sent; training continues: {error}")
 
 

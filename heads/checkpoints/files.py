@@ -185,7 +185,7 @@ def section_of(folder: Path) -> dict[str, Any] | None:
 HEAD = Contents(
     "a head",
     (
-        *(CONFIG_FILE, "config.json.partial", "README.md", "README.md.partial", ".DS_Store"),
+        *(CONFIG_FILE, ".config.json.*.partial", "README.md", ".README.md.*.partial", ".DS_Store"),
         *(WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json", "model-?????-of-?????.safetensors"),
         *("custom_generate", "custom_generate/generate.py", "custom_generate/__pycache__/*"),
         *("adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),

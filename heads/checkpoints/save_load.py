@@ -21,6 +21,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ...files import write_whole
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids
@@ -51,21 +52,25 @@ SECTION_KEYS = {key.name: key.name for key in dataclasses.fields(CheckpointMetad
 GENERATE_FILE = "custom_generate/generate.py"
 GENERATE = '''"""Plain transformers with this head: model.generate(..., custom_generate=HEAD, trust_remote_code=True).
 
-HEAD is this repository or folder; the package headstart does the work.
+The package headstart does the work.
 """
 
-import inspect
-
 from headstart.inference import generate_from
+
+HEAD = {head}
+"""The repository or folder of this head: transformers runs a copy of this file and does not tell where it came from."""
 
 
 def generate(model, **arguments):
     """Called by `model.generate` with its own arguments."""
-    # transformers runs a copy of this file and does not say where it came from: only its caller knows.
-    head = inspect.currentframe().f_back.f_locals["custom_generate"]
-    return generate_from(head, model, **arguments)
+    return generate_from(HEAD, model, **arguments)
 '''
-"""Source of the file that makes a head's repository a decoding method of transformers."""
+"""Source of the file that makes a repository a decoding method of transformers; `head` is its name."""
+
+
+def generate_source(head: str) -> str:
+    """The source of `GENERATE_FILE` for a head in this repository or folder."""
+    return GENERATE.format(head=json.dumps(head, ensure_ascii=False))
 
 
 FEW_LAYERS = 64
@@ -109,6 +114,8 @@ def load_head(
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
     metadata = CheckpointMetadata(**{name: section[key] for name, key in SECTION_KEYS.items()})
+    head.metadata = metadata
+    head.folder = folder
     return head.to(dtype=dtype) if dtype else head, metadata
 
 
@@ -138,7 +145,7 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
         _write_json(partial / CONFIG_FILE, config)
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
         (partial / GENERATE_FILE).parent.mkdir()
-        (partial / GENERATE_FILE).write_text(GENERATE, encoding="utf-8")
+        (partial / GENERATE_FILE).write_text(generate_source(str(Path(folder).resolve())), encoding="utf-8")
         if adapter is not None:
             adapter.save_pretrained(partial / ADAPTER_FOLDER)
 
@@ -151,10 +158,8 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
     section["measured"]["calibration"] = json_ready(calibration)
     section["measured"].setdefault("fastest", {})[machine] = tree
     contents = json.dumps(config, indent=2, allow_nan=False) + "\n"
-    for name, text in ((CARD_FILE, model_card(section)), (CONFIG_FILE, contents)):
-        partial = Path(folder) / (name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(Path(folder) / name)
+    write_whole(Path(folder) / CARD_FILE, model_card(section))
+    write_whole(Path(folder) / CONFIG_FILE, contents)
 
 
 def copy_weights(head: DraftHead, other: DraftHead) -> None:
@@ -224,7 +229,7 @@ def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, 
         _write_json(adapter, described)
     (folder / CARD_FILE).write_text(model_card(section, listing), encoding="utf-8")
     (folder / GENERATE_FILE).parent.mkdir()
-    (folder / GENERATE_FILE).write_text(GENERATE, encoding="utf-8")
+    (folder / GENERATE_FILE).write_text(generate_source(listing.repo), encoding="utf-8")
     if shared:
         saved = read_weights(folder, (WEIGHTS_FILE,))
         dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())

@@ -26,7 +26,7 @@ KEPT_ROOTS = 4096
 
 
 class Window(NgramIndex):
-    """A text with its trajectories and n-grams; its limits are those of `Lookahead`."""
+    """A text with its trajectories and n-grams; its limits are those of `LookaheadDrafter`."""
 
     def __init__(self, width: int, gram: int, candidates: int) -> None:
         super().__init__(longest=0)
@@ -80,7 +80,7 @@ class Window(NgramIndex):
             self.grams.popitem(last=False)
 
 
-class Lookahead(NgramDrafter):
+class LookaheadDrafter(NgramDrafter):
     """Lookahead decoding."""
 
     needs_host_values = True

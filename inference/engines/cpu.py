@@ -6,7 +6,7 @@ Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,13 @@ class PackedLinearEngine(EagerEngine):
     copies_weights = True
 
     def __init__(self, target: Target) -> None:
+        self.packed_model = cpu_kernels.packed_copy(target.model)
         super().__init__(target)
         self.name = kernels_name()
-        self.model = cpu_kernels.packed_copy(target.model)
+
+    @property
+    def model(self) -> Any:
+        return self.packed_model
 
     @property
     def lm_head(self) -> nn.Module:

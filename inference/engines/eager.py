@@ -40,7 +40,6 @@ class EagerEngine(Engine):
     def __init__(self, target: Target, runner: Runner | None = None) -> None:
         """`runner` records and replays the forwards over trees; None to run each as it is."""
         super().__init__(target)
-        self.model = target.model
         self.runner = runner or Runner()
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
@@ -51,6 +50,11 @@ class EagerEngine(Engine):
         """Whether the layers lie on several devices."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
             self.runner = Runner()
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that runs, which the target may hold weakly."""
+        return self.target.model
 
     @property
     def state_shapes(self) -> list[StateShape]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..engines.base import Engine, TargetOutput
-from ..kv_cache import Pool, StateShape, TreeCache
+from ..kv_cache import StateShape, TreeCache
 from ..sequences import Sequences, left_padded
 from ..speculative_lm import SpeculativeLM
 from ..target import Target
@@ -44,8 +44,9 @@ class ReplayTarget(Target):
     shares_prompts = False
 
     def __init__(self, target: Target) -> None:
-        self.__dict__.update(target.__dict__)
-        self.original, self.pool = target, Pool()
+        super().__init__(target.model, target.name, target.commit)
+        self.original = target
+        self.lock = target.lock
         self.engine = ReplayEngine(self)
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
@@ -74,7 +75,7 @@ class ReplayTarget(Target):
         lm = SpeculativeLM(self.original)
         lm.round_callbacks += round_callbacks
         settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
-        output = lm.generate(input_ids, mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
+        output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(lacking, answers_RT, strict=True):
             self.texts[tuple(prompt.tolist())] = torch.cat([prompt.to(self.device), answer_T])

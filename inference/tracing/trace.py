@@ -11,18 +11,17 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ...files import write_whole
+from ..detokenizer import decoded, shown_token, text_pieces
 from ..stats import Stats
-from .pieces import decoded, shown_token, text_pieces
 from .record import WHOLE_ROUNDS, Recorder, rounded
 from .report import TraceReport, trace_report
 
@@ -80,22 +79,6 @@ class Trace:
 def page_file(name: str) -> str:
     """A file of the page."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text beside its place and move it there: a failure leaves nothing, and an older file as it was."""
-    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
-    try:
-        with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise OSError(error.errno, f"cannot write the {len(text) / 1e6:.1f} MB of {path}: {error.strerror}") from error
-    return path
 
 
 def trace_of(recorder: Recorder, stats: Stats, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Trace:

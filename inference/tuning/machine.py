@@ -15,7 +15,6 @@ import math
 import os
 import platform
 import stat
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from ...files import write_whole
 
 FORMAT = 1
 """Version of the file's entries; another version measures anew and leaves the rest of the file alone."""
@@ -184,11 +185,7 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (why := writable_by_others(folder / MACHINE_FILE)) is not None:
             raise OSError(why)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # the file is written whole or not at all
-            written = Path(scratch) / MACHINE_FILE
-            written.touch(mode=0o600)
-            written.write_text(json.dumps(on_disk, indent=1), encoding="utf-8")
-            written.replace(folder / MACHINE_FILE)
+        write_whole(folder / MACHINE_FILE, json.dumps(on_disk, indent=1), mode=0o600)
     except (OSError, RuntimeError) as error:
         tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
     return read(found)
@@ -203,10 +200,10 @@ def positive(number: Any) -> float:
     """A positive number from JSON.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is not a positive number.
     """
     if not isinstance(number, float | int) or not 0 < number < math.inf:
-        raise ValueError(f"{number!r} is no number above 0")
+        raise ValueError(f"{number!r} is not a positive number")
     return float(number)
 
 

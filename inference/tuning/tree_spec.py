@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
 """How the children of a node are made, which decides the acceptance rules that are exact: the
@@ -204,8 +204,22 @@ class EarlyExitShape:
 
 TreePolicy = TreeShape | DynamicShape | SampledShape | EarlyExitShape
 """Which trees are drafted."""
-TreeSpec = str | Sequence[Sequence[int]] | TreePolicy
-"""A policy as users and checkpoints write it; see `tree_policy`."""
+TreeSpec = str | Sequence[Sequence[int]] | TreePolicy | Sequence[TreePolicy]
+"""A policy as users and checkpoints write it, see `tree_policy`, or several, see `tree_policies`."""
+
+
+def tree_policies(tree: TreeSpec) -> list[TreePolicy]:
+    """One policy, or several to choose from: a sequence of policies, or their specs separated by |.
+
+    Raises:
+        ValueError: as for `tree_policy`.
+    """
+    if isinstance(tree, str):
+        return [tree_policy(spec) for spec in tree.split("|")]
+    if isinstance(tree, TreePolicy):
+        return [tree]
+    policies = [policy for policy in tree if isinstance(policy, TreePolicy)]
+    return policies if policies and len(policies) == len(tree) else [tree_policy(tree)]
 
 
 def tree_policy(tree: TreeSpec) -> TreePolicy:
@@ -224,7 +238,7 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
     if isinstance(tree, TreePolicy):
         return tree
     if not isinstance(tree, str):
-        return TreeShape.from_paths(tree)
+        return TreeShape.from_paths(cast(Sequence[Sequence[int]], tree))
     kind, *numbers = tree.split(":")
     if kind in ("drawn", "independent") and numbers[:1] not in (["drawn"], ["independent"]):
         shape = tree_policy(tree.removeprefix(f"{kind}:"))

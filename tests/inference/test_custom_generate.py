@@ -14,7 +14,7 @@ from helpers import build_model
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
-from headstart.inference.custom_generate import _Engines
+from headstart.inference.custom_generate import _ENGINES
 
 PROMPT = torch.arange(1, 6)[None]
 SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT)}
@@ -69,10 +69,37 @@ def test_an_engine_is_loaded_once_and_freed_with_its_model(head, loaded, entranc
     assert len(loaded) == 2
 
 
+@BOTH
+def test_a_model_is_left_untouched(head, loaded, entrance):
+    model, stock = build_model(layers=3), build_model(layers=3)
+    for each in (model, stock):  # transformers sets attributes of its own at the first call
+        each.generate(PROMPT, output_hidden_states=True, return_dict_in_generate=True, **SETTINGS)
+    entrance(head)(model)
+    entrance(head, compile=False)(model)
+    assert vars(model).keys() == vars(stock).keys()
+    for (name, one), (_, other) in zip(model.named_modules(), stock.named_modules(), strict=True):
+        assert vars(one).keys() == vars(other).keys(), name
+    assert model.config.to_dict() == stock.config.to_dict()
+
+
+@BOTH
+def test_packed_weights_are_freed_with_the_model(head, loaded, entrance):
+    generate, model = entrance(head), build_model(layers=3, dtype=torch.float32)
+    generate(model)
+    (engine,) = [weakref.ref(engine) for _, engine in _ENGINES[model].values()]
+    assert engine().target.compiled
+    del model
+    gc.collect()
+    assert engine() is None
+
+
 def test_an_engine_is_freed_with_what_asked_for_it(head, loaded):
     model = build_model(layers=3)
-    by_function(head)(model)
-    engine = weakref.ref(next(iter(vars(model)[_Engines.NAME].values()))[1])
+    generate = by_function(head)
+    generate(model)
+    engine = weakref.ref(next(iter(_ENGINES[model].values()))[1])
+    assert engine() is not None
+    del generate
     gc.collect()
     assert engine() is None
 
@@ -118,5 +145,5 @@ def test_a_pickled_model_needs_nothing_of_ours():
     method, model = custom_generate(drafter="prompt-lookup"), build_model(layers=3)
     expected = model.generate(PROMPT, custom_generate=method, **SETTINGS)
     written = pickle.dumps(model)
-    assert b"headstart" not in written.replace(_Engines.NAME.encode(), b"")
+    assert b"headstart" not in written
     assert torch.equal(pickle.loads(written).generate(PROMPT, custom_generate=method, **SETTINGS), expected)

@@ -73,7 +73,7 @@ def test_wrong_token_ids_are_named(lm, name):
 
 
 def test_int32_is_taken_as_by_generate(lm):
-    ours = lm.generate(ROW.int(), torch.ones_like(ROW), **PLAIN).sequences
+    ours = lm.generate(ROW.int(), attention_mask=torch.ones_like(ROW), **PLAIN).sequences
     assert ours.dtype == torch.int32 and torch.equal(ours.long(), stock(lm, ROW))
 
 
@@ -88,7 +88,7 @@ def masked(*zeros, dtype=torch.int64):
 def test_masks_of_any_type_and_with_holes(lm, dtype, zeros):
     """What is masked is not read: the text is that of the prompt without it."""
     mask = masked(*zeros, dtype=dtype)
-    written = lm.generate(ROW, mask, **PLAIN).sequences
+    written = lm.generate(ROW, attention_mask=mask, **PLAIN).sequences
     assert torch.equal(written[:, :9], ROW)
     assert torch.equal(written[:, 9:], stock(lm, ROW[:, mask[0].bool()])[:, 9 - len(zeros) :])
     if 8 not in zeros:
@@ -110,12 +110,12 @@ def test_masks_of_any_type_and_with_holes(lm, dtype, zeros):
 )
 def test_wrong_masks_are_named(lm, mask, message):
     with pytest.raises(ValueError, match=message):
-        lm.generate(ROW, mask(), **PLAIN)
+        lm.generate(ROW, attention_mask=mask(), **PLAIN)
 
 
 def test_ids_under_a_mask_are_not_read(lm):
     ids, mask = changed(-100, (0, 0)), masked(0)
-    assert torch.equal(lm.generate(ids, mask, **PLAIN).sequences[:, 9:], stock(lm, ROW[:, 1:])[:, 8:])
+    assert torch.equal(lm.generate(ids, attention_mask=mask, **PLAIN).sequences[:, 9:], stock(lm, ROW[:, 1:])[:, 8:])
 
 
 def in_training(dropout=0.3):
@@ -152,7 +152,7 @@ def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(c
     modes = [module.training for module in model.modules()]
     lm = SpeculativeLM.from_pretrained(model, compile=compile, **spec)  # measures rounds, where drafts may not pay
     written = [
-        lm.generate(ROW, torch.ones_like(ROW), **PLAIN).sequences,
+        lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences,
         model.generate(ROW, custom_generate=custom_generate(compile=compile, **spec), **PLAIN),
     ]
     assert all(torch.equal(each, expected) for each in written)
@@ -180,7 +180,7 @@ def test_autocast_is_off_while_it_decodes(compile):
     assert torch.equal(inside, expected) and torch.equal(plain, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(lm.generate(ROW, torch.ones_like(ROW), **PLAIN).sequences, expected)
+        assert torch.equal(lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected)
 
 
 def test_an_adapter_in_train_mode(tiny_target):
@@ -191,7 +191,7 @@ def test_an_adapter_in_train_mode(tiny_target):
     expected = model.generate(input_ids=ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
     model.train()
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
-    assert torch.equal(lm.generate(ROW, torch.ones_like(ROW), **PLAIN).sequences, expected)
+    assert torch.equal(lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected)
     assert model.training
 
 
@@ -241,7 +241,7 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
     inner = Calls(lambda: lm.generate(other, **given).sequences)
     lm.round_callbacks.append(lambda sequences: inner.put(None))
     mask = torch.ones_like(batch)
-    assert torch.equal(lm.generate(batch, mask, max_batch_size=2, **PLAIN).sequences, stock(lm, batch))
+    assert torch.equal(lm.generate(batch, attention_mask=mask, max_batch_size=2, **PLAIN).sequences, stock(lm, batch))
     assert torch.equal(inner.found[0], expected)
     lm.round_callbacks.clear()
     assert torch.equal(lm.generate(ROW, **given).sequences, stock(lm, ROW))
@@ -292,11 +292,11 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
     lm = SpeculativeLM.from_pretrained(model, drafter="ngram", fallback=False)
     with pytest.raises(ValueError, match=r"input_ids\[0, 4\] is 40; .* 0 to 39"):
         lm.generate(changed(VOCAB), **PLAIN)
-    streamer = Calls(lambda: lm.generate(long, torch.ones_like(long), **PLAIN).sequences)
-    assert torch.equal(lm.generate(short, mask, streamer=streamer, **PLAIN).sequences, one)
+    streamer = Calls(lambda: lm.generate(long, attention_mask=torch.ones_like(long), **PLAIN).sequences)
+    assert torch.equal(lm.generate(short, attention_mask=mask, streamer=streamer, **PLAIN).sequences, one)
     assert torch.equal(streamer.found[0], two)
     inner = Calls(lambda: model.generate(long, custom_generate=custom_generate(drafter="ngram"), **PLAIN))
-    assert torch.equal(lm.generate(short, mask, streamer=inner, **PLAIN).sequences, one)
+    assert torch.equal(lm.generate(short, attention_mask=mask, streamer=inner, **PLAIN).sequences, one)
     assert torch.equal(inner.found[0], two)
     assert model.training
 

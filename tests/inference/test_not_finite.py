@@ -23,6 +23,7 @@ from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.logits import RandomSampler
 from headstart.inference.loop import padded_prompts
+from headstart.inference.speculative_lm import Call
 from headstart.inference.tracing.record import Recorder
 from headstart.inference.verify import RULES
 
@@ -326,7 +327,7 @@ def test_a_repeated_round_is_recorded_without_drafts():
     recorder, row = Recorder(), rows_of(6)[0]
     expected = stock(model, row)
     lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
-    method = lm.decoding_method(RandomSampler(), recorder=recorder)
+    method = lm.decoding_method(Call(RandomSampler(), recorder=recorder))
     output = model.generate(row[None], attention_mask=torch.ones_like(row[None]), custom_generate=method, **PLAIN)
     assert output.sequences[0, len(row) :].tolist() == expected
     assert {each["fallback"] for each in recorder.rounds} == {"not_finite"}

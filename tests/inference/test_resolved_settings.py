@@ -139,7 +139,7 @@ def test_what_is_not_supported_is_refused_wherever_it_stands(target, name, sourc
     field, message = REFUSED[name]
     given = given_by(source, target, field)
     with pytest.raises(ValueError, match=message):
-        SpeculativeLM(target).generate(PROMPT, torch.ones_like(PROMPT), **given)
+        SpeculativeLM(target).generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **given)
 
 
 def test_the_call_comes_before_a_given_config_and_that_before_the_models(target, tokenizer, plain_text):
@@ -155,10 +155,10 @@ def test_the_call_comes_before_a_given_config_and_that_before_the_models(target,
         {**PLAIN, "stop_strings": None},
     ):
         theirs = target.model.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given)
-        assert torch.equal(lm.generate(PROMPT, mask, tokenizer=tokenizer, **given).sequences, theirs)
+        assert torch.equal(lm.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs)
         lengths.append(theirs.shape[1])
     assert lengths[0] == lengths[1] < lengths[-1] == 9 + 30
-    assert lm.generate(PROMPT, mask, **PLAIN, stop_strings=[]).sequences.shape[1] == 9 + 30
+    assert lm.generate(PROMPT, attention_mask=mask, **PLAIN, stop_strings=[]).sequences.shape[1] == 9 + 30
 
 
 def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(target, tokenizer, plain_text):
@@ -173,18 +173,20 @@ def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(targe
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     for slots in (None, 2):
-        written = lm.generate(ids, mask, tokenizer=tokenizer, max_batch_size=slots, **PLAIN).sequences[:, 9:]
+        written = lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, max_batch_size=slots, **PLAIN).sequences[
+            :, 9:
+        ]
         for row, ours, theirs in zip(rows, written.tolist(), alone):
             new = theirs[0, len(row) :].tolist()
             assert ours[: len(new)] == new and set(ours[len(new) :]) <= {257}
-    rounds = lm.stream(PROMPT, torch.ones_like(PROMPT), tokenizer=tokenizer, **PLAIN)
+    rounds = lm.stream(PROMPT, attention_mask=torch.ones_like(PROMPT), tokenizer=tokenizer, **PLAIN)
     streamed = list(itertools.chain.from_iterable(rounds))
     assert streamed == alone[0][0, 9:].tolist() and len(streamed) < 30
     assert isinstance(lm.chat(tokenizer, max_new_tokens=5, do_sample=False).say("hi"), str)
     with pytest.raises(
         ValueError, match=r"stop_strings=.* needs the tokenizer; give generate\(\.\.\., tokenizer=\.\.\.\)"
     ):
-        lm.generate(PROMPT, torch.ones_like(PROMPT), **PLAIN)
+        lm.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **PLAIN)
 
 
 def test_stop_strings_of_a_model_with_files_need_no_tokenizer(target, tokenizer, plain_text, tmp_path):
@@ -193,7 +195,7 @@ def test_stop_strings_of_a_model_with_files_need_no_tokenizer(target, tokenizer,
     tokenizer.save_pretrained(tmp_path)
     lm, mask = SpeculativeLM.from_pretrained(tmp_path, dtype="float64", compile=False), torch.ones_like(PROMPT)
     theirs = lm.target.model.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **PLAIN)
-    assert theirs.shape[1] < 39 and torch.equal(lm.generate(PROMPT, mask, **PLAIN).sequences, theirs)
+    assert theirs.shape[1] < 39 and torch.equal(lm.generate(PROMPT, attention_mask=mask, **PLAIN).sequences, theirs)
 
 
 @pytest.mark.parametrize("source", ["call", "model"])
@@ -226,15 +228,15 @@ def test_tokens_are_healed_as_by_generate(tiny_target, tools, source):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         mask = torch.ones_like(ids)
         theirs = target.model.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given)
-        assert torch.equal(lm.generate(ids, mask, tokenizer=tokenizer, **given).sequences, theirs)
+        assert torch.equal(lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs)
         assert torch.equal(lm.generate(ids, tokenizer=tokenizer, **given).sequences, theirs)
         changed += not torch.equal(theirs[:, : ids.shape[1]], ids)
     assert changed
     with pytest.raises(ValueError, match="token_healing=True needs the tokenizer"):
-        lm.generate(ids, mask, **given)
+        lm.generate(ids, attention_mask=mask, **given)
     spaces = tokenizer("a  ", return_tensors="pt")["input_ids"]
     with pytest.raises(ValueError, match="token_healing made prompts of 1 tokens out of 3, which attention_mask"):
-        lm.generate(spaces, torch.ones_like(spaces), tokenizer=tokenizer, **given)
+        lm.generate(spaces, attention_mask=torch.ones_like(spaces), tokenizer=tokenizer, **given)
 
 
 @pytest.mark.parametrize("ends", [[39, 18], [18, 39], 18, None])

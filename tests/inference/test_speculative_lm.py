@@ -394,18 +394,20 @@ def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
     lm = oracle(tools, target, TreeShape.chain(4), input_ids)
     mask = torch.ones_like(input_ids)
-    rounds = list(lm.stream(input_ids, mask, max_new_tokens=40, do_sample=False))
+    rounds = list(lm.stream(input_ids, attention_mask=mask, max_new_tokens=40, do_sample=False))
     assert [token for tokens in rounds for token in tokens] == stock(target, input_ids)[0, 6:].tolist()
     assert max(map(len, rounds)) > 1
     with pytest.raises(ValueError, match="a streamer takes one row"):
-        list(lm.stream(input_ids.repeat(2, 1), mask.repeat(2, 1), max_new_tokens=4, do_sample=False))
+        list(lm.stream(input_ids.repeat(2, 1), attention_mask=mask.repeat(2, 1), max_new_tokens=4, do_sample=False))
 
 
 def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
     target, counted = tiny_target(vocab_size=VOCAB), []
     lm = SpeculativeLM(target)
     lm.round_callbacks.append(counted.append)
-    for tokens in lm.stream(prompt(6), torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False):
+    for tokens in lm.stream(
+        prompt(6), attention_mask=torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False
+    ):
         assert len(tokens) == 1
         break
     assert len(counted) < 900 and not [each for each in threading.enumerate() if "headstart" in each.name]

@@ -106,7 +106,7 @@ def test_the_calls_are_those_of_generate(tiny_target, tools, others):
         expected = stock(target, row, theirs, **settings[0])
         lm = SpeculativeLM(target, tools.Oracle(SHAPE, [free], VOCAB, wrong=0.2))
         given = {**PLAIN, **settings[1], "logits_processor": LogitsProcessorList([ours])}
-        output = lm.generate(row[None], torch.ones_like(row[None]), **given)
+        output = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **given)
         assert output.sequences[0, len(row) :].tolist() == expected
         assert ours.seen == theirs.seen and criteria[0].calls == criteria[1].calls
         assert output.stats.acceptance_length > 1.5
@@ -128,7 +128,7 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, ot
     ):
         lm = SpeculativeLM.from_pretrained(target, fallback=False, **spec)
         given = {**PLAIN, **others, "logits_processor": LogitsProcessorList([Cycle()]), "max_batch_size": slots}
-        written = lm.generate(input_ids, mask, **given).sequences[:, input_ids.shape[1] :].tolist()
+        written = lm.generate(input_ids, attention_mask=mask, **given).sequences[:, input_ids.shape[1] :].tolist()
         assert [row + [0] * (20 - len(row)) for row in written] == truths
 
 
@@ -220,8 +220,10 @@ def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(tiny_target):
     one = stock(target, ROWS[0], Cycle())
     assert lm.generate(ROWS[0][None], logits_processor=[Locked()], **PLAIN).sequences[0, 3:].tolist() == one
     with pytest.raises(ValueError, match=r"Locked cannot be copied for each of 4 rows .*for_row"):
-        lm.generate(input_ids, mask, logits_processor=[Locked()], **PLAIN)
-    written = lm.generate(input_ids, mask, logits_processor=[Rows()], **PLAIN).sequences[:, input_ids.shape[1] :]
+        lm.generate(input_ids, attention_mask=mask, logits_processor=[Locked()], **PLAIN)
+    written = lm.generate(input_ids, attention_mask=mask, logits_processor=[Rows()], **PLAIN).sequences[
+        :, input_ids.shape[1] :
+    ]
     assert written.tolist() == [stock(target, row, Cycle()) for row in ROWS]
 
 
@@ -337,7 +339,7 @@ def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(tiny_target, 
     ):
         lm = SpeculativeLM.from_pretrained(target, fallback=False, **spec)
         given["logits_processor"] = [Grammar(list(grammars))]
-        written = lm.generate(prompts, torch.ones_like(prompts), **given).sequences
+        written = lm.generate(prompts, attention_mask=torch.ones_like(prompts), **given).sequences
         for ours, theirs in zip(written, expected):
             assert ours[: theirs.shape[1]].tolist() == theirs[0].tolist()
     text = tokenizer.decode(written[0, 9:], skip_special_tokens=True)

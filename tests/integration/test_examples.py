@@ -15,7 +15,7 @@ import yaml
 
 from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
-from headstart.heads.checkpoints.save_load import GENERATE, GENERATE_FILE
+from headstart.heads.checkpoints.save_load import GENERATE_FILE, generate_source
 from headstart.inference.prompt_files import read_prompts
 from headstart.scripts.command_line import options
 from headstart.scripts.serve_check import METHODS
@@ -44,8 +44,8 @@ def test_the_example_prompts_are_read_as_what_the_user_says() -> None:
 
 
 def test_the_example_head_is_a_decoding_method_as_every_head_is() -> None:
-    written = ROOT / "examples" / "smollm2-135m-eagle3" / GENERATE_FILE
-    assert written.read_text(encoding="utf-8") == GENERATE
+    head = "examples/smollm2-135m-eagle3"
+    assert (ROOT / head / GENERATE_FILE).read_text(encoding="utf-8") == generate_source(head)
 
 
 def test_every_card_is_what_its_checkpoint_says(tmp_path: Path) -> None:

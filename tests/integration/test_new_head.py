@@ -149,7 +149,7 @@ def assert_decodes_like_generate(target: Target, head: Path, tree: list[list[int
         assert torch.equal(lm.generate(row[None], do_sample=False, max_new_tokens=30).sequences[0], expected[-1])
         padded.append(F.pad(row, (longest - len(row), 0)))
         masks.append(F.pad(torch.ones_like(row), (longest - len(row), 0)))
-    out = lm.generate(torch.stack(padded), torch.stack(masks), do_sample=False, max_new_tokens=30)
+    out = lm.generate(torch.stack(padded), attention_mask=torch.stack(masks), do_sample=False, max_new_tokens=30)
     for found, wanted in zip(out.sequences, expected, strict=True):
         assert torch.equal(found[-30:], wanted[-30:])
     return out.stats.acceptance_length
@@ -259,7 +259,7 @@ def test_a_head_is_given_what_was_committed_and_which_nodes_it_expands(
     prompts, masks = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
     for row, length in enumerate((9, 1, 4)):
         prompts[row, 9 - length :], masks[row, 9 - length :] = text_BT[row, :length], 1
-    out = lm.generate(prompts, masks, do_sample=False, max_new_tokens=30)
+    out = lm.generate(prompts, attention_mask=masks, do_sample=False, max_new_tokens=30)
     assert out.stats.acceptance_length > 1.2
     for sequence, mask, seen in zip(out.sequences, masks, head.seen, strict=True):
         tokens = sequence[9 - int(mask.sum()) :]

@@ -110,7 +110,11 @@ def draws(lm, prompt_1T, seed):
     found = []
     while len(found) < SAMPLES:
         written = lm.generate(
-            prompt_1T, torch.ones_like(prompt_1T), generator=generator, num_return_sequences=BATCH, **settings
+            prompt_1T,
+            attention_mask=torch.ones_like(prompt_1T),
+            generator=generator,
+            num_return_sequences=BATCH,
+            **settings,
         )
         found += map(tuple, written.sequences[:, prompt_1T.shape[1] :].tolist())
     return found

@@ -46,8 +46,8 @@ def talker(talking):
 def config(talker, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "say a word"}\n')
-    for module in (selfmade, answers):
-        monkeypatch.setattr(module, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
+    for generating in (selfmade, answers):
+        monkeypatch.setattr(generating, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
     return DemoConfig(
         minutes=1, target=str(talker), output=str(tmp_path / "demo"), prompts=str(prompts), head=str(talker / "head")
     )

@@ -247,8 +247,8 @@ def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(short, tracked, 
     kept = last(train(tracked("tensorboard")))
     assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
     said = capsys.readouterr().out
-    assert said.count("the tracker tensorboard cannot be reached; training continues") == 1
-    assert said.count("the tracker tensorboard never got 15 rows; log.jsonl has them: no route to the tracker") == 1
+    told = "the tracker tensorboard cannot be reached: no route to the tracker. Training continues without it"
+    assert said.count(told) == 1
 
 
 def test_a_trackers_run_is_the_same_run(short, tracked, changed, offline):
@@ -257,29 +257,19 @@ def test_a_trackers_run_is_the_same_run(short, tracked, changed, offline):
     assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
 
 
-def test_after_an_outage_a_tracker_gets_what_it_missed(tracked, monkeypatch, capsys):
+def test_after_a_failure_nothing_more_is_sent(tracked, monkeypatch, capsys):
     original, calls = Accelerator.log, []
 
     def log(self, *given, **more):
         calls.append(0)
-        if 3 <= len(calls) <= 6:
+        if len(calls) == 3:
             lost()
         original(self, *given, **more)
 
     monkeypatch.setattr(Accelerator, "log", log)
-    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(tracking, "RETRY_SHARE", 1e9)
-    found = events(train(tracked("tensorboard")))
-    assert [event.step for event in found.Scalars("train/lr")] == list(range(1, 13))
-    said = capsys.readouterr().out
-    assert said.count("cannot be reached") == said.count("is reached again") == 1
-
-
-def test_attempts_take_a_small_share_of_the_time(tracked, monkeypatch):
-    calls = []
-    monkeypatch.setattr(Accelerator, "init_trackers", lambda *given, **more: calls.append(0) or lost())
-    train(tracked("tensorboard"))
-    assert len(calls) == 2  # at the start and at the end: a run of seconds is shorter than RETRY_SECONDS
+    folder = train(tracked("tensorboard"))
+    assert [event.step for event in events(folder).Scalars("train/lr")] == [1, 2]
+    assert len(calls) == 3 and capsys.readouterr().out.count("cannot be reached") == 1
 
 
 @pytest.mark.parametrize("part", ["_show_in_wandb", "_upload"])
@@ -355,7 +345,7 @@ def test_a_server_of_wandb_that_is_down_ends_no_run(tracked, offline, monkeypatc
     wandb.teardown()
     assert (train(tracked("wandb")) / "last").is_dir()
     said = capsys.readouterr().out
-    assert said.count("the tracker wandb cannot be reached") == 1 and "never got 15 rows" in said
+    assert said.count("the tracker wandb cannot be reached") == 1 and "WANDB_MODE=offline keeps a run" in said
 
 
 def test_options_that_a_tracker_does_not_know_are_refused(tracked):

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from ...console import log
+from ...files import write_whole
 from ..config import DataConfig, SelfMadeConfig
-from ..run_folder import write_whole
 from .token_cache import TokenCache, UnusedRow
 
 REJECTED = "rejected.jsonl"

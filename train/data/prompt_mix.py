@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ...console import log
+from ...files import write_whole
 from ...inference.messages import check_conversation, user_turns
 from ..config import KindConfig, PromptMixConfig
-from ..run_folder import write_whole
 from .conversations import open_file
 
 GRAM = 8

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
+from ...files import write_whole
 from ...heads.base import dtype_name
 from ...inference import SpeculativeLM, tokenizer_provenance
 from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
@@ -31,7 +32,7 @@ from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from ..run_folder import check_options, write_whole
+from ..run_folder import check_options
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
 from .bad_rows import settle_rejected_prompts

@@ -28,6 +28,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
+from ...files import write_whole
 from ...heads.checkpoints.public import public_url
 from ...inference import load_tokenizer, tokenizer_provenance
 from ...inference.chat_template import REASONING_KEYS, prompt_ids
@@ -35,7 +36,7 @@ from ...inference.messages import check_conversation
 from ...options import template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from ..run_folder import check_options, write_whole
+from ..run_folder import check_options
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import (
     Answer,

@@ -36,11 +36,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...console import console
+from ...files import write_whole
 from ...inference import tokenizer_provenance
 from ...inference.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ...options import template_variables
-from ..run_folder import check_options, write_whole
+from ..run_folder import check_options
 from .chat_template import Example, whole_sequences
 from .conversations import FORMATS, RowReader, Source, check_row
 

@@ -25,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..run_folder import check_options, replacing, write_whole
+from ...files import replacing, write_whole
+from ..run_folder import check_options
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 2**28

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headstart.files import write_whole
 from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights, weight_shapes
 
 
@@ -103,3 +104,20 @@ def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(ValueError, match=r"it has no model.safetensors"):
         read_weights(tmp_path)
+
+
+def test_a_text_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.json"
+    assert write_whole(path, "one") == path and path.read_text() == "one"
+    for broken in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+
+        def fails(self: Path, other: Path, error: BaseException = broken) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fails)
+            with pytest.raises(type(broken), match=r"cannot write .*state\.json: No space" if broken.args else None):
+                write_whole(path, "two")
+        assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
+    write_whole(path, "private", mode=0o600)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.read_text() == "private"

@@ -209,6 +209,21 @@ def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
     load_head(tmp_path / "ready")
 
 
+def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository(hub: Hub, tmp_path: Path) -> None:
+    """Not the caller's frames, and nothing of this machine in public."""
+    head, folder = made("medusa", tmp_path / 'my "head"')
+    saved = (folder / "custom_generate" / "generate.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(saved, names)
+    assert names["HEAD"] == str(folder.resolve())
+    assert "inspect" not in saved and "frame" not in saved
+    head.push_to_hub("me/head", token="hf_x")
+    files, _ = published(folder, tmp_path / "ready")
+    pushed = hub.repos["me/head"]["custom_generate/generate.py"]
+    for text in (files["custom_generate/generate.py"], pushed if isinstance(pushed, str) else pushed.decode()):
+        assert 'HEAD = "me/head"' in text and str(tmp_path) not in text
+
+
 def test_weights_that_lie_elsewhere_are_not_published(tmp_path: Path) -> None:
     _, folder = made("medusa", tmp_path / "head")
     (folder / "model.safetensors").rename(tmp_path / "weights.safetensors")

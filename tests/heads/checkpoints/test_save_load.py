@@ -120,7 +120,7 @@ def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(t
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
     folder = save(build("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
     stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "adapter/adapter_config.json")
-    for name in (*stale, "custom_generate/__pycache__/generate.cpython-311.pyc", "config.json.partial"):
+    for name in (*stale, "custom_generate/__pycache__/generate.cpython-311.pyc", ".config.json.12.partial"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"old")
     second = build("shared", seed=1)

@@ -15,14 +15,25 @@ from transformers import LogitsProcessorList, T5Config, T5ForConditionalGenerati
 from headstart.heads import CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.drafters.by_name import SPECS, make_drafter
+from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
-from headstart.inference.drafters.lookahead import Lookahead
+from headstart.inference.drafters.lookahead import LookaheadDrafter
 from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
 from headstart.inference.drafters.ngram_model import NgramModel
 from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, merged
+from headstart.inference.drafters.specs import (
+    SPECS,
+    Lookahead,
+    Ngram,
+    PromptLookup,
+    RandomTokens,
+    Retrieval,
+    SmallerModel,
+    drafter_spec,
+)
 from headstart.inference.models.loading import load_tokenizer, tokenizer_provenance
 from headstart.inference.tuning.machine import machine_key
+from headstart.inference.tuning.tree_spec import DynamicShape, TreeShape
 from headstart.inference.verify import choose_rule
 
 VOCAB = 20
@@ -214,7 +225,7 @@ def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
 @pytest.mark.parametrize("new_tokens", [5, 8, 10, 12, 60])
 def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tokens):
     """Every remembered n-gram is a trajectory: the target said each token after what stood before it in the tree."""
-    drafter = Lookahead(3, 3, 2)
+    drafter = LookaheadDrafter(3, 3, 2)
     trees = []
     original = drafter.propose
     drafter.propose = lambda roots: trees.append(original(roots)) or trees[-1]
@@ -248,9 +259,60 @@ def test_a_head_and_a_lookup_share_prefixes_and_count_whose_drafts_were_accepted
     stats = SpeculativeLM(target, company).generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False).stats
     assert {record.returned for record in stats.rows[0][:-1]} == {4}
     with pytest.raises(ValueError, match="must be one that looks things up"):
-        HeadAndLookup(drafter.parts[0], Lookahead())
+        HeadAndLookup(drafter.parts[0], LookaheadDrafter())
     with pytest.raises(ValueError, match="cannot be joined"):
         HeadAndLookup(make_drafter(target, "random", "drawn:chain:2"), PromptLookupDrafter())
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("prompt-lookup", PromptLookup()),
+        ("prompt-lookup:7", PromptLookup(nodes=7)),
+        ("prompt-lookup:7:5:2", PromptLookup(nodes=7, length=5, ngram=2)),
+        ("retrieval:store", Retrieval("store")),
+        ("retrieval:a:b:9", Retrieval("a:b", nodes=9)),
+        ("lookahead:3:2", Lookahead(width=3, ngram=2)),
+        ("ngram", Ngram()),
+        ("ngram:2:a:b", Ngram(order=2, folder="a:b")),
+        ("ngram::store", Ngram(folder="store")),
+        ("random", RandomTokens()),
+        ("model:org/small", SmallerModel("org/small")),
+    ],
+)
+def test_a_drafter_is_an_object_in_python_and_text_on_a_command_line(text, spec):
+    assert drafter_spec(text) == spec
+
+
+def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
+    prompt = torch.tensor([[1, 2, 3, 1, 2]])
+    settings = {"max_new_tokens": 15, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    small = tiny_target(vocab_size=VOCAB, layers=1, seed=3)
+    for drafter, expected in (
+        (PromptLookup(nodes=5), "prompt-lookup:5"),
+        (Lookahead(width=3), "lookahead:3"),
+        (Ngram(order=2), "ngram:2"),
+        (RandomTokens(), "random"),
+        (small, None),
+        (small.model, None),
+    ):
+        lm = SpeculativeLM.from_pretrained(target, drafter=drafter, fallback=False)
+        stats = lm.generate(prompt, **settings).stats
+        assert stats.rounds > 0
+        if expected is not None:
+            other = SpeculativeLM.from_pretrained(target, drafter=expected, fallback=False)
+            assert repr(other.drafter) == repr(lm.drafter)
+            assert other.generate(prompt, **settings).stats.rounds == stats.rounds
+    with pytest.raises(ValueError, match=r"the drafter PromptLookup\(.*takes no tree 'chain:3'"):
+        SpeculativeLM.from_pretrained(target, drafter=PromptLookup(), tree="chain:3")
+
+
+def test_several_trees_are_a_list_of_objects_or_text(target):
+    objects = [TreeShape.chain(2), DynamicShape(6, 2, 2)]
+    drafters = [make_drafter(target, "ngram:2", tree) for tree in (objects, "chain:2|dynamic:6:2:2")]
+    assert repr(drafters[0]) == repr(drafters[1]) and len(drafters[0].trees) == 2
+    assert repr(make_drafter(target, "ngram:2", objects[:1])) == repr(make_drafter(target, "ngram:2", "chain:2"))
+    assert make_drafter(target, "ngram:2", [[0], [0, 0]]).max_nodes == 3
 
 
 @pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
@@ -348,7 +410,7 @@ def test_a_small_encoder_decoder_may_pad_its_vocabulary_to_another_size(tokenize
     ids = torch.tensor([[5, 271, 6, 265]])
     settings = {"max_new_tokens": 30, "do_sample": False, "sequence_bias": {(271,): 2.0}}
     expected = lm.target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    assert torch.equal(lm.generate(ids, torch.ones_like(ids), **settings).sequences, expected)
+    assert torch.equal(lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).sequences, expected)
 
 
 @pytest.mark.parametrize("name", ["store", "a:b", "C:store", "12:4", "with space"])

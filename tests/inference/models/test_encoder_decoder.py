@@ -14,6 +14,7 @@ from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.logits import RandomSampler
 from headstart.inference.models.encoder_decoder import Seq2SeqTarget
+from headstart.inference.speculative_lm import Call
 
 VOCAB = 12
 
@@ -96,7 +97,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
         small.encode(ids, None)
         settings = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "min_new_tokens": 2, "temperature": 0.7}
         found = target.model.generate(
-            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(branch), **settings
+            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(Call(branch)), **settings
         )
         return tuple(found.sequences[0, 1:].tolist())
 
@@ -118,7 +119,7 @@ def test_several_chains_are_chosen_from_and_a_text_that_was_not_shown_is_refused
     expected = target.model.generate(ids, **settings)
     assert torch.equal(lm.generate(ids, **settings).sequences, expected)
     with pytest.raises(ValueError, match="was not shown its input"):
-        target.model.generate(ids, custom_generate=lm.decoding_method(RandomSampler()), **settings)
+        target.model.generate(ids, custom_generate=lm.decoding_method(Call(RandomSampler())), **settings)
 
 
 def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):

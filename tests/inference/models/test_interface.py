@@ -144,7 +144,7 @@ def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options)
         head.initialize(target.modules, torch.ones(VOCAB))
         lm = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False)
         sampling = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        outputs.append(lm.generate(TOKENS_BT, torch.ones_like(TOKENS_BT), **sampling))
+        outputs.append(lm.generate(TOKENS_BT, attention_mask=torch.ones_like(TOKENS_BT), **sampling))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert outputs[0].stats.rounds == outputs[1].stats.rounds  # features of another block would be accepted less
 

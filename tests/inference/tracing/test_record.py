@@ -39,7 +39,12 @@ def generated(lm, prompt, tokenizer, trace, rule="greedy", **more):
     settings = {**SETTINGS, **(SAMPLED if rule != "greedy" else {"do_sample": False}), **more}
     generator = torch.Generator().manual_seed(5)
     return lm.generate(
-        prompt, torch.ones_like(prompt), generator=generator, trace=trace, tokenizer=tokenizer, **settings
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        generator=generator,
+        trace=trace,
+        tokenizer=tokenizer,
+        **settings,
     )
 
 

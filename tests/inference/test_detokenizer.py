@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.inference.tracing.pieces import TextStream, decoded, shown_token, text_pieces
+from headstart.inference.detokenizer import TextStream, decoded, shown_token, text_pieces
 
 TEXTS = [
     "plain words",

@@ -1,0 +1,135 @@
+"""Drafters without a head, as a Python program names them: `drafter=PromptLookup(nodes=24)`.
+
+A command line writes each of them as text, see `SPECS`, which `drafter_spec` parses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SPECS = {
+    "prompt-lookup": "prompt-lookup[:NODES[:LENGTH[:NGRAM]]]",
+    "retrieval": "retrieval:FOLDER[:NODES[:LENGTH[:NGRAM]]]",
+    "lookahead": "lookahead[:WIDTH[:NGRAM[:CANDIDATES]]]",
+    "ngram": "ngram[:ORDER[:FOLDER]]",
+    "random": "random",
+    "model": "model:NAME",
+}
+"""How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller model."""
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Continuations of the newest tokens where these occurred before in the text."""
+
+    nodes: int = 12
+    """Nodes of a tree, at most."""
+    length: int = 10
+    """Tokens of a continuation, at most."""
+    ngram: int = 3
+    """Longest n-gram that is searched for."""
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Continuations of the newest tokens in a datastore, and in the text."""
+
+    folder: str | Path
+    """What `headstart datastore` made."""
+    nodes: int = 12
+    """Nodes of a tree, at most."""
+    length: int = 10
+    """Tokens of a continuation, at most."""
+    ngram: int = 8
+    """Longest n-gram that is searched for."""
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """N-grams that the target generates itself while it verifies others."""
+
+    width: int = 5
+    """Columns of the window."""
+    ngram: int = 4
+    """Length of the n-grams."""
+    candidates: int = 5
+    """N-grams that are verified in a round, at most."""
+
+
+@dataclass(frozen=True)
+class Ngram:
+    """An n-gram model of the text."""
+
+    order: int = 3
+    """Length of its n-grams."""
+    folder: str | Path | None = None
+    """A datastore whose n-grams are counted, too."""
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Tokens that are drawn uniformly: the acceptance that chance alone gives."""
+
+
+@dataclass(frozen=True)
+class SmallerModel:
+    """A smaller model with the target's vocabulary; a loaded one can be given as `drafter` itself."""
+
+    name: str
+    """A folder or a Hub id."""
+
+
+DrafterSpec = PromptLookup | Retrieval | Lookahead | Ngram | RandomTokens | SmallerModel
+"""A drafter without a head."""
+
+
+def drafter_spec(text: str) -> DrafterSpec:
+    """Parse a drafter as a command line writes it.
+
+    Raises:
+        ValueError: an unknown drafter, or options that it does not have.
+    """
+    name, _, options = text.partition(":")
+    if name == "prompt-lookup":
+        return PromptLookup(*_numbers(name, options, most=3))
+    if name == "retrieval":
+        folder, numbers = _path_and_numbers(options, most=3)
+        if not folder:
+            raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
+        return Retrieval(folder, *_numbers(name, numbers, most=3))
+    if name == "lookahead":
+        return Lookahead(*_numbers(name, options, most=3))
+    if name == "ngram":
+        order, _, folder = options.partition(":")
+        orders = _numbers(name, order, most=1)
+        return Ngram(orders[0] if orders else Ngram.order, folder or None)
+    if name == "random":
+        _numbers(name, options, most=0)
+        return RandomTokens()
+    if name == "model":
+        if not options:
+            raise ValueError(f"the drafter model needs a model: {SPECS[name]}")
+        return SmallerModel(options)
+    raise ValueError(f"unknown drafter {text!r}; choose from {', '.join(SPECS.values())}")
+
+
+def _numbers(name: str, options: str, most: int) -> list[int]:
+    """The numbers of a drafter's options, of which the last ones may be left out."""
+    given = options.split(":") if options else []
+    if len(given) > most or not all(number.isdigit() for number in given):
+        raise ValueError(f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}")
+    return [int(number) for number in given]
+
+
+def _path_and_numbers(options: str, most: int) -> tuple[str, str]:
+    """Split PATH[:NUMBER...]; a path may hold colons itself, and is taken whole if it exists."""
+    numbers: list[str] = []
+    path = options
+    while len(numbers) < most and ":" in path and not Path(path).exists():
+        before, _, last = path.rpartition(":")
+        if not last.isdigit():
+            break
+        path = before
+        numbers.insert(0, last)
+    return path, ":".join(numbers)

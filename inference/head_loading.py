@@ -1,0 +1,74 @@
+"""A head for a target: loaded, compared with the target, and the adapter that it may bring.
+
+A head object is checked as its folder would be.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from ..heads import CheckpointMetadata, DraftHead
+from ..heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
+from .target import Target
+
+
+def load_fitting_head(
+    head: str | Path | DraftHead, target: Target, revision: str | None = None, dtype_was_named: bool = True
+) -> DraftHead:
+    """A head that fits the target, in its dtype; nothing is changed and nothing measured.
+
+    A warning names what differs between the target that the head was trained against and this one; the dtype only if it
+    `was_named`.
+
+    Raises:
+        ValueError: a head for another target, or a head object in another dtype.
+    """
+    if isinstance(head, DraftHead):
+        head.target.check(target.info)
+        for parameter in head.parameters():
+            if parameter.dtype != target.dtype:
+                raise ValueError(
+                    f"the head's parameters are {parameter.dtype}, the target's {target.dtype}; convert the head"
+                )
+        loaded = head
+    else:
+        loaded, _ = load_head(head, target.info, target.dtype, revision)
+    metadata = loaded.metadata or CheckpointMetadata()
+    used = dict(target.provenance)
+    if not dtype_was_named:
+        used.pop("dtype")
+    for difference in differences(metadata.provenance, used):
+        warnings.warn(f"the head {_name_of(head)} may accept less here: {difference}", stacklevel=3)
+    return loaded
+
+
+def merge_adapter_of(head: DraftHead, target: Target, allowed: bool) -> None:
+    """Merge the adapter that lies in a head's folder into the target, if it has one and the target has not.
+
+    Raises:
+        ValueError: an adapter without `allowed`, of an unknown folder, or for a target that has another one.
+    """
+    if head.metadata is None or not head.metadata.adapted:
+        return
+    adapter = None if head.folder is None else head.folder / ADAPTER_FOLDER
+    if adapter is not None and target.adapter == str(adapter.resolve()):
+        return
+    which = f"the adapter {str(adapter)!r}" if adapter else "an adapter, whose folder the head does not know"
+    name = _name_of(head.folder or head)
+    if target.adapter is not None:
+        raise ValueError(
+            f"the head {name} drafts for {target.name!r} with {which}; into this target {target.adapter!r} is merged "
+            "already: load it anew"
+        )
+    if adapter is None or not allowed:
+        option = ", --allow-adapter for a command" if adapter is not None else ""
+        raise ValueError(
+            f"the head {name} drafts for {target.name!r} with {which}: merged into the model, it changes what the "
+            f"model itself writes. allow_adapter=True{option} merges it; or call target.merge_adapter with its folder"
+        )
+    target.merge_adapter(adapter)
+
+
+def _name_of(head: str | Path | DraftHead) -> str:
+    return type(head).__name__ if isinstance(head, DraftHead) else repr(str(head))

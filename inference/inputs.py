@@ -1,0 +1,283 @@
+"""Prompts and settings of a call of `generate`: checked, and in the form in which the loop takes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from .models.encoder_decoder import Seq2SeqTarget
+from .models.interface import filled_cache
+from .models.loading import load_tokenizer
+from .sequences import Conversation
+from .target import Target
+
+CONFIG_SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
+"""Settings that `SpeculativeLM.generate` passes to `model.generate`, which documents them."""
+ARGUMENTS = frozenset(("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"))
+"""Arguments of `model.generate` that `SpeculativeLM.generate` has, too, and passes on."""
+INSTEAD = {
+    "assistant_model": "; a smaller model drafts as from_pretrained(target, drafter=...)",
+    "cache": "; give the whole text, and past_key_values=Conversation() so that later calls read only what is new",
+    "custom_generate": "; this is one",
+    "synced_gpus": "; each process decodes its own rows",
+}
+"""Hints for arguments that somebody may expect from transformers."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids [batch, time] and their mask, as they are given to `model.generate`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+
+
+def prompts_of(inputs: Any, input_ids: Any, attention_mask: Any) -> Prompts:
+    """The prompts of a call, under either of their names.
+
+    Raises:
+        ValueError: both names, or anything but a batch of token ids and a mask for it.
+    """
+    if inputs is not None and input_ids is not None:
+        raise ValueError("the prompts were given twice, as inputs and as input_ids; give one of them")
+    given = input_ids if inputs is None else inputs
+    check_inputs(given, attention_mask)
+    return Prompts(given, attention_mask)
+
+
+def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
+    """Refuse anything but a batch of token ids, and a mask for it.
+
+    Raises:
+        ValueError: says what was given and what is valid.
+    """
+    wanted = "input_ids must be a tensor [batch, time] of token ids, int64 or int32, with at least one token"
+    if not isinstance(input_ids, Tensor):
+        hint = "; unpack it: generate(**inputs)" if hasattr(input_ids, "input_ids") else ""
+        raise ValueError(f"{wanted}, not a {type(input_ids).__name__}{hint}")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        hint = "; for one prompt give input_ids[None]" if input_ids.ndim == 1 and len(input_ids) else ""
+        raise ValueError(f"{wanted}, not one of shape {list(input_ids.shape)}{hint}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{wanted}, not of {input_ids.dtype}")
+    if input_ids.device.type == "meta":
+        raise ValueError(f"{wanted}, not on the device meta, which holds no values")
+    if attention_mask is None:
+        return
+    wanted = "attention_mask must be a tensor [batch, time] like input_ids, 1 for tokens and 0 for padding"
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"{wanted}, not a {type(attention_mask).__name__}")
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; {wanted}"
+        )
+    other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]  # sync: once a call
+    if len(other):
+        raise ValueError(f"{wanted}; it holds {other[0].item()}")
+
+
+def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target) -> None:
+    """Refuse token ids that the model does not have; those of padding are not read."""
+    known = len(target.model.get_input_embeddings().weight)
+    wrong_BT = (input_ids < 0) | (input_ids >= known)
+    if mask is not None:
+        wrong_BT &= mask.to(wrong_BT.device).bool()
+    if wrong_BT.any():  # sync: once a call
+        row, position = wrong_BT.nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{row}, {position}] is {int(input_ids[row, position])}; {target.name!r} has the tokens 0 to "
+            f"{known - 1}. Where it marks padding (as -100 does in labels), give attention_mask 0 there"
+        )
+
+
+def without_padding(input_ids: Tensor, mask: Tensor | None, target: Target) -> list[Tensor]:
+    """The prompts of a batch [batch, time] without their padding, [length] each.
+
+    Raises:
+        ValueError: a prompt without a token, or with an unknown one.
+    """
+    check_inputs(input_ids, mask)
+    check_ids(input_ids, mask, target)
+    if mask is None:
+        return list(input_ids)
+    mask = mask.to(input_ids.device).bool()
+    prompts = [row[attended] for row, attended in zip(input_ids, mask, strict=True)]
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {number} of the batch is all padding")
+    return prompts
+
+
+def check_settings(settings: dict[str, Any], config: Any) -> None:
+    """Refuse options of `SpeculativeLM.generate` that are not transformers', or a config that is not one."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        hint = "; give the mask by its name: attention_mask=..." if isinstance(config, Tensor) else ""
+        raise ValueError(f"generation_config must be a GenerationConfig, not a {type(config).__name__}{hint}")
+    unknown = sorted(settings.keys() - CONFIG_SETTINGS - ARGUMENTS)
+    if unknown:
+        hint = INSTEAD.get(unknown[0], f"; choose from {', '.join(sorted(CONFIG_SETTINGS | ARGUMENTS))}")
+        raise ValueError(f"generate option {unknown[0]!r} is not supported{hint}")
+
+
+def check_conversation(past: Any, rows: int, target: Target) -> None:
+    """Refuse a `past_key_values` that cannot be continued, and say what can."""
+    if past is None:
+        return
+    if not isinstance(past, Conversation):
+        whose = " of transformers" if isinstance(past, Cache) else ""
+        raise ValueError(
+            f"past_key_values is a {type(past).__name__}{whose}, which drafts cannot continue. Give a "
+            "headstart.inference.Conversation() instead, the same one in each call, with the whole text so far as "
+            "inputs: it keeps the KV cache and what the drafter has read, and only new tokens are read again"
+        )
+    if rows > 1:
+        raise ValueError(f"past_key_values takes one row, not a batch of {rows}")
+    if isinstance(target, Seq2SeqTarget):
+        raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
+
+
+def check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: BaseStreamer | None, rows: int) -> None:
+    """Refuse inputs and settings that `model.generate` accepts and this loop does not support."""
+    cached = filled_cache(inputs)
+    if cached is not None:
+        raise ValueError(
+            f"a KV cache with {cached.get_seq_length()} tokens cannot be continued here; give the whole text, or "
+            "call SpeculativeLM.generate with past_key_values=Conversation()"
+        )
+    if inputs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"{mode.value.replace('_', ' ')} is not supported; choose from greedy search, sampling")
+    if config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name, None):
+                raise ValueError(f"{name} is not supported; the output holds sequences, scores, logits and stats")
+    if streamer is not None and rows > 1:
+        raise ValueError(f"a streamer takes one row, not a batch of {rows}")
+
+
+def warn_of_equal_answers(acceptance: str, prompts: list[Tensor]) -> None:
+    """Warn if one prompt is to get several answers by a rule that draws nothing."""
+    different = len({tuple(prompt.tolist()) for prompt in prompts})
+    if different < len(prompts):
+        warnings.warn(
+            f"the acceptance rule {acceptance!r} draws no random numbers: equal prompts get equal answers "
+            f"({different} different prompts in {len(prompts)} rows); for samples that differ, choose the acceptance "
+            "rule 'auto'",
+            stacklevel=2,
+        )
+
+
+def with_tokenizer(
+    target: Target,
+    prompts: Prompts,
+    settings: dict[str, Any],
+    config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[Prompts, dict[str, Any]]:
+    """Do what needs the tokenizer, which `model.generate` hides from decoding methods of our own.
+
+    Stop strings become a criterion, and tokens are healed. Both may stand in the call, in the config that was given, or
+    in the model's own.
+
+    Returns:
+        the prompts and settings for `model.generate`.
+
+    Raises:
+        ValueError: no tokenizer was given, and none can be loaded.
+    """
+    settings = dict(settings)
+    strings = _resolved("stop_strings", settings, config, target)
+    settings["stop_strings"] = None
+    if strings:
+        tokenizer = _tokenizer_for(f"the setting stop_strings={strings!r}", tokenizer, target)
+        criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
+        criteria.append(StopStringCriteria(tokenizer, strings))
+        settings["stopping_criteria"] = criteria
+    if _resolved("token_healing", settings, config, target):
+        tokenizer = _tokenizer_for("the setting token_healing=True", tokenizer, target)
+        healed = target.model.heal_tokens(prompts.input_ids, tokenizer)
+        mask = prompts.attention_mask
+        if mask is not None and healed.shape != prompts.input_ids.shape:
+            raise ValueError(
+                f"token_healing made prompts of {healed.shape[1]} tokens out of {prompts.input_ids.shape[1]}, which "
+                "attention_mask does not fit: it strips spaces at the ends of a prompt; leave them out"
+            )
+        prompts = Prompts(healed, mask)
+        settings["token_healing"] = False
+    return prompts, settings
+
+
+def _resolved(name: str, settings: dict[str, Any], config: GenerationConfig | None, target: Target) -> Any:
+    """A setting as `model.generate` resolves it: of the call, else of the given config, else of the model's own."""
+    if name in settings:
+        return settings[name]
+    given = getattr(config, name, None)
+    if given is not None:
+        return given
+    return getattr(target.model.generation_config, name, None)
+
+
+def _tokenizer_for(what: str, tokenizer: PreTrainedTokenizerBase | None, target: Target) -> PreTrainedTokenizerBase:
+    """The tokenizer that was given, or the target's own."""
+    if tokenizer is not None:
+        return tokenizer
+    try:
+        return _tokenizer_named(target.name)
+    except ValueError as error:
+        raise ValueError(f"{what} needs the tokenizer; give generate(..., tokenizer=...)") from error
+
+
+@lru_cache(maxsize=4)
+def _tokenizer_named(name: str) -> PreTrainedTokenizerBase:
+    """`load_tokenizer`, once for all calls that need it."""
+    return load_tokenizer(name)
+
+
+def padding_token(config: GenerationConfig) -> int:
+    """The token after a row's end, as `generate` chooses it: the padding token, else the first end token."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    ends = config.eos_token_id
+    if isinstance(ends, Tensor):
+        ends = ends.tolist()
+    if isinstance(ends, list | tuple):
+        return int(ends[0]) if ends else 0
+    return 0 if ends is None else int(ends)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Where rows end."""
+
+    end_tokens: frozenset[int]
+    max_length: int
+    """Padded prompt and new tokens, at most."""
+    criteria: list[Callable[..., Any]]
+    """All other stopping criteria."""
+
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList, max_length: int) -> Stopping:
+        """Sort the criteria that `model.generate` prepared."""
+        end_tokens: set[int] = set()
+        others: list[Callable[..., Any]] = []
+        for criterion in criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                end_tokens.update(criterion.eos_token_id.tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                max_length = min(max_length, criterion.max_length)
+            else:
+                others.append(criterion)
+        return cls(frozenset(end_tokens), max_length, others)

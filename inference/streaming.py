@@ -1,0 +1,67 @@
+"""The tokens of a generation round by round, while it runs in a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+
+def streamed(generate: Callable[..., object]) -> Iterator[list[int]]:
+    """Run `generate(streamer=...)` and yield the tokens of each round; closing the iterator ends the generation.
+
+    Raises:
+        BaseException: what `generate` raised.
+    """
+    rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
+    streamer = QueueStreamer(rounds)
+    thread = threading.Thread(target=_run, args=(generate, streamer), name="headstart stream", daemon=True)
+    thread.start()
+    try:
+        while (tokens := rounds.get()) is not None:
+            if isinstance(tokens, BaseException):
+                raise tokens
+            yield tokens
+    finally:
+        streamer.closed = True
+        thread.join()
+
+
+def _run(generate: Callable[..., object], streamer: QueueStreamer) -> None:
+    """Generate, and pass an error on to the thread that reads the tokens."""
+    try:
+        generate(streamer=streamer)
+    except _StreamClosed:
+        pass
+    except BaseException as error:
+        streamer.rounds.put(error)
+    finally:
+        streamer.rounds.put(None)
+
+
+class _StreamClosed(Exception):
+    """The caller closed a stream before its end."""
+
+
+@dataclass
+class QueueStreamer(BaseStreamer):
+    """A streamer that passes tokens to another thread."""
+
+    rounds: queue.Queue[list[int] | BaseException | None]
+    """The tokens of each round, or an error, and None at the end."""
+    closed: bool = False
+    has_prompt: bool = False
+
+    def put(self, value: Tensor) -> None:
+        if self.closed:
+            raise _StreamClosed
+        if self.has_prompt:  # transformers streams the prompt first
+            self.rounds.put(value.tolist())
+        self.has_prompt = True
+
+    def end(self) -> None:
+        """Do nothing: the thread that generates marks the end."""

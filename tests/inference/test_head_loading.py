@@ -1,0 +1,123 @@
+"""A head object is checked as its folder would be, and loading one changes nothing and measures nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from headstart.heads import CheckpointMetadata, DraftHead, build_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
+from headstart.inference import SpeculativeLM
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
+from headstart.inference.head_loading import load_fitting_head, merge_adapter_of
+from headstart.inference.tuning import costs
+from headstart.inference.tuning.tree_spec import TreeShape
+
+WAYS = pytest.mark.parametrize(
+    "given",
+    [
+        lambda folder: folder,
+        str,
+        DraftHead.from_pretrained,
+        lambda folder: load_head(folder)[0],
+    ],
+    ids=["folder", "text", "from_pretrained", "load_head"],
+)
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(dtype=torch.float32)
+
+
+@pytest.fixture
+def saved(target, tmp_path):
+    """Saves a head with metadata: `saved(tree="chain:2")`."""
+
+    def save(**metadata):
+        head = build_head("medusa", {"num_heads": 3}, target.info)
+        save_head(head, tmp_path / "head", CheckpointMetadata(**metadata))
+        return tmp_path / "head"
+
+    return save
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in found]
+
+
+@WAYS
+def test_another_target_than_it_was_trained_against_is_told(target, saved, given):
+    folder = saved(provenance={**target.provenance, "weights": "0123456789abcdef"})
+    (message,) = told(lambda: SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False))
+    assert "may accept less here: weights '0123456789abcdef' (trained against)" in message
+    lm = SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False)
+    assert lm.provenance["weights"] == "0123456789abcdef"
+
+
+@WAYS
+def test_the_saved_tree_is_the_one_that_is_drafted(target, saved, given, monkeypatch):
+    from headstart.inference.drafters import by_name
+
+    monkeypatch.setattr(by_name, "machine_key", lambda *_: "here")
+    folder = saved(measured={"fastest": {"here": [[0], [1], [0, 0]]}})
+    lm = SpeculativeLM.from_pretrained(target, given(folder), fallback=False, compile=False)
+    assert lm.drafter.shape == TreeShape.from_paths([[0], [1], [0, 0]])
+
+
+@WAYS
+def test_a_head_with_an_adapter_is_refused_without_permission(target, tmp_path, given, saved):
+    class Adapter:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+
+    head = build_head("medusa", {"num_heads": 2}, target.info)
+    save_head(head, tmp_path / "adapted", CheckpointMetadata(adapted=True), Adapter())
+    with pytest.raises(ValueError, match=r"changes what the model itself writes\. allow_adapter=True"):
+        SpeculativeLM.from_pretrained(target, given(tmp_path / "adapted"), compile=False)
+
+
+def test_loading_a_head_neither_merges_its_adapter_nor_measures(target, tmp_path, monkeypatch, saved):
+    class Adapter:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+
+    monkeypatch.setattr(costs, "_measured", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(target, "merge_adapter", lambda folder: merged.append(folder))
+    merged = []
+    head = build_head("medusa", {"num_heads": 2}, target.info)
+    save_head(head, tmp_path / "adapted", CheckpointMetadata(adapted=True), Adapter())
+    loaded = load_fitting_head(tmp_path / "adapted", target)
+    assert merged == []
+    merge_adapter_of(loaded, target, allowed=True)
+    assert merged == [tmp_path / "adapted" / "adapter"]
+
+
+def test_rounds_are_timed_when_something_is_generated_and_not_when_a_head_is_loaded(
+    target, saved, monkeypatch, nothing_measured
+):
+    measured, original = [], costs._measured
+    monkeypatch.setattr(costs, "_measured", lambda *given: measured.append(given) or original(*given))
+    lm = SpeculativeLM.from_pretrained(target, saved(), compile=False)
+    assert "chosen at first use" in repr(lm) and measured == []
+    prompt = torch.tensor([[5, 6, 7]])
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    found = lm.generate(prompt, **settings).sequences
+    assert len(measured) == 1 and isinstance(lm.drafter, AdaptiveDrafter)
+    assert torch.equal(found, target.model.generate(prompt, **settings))
+    lm.generate(prompt, tree="chain:2", **settings)
+    assert len(measured) == 1
+
+
+def test_a_head_whose_tree_is_known_needs_no_times(target, saved, monkeypatch):
+    monkeypatch.setattr(costs, "_measured", lambda *_: pytest.fail("measured"))
+    for options in ({"tree": "chain:2"}, {"fallback": False}):
+        lm = SpeculativeLM.from_pretrained(target, saved(), compile=False, **options)
+        assert lm.drafter.max_nodes >= 2
+    with pytest.raises(ValueError, match="unknown acceptance rule"):
+        SpeculativeLM.from_pretrained(target, saved(), compile=False, acceptance="exact")

@@ -1,0 +1,140 @@
+"""The interface of `generate` as a transformers user expects it: its output, and the order of its arguments."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from helpers import build_tokenizer
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from headstart.inference import GenerateOutput, SpeculativeLM, custom_generate
+
+PROMPTS = torch.tensor([[65, 66, 67], [70, 71, 72]])
+GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [], "pad_token_id": 257}
+
+
+@pytest.fixture
+def lm(tiny_target):
+    return SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
+
+
+@pytest.fixture
+def out(lm):
+    return lm.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **GREEDY)
+
+
+def test_the_output_is_indexed_as_the_tensor_of_sequences(lm, out):
+    expected = lm.target.model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **GREEDY)
+    assert torch.equal(out.sequences, expected)
+    assert torch.equal(out[0], expected[0]) and out[0].shape == (12,)
+    assert torch.equal(out[-1], expected[-1])
+    assert torch.equal(out[:, 3:], expected[:, 3:])
+    assert torch.equal(out[0, 3:], expected[0, 3:])
+    assert torch.equal(out[out.sequences[:, 0] == 70], expected[1:])
+    assert len(out) == len(expected) == 2
+    assert [row.tolist() for row in out] == expected.tolist()
+    first, second = out
+    assert torch.equal(torch.stack([first, second]), expected)
+    assert out.stats.rounds > 0
+    with pytest.raises(IndexError):
+        out[2]
+
+
+@pytest.mark.versions
+def test_a_tokenizer_decodes_the_output(out):
+    tokenizer = build_tokenizer()
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    assert texts == tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
+    assert texts == [tokenizer.decode(row, skip_special_tokens=True) for row in out]
+    assert texts[0].startswith("bcd")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda out: pickle.loads(pickle.dumps(out))])
+def test_a_copy_of_the_output_is_whole(out, copied):
+    other = copied(out)
+    assert isinstance(other, GenerateOutput) and torch.equal(other.sequences, out.sequences)
+    assert torch.equal(other[0], out[0]) and len(other) == 2
+    assert other.stats.rounds == out.stats.rounds and other.trace is None
+
+
+def test_positional_arguments_stand_as_in_transformers(lm):
+    names = list(inspect.signature(GenerationMixin.generate).parameters)[1:6]
+    parameters = inspect.signature(SpeculativeLM.generate).parameters
+    positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    assert positional == names
+    assert list(inspect.signature(SpeculativeLM.stream).parameters)[1:3] == names[:2]
+
+
+class Banned:
+    """A processor that bans a token, and a criterion that ends a text with another."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        if scores is not None and torch.is_tensor(scores):
+            scores = scores.clone()
+            scores[:, self.token] = -torch.inf
+            return scores
+        return input_ids[:, -1] == self.token
+
+
+def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(lm):
+    row = PROMPTS[:1]
+    plain = lm.target.model.generate(row, **GREEDY)[0, 3:].tolist()
+    arguments = [
+        row,
+        GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=257, eos_token_id=None),
+        LogitsProcessorList([Banned(plain[1])]),
+        StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] >= 14])]),
+        lambda batch, text: [token for token in range(258) if token != plain[2]],
+    ]
+    expected = lm.target.model.generate(*arguments)
+    assert torch.equal(lm.generate(*arguments).sequences, expected)
+    assert expected.shape[1] == 14 and not {plain[1], plain[2]} & {*expected[0, 3:].tolist()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ([PROMPTS, torch.ones_like(PROMPTS)], {}, r"must be a GenerationConfig, not a Tensor; .*attention_mask=\.\.\."),
+        ([PROMPTS, {"max_new_tokens": 3}], {}, "must be a GenerationConfig, not a dict"),
+        ([PROMPTS], {"input_ids": PROMPTS}, "given twice, as inputs and as input_ids"),
+        ([], {}, "input_ids must be a tensor .* not a NoneType"),
+        ([PROMPTS], {"assistant_model": 1}, r"'assistant_model' is not supported; a smaller model drafts as"),
+        ([PROMPTS], {"slots": 1}, "'slots' is not supported; choose from"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_told(lm, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        lm.generate(*arguments, **GREEDY, **options)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_of_transformers_is_answered_by_what_to_give_instead(lm, filled):
+    cache = DynamicCache()
+    if filled:
+        lm.target.model(PROMPTS[:1], past_key_values=cache, use_cache=True)
+    message = r"is a DynamicCache of transformers, .*Give a headstart\.inference\.Conversation\(\) instead"
+    with pytest.raises(ValueError, match=message):
+        lm.generate(PROMPTS[:1], past_key_values=cache, **GREEDY)
+    with pytest.raises(ValueError, match=r"is a tuple, .*Conversation\(\) instead"):
+        lm.generate(PROMPTS[:1], past_key_values=((1, 2),), **GREEDY)
+
+
+def test_plain_generate_returns_what_transformers_does_with_statistics(tiny_target):
+    model = tiny_target().model
+    method = custom_generate(drafter="prompt-lookup", fallback=False)
+    settings = {**GREEDY, "attention_mask": torch.ones_like(PROMPTS), "return_dict_in_generate": True}
+    expected = model.generate(PROMPTS, output_scores=True, **settings)
+    found = model.generate(PROMPTS, output_scores=True, custom_generate=method, **settings)
+    assert isinstance(found, GenerateDecoderOnlyOutput)
+    assert torch.equal(found["sequences"], expected["sequences"]) and found.stats.rounds > 0
+    ours, theirs = torch.stack(found.scores), torch.stack(expected.scores)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, check_dtype=False)
+    assert torch.is_tensor(model.generate(PROMPTS, custom_generate=method, **GREEDY))
