@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, TargetFeatures
+from ...heads.base import DraftHead, TargetFeatures
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import DynamicTree
 from ..engines.base import TargetOutput
