@@ -279,7 +279,7 @@ def identity(bench: Bench) -> None:
     padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     mask_BT = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left")
     lm = SpeculativeLM(target, tree_drafter(head, DynamicShape(60, DEPTH, WIDTH), target.draft_modules))
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **settings).sequences[:, 77:]
     alone = [reference(target, row[None], 24)[0, len(row) :] for row in rows]
     bench.add("identity", what="float32, three rows", equal=torch.equal(written, torch.stack(alone)))
