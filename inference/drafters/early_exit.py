@@ -67,6 +67,7 @@ class EarlyExitChain(HeadDrafter):
         goes_on = torch.ones_like(size, dtype=torch.bool)
         for depth in range(longest):
             logits_B1V, state = self.runner(self.head.expand, (), state, tokens[-1][:, None], parents_B1)
+            self.show(tokens[-1][:, None], parents_B1, logits_B1V)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
             estimate_BW = getattr(state, "confidence_BW", None)  # not every model's state has one

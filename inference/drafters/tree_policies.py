@@ -65,6 +65,10 @@ class Progress:
     """Tokens that the head has read of any row, at most."""
 
 
+Watcher = Callable[[Tensor, Tensor, Tensor], None]
+"""Shown an expansion: tokens_BW, parents_BW, and the logits_BWV of the children."""
+
+
 class HeadDrafter(Drafter):
     """A head, or another draft model, whose state follows the text; a subclass grows a tree from it."""
 
@@ -94,6 +98,8 @@ class HeadDrafter(Drafter):
         self.engine: Engine | None = None
         """The target's, which says how a head drafts there; None for a draft that runs as it is."""
         self.runner = Runner()
+        self.watcher: Watcher | None = None
+        """Shown every expansion, see `watch`."""
         self._caches: dict[Any, DraftCache] = {}
         """By shape, caches of earlier generations, to be used again where they lie."""
         self._gumbel: Callable[[int], Tensor] | None = None
@@ -197,9 +203,24 @@ class HeadDrafter(Drafter):
         self.engine = engine
         if isinstance(self.head, DraftHead):
             self.head = engine.draft_head(self.head)
-            self.runner = engine.runner
+            self.runner = engine.runner if self.watcher is None else Runner()
         elif isinstance(self.head, AssistantModel):
             self.head.model.compile(engine.mode)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Show the logits of every expansion to `watcher` from now on; None ends that.
+
+        Meanwhile drafts run as they are: one that is replayed shows nothing.
+        """
+        self.watcher = watcher
+        self.runner = Runner()
+        if watcher is None and self.engine is not None and isinstance(self.head, DraftHead):
+            self.runner = self.engine.runner
+
+    def show(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWV: Tensor) -> None:
+        """Show an expansion to whoever watches."""
+        if self.watcher is not None:
+            self.watcher(tokens_BW, parents_BW, logits_BWV)
 
     def renew(self, force: bool = False) -> None:
         if isinstance(self.head, AssistantModel):
@@ -361,6 +382,7 @@ class StaticTree(HeadDrafter):
             nodes = frontier_BW.shape[1]
             if probs is None:
                 logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+                self.show(frontier_BW, parents_BW, logits_BWV)
                 if gumbel_BKD is not None:
                     logits_BWV = logits_BWV + gumbel_BKD[:, depth : depth + 1]
                 ranked_BWR = self.head.target_tokens(logits_BWV.topk(level.width, dim=-1).indices)
@@ -368,6 +390,7 @@ class StaticTree(HeadDrafter):
                     ranked_BWR = ranked_BWR.expand(-1, nodes, -1)
             else:
                 logits_BWV, state = self.runner(self.head.expand, (), state, frontier_BW, parents_BW)
+                self.show(frontier_BW, parents_BW, logits_BWV)
                 ranked_BWR, probs_BWV = self.sample_children(logits_BWV, nodes, level.width)
                 probs.append(probs_BWV)
             children_BC = ranked_BWR.flatten(1)
@@ -439,6 +462,7 @@ class DynamicTree(HeadDrafter):
         tokens, parents, values, numbers = [frontier_BW], [parents_BW], [value_B1], [number_B1]
         for level in range(1, depth + 1):
             logits_BWV, state = self.head.expand(state, frontier_BW, parents_BW)
+            self.show(frontier_BW, parents_BW, logits_BWV)
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
             at_least_fp32 = torch.promote_types(logits_BWV.dtype, torch.float32)

@@ -1,7 +1,7 @@
 """Recording of one row's rounds, as they are decoded.
 
 Nothing is computed a second time: the target's probabilities are those that the acceptance rule saw, its random numbers
-pass through a `RecordingSampler`, and the draft's logits through a copy of the draft model that shares its weights.
+pass through a `RecordingSampler`, and drafters show the logits of their expansions, see `HeadDrafter.watch`.
 What is recorded of a round is copied to the host once, after the round and outside of its time.
 
 Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of the frontier.
@@ -9,10 +9,8 @@ Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocab
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -154,34 +152,20 @@ class Recorder:
         self._verification = RecordedVerification(decoding.verification.rule)
         recorded = replace(decoding, verification=self._verification, after_round=self.record)
         self.about = decoding_data(decoding, drafter)
-        with self._recorded_models(drafter):
+        drafters = head_drafters(drafter)
+        self._drafter = drafters[0] if drafters else None
+        try:
+            for each in drafters:
+                each.watch(self._keep_expansion)
             stats = speculate(recorded, drafter, sequences, past)
+        finally:
+            for each in drafters:
+                each.watch(None)
         self.tokens = sequences.rows[0]
         return stats
 
-    @contextmanager
-    def _recorded_models(self, drafter: Drafter) -> Iterator[None]:
-        """Let copies of the draft models draft, whose expansions are kept.
-
-        Recorded drafts are not used meanwhile: nothing inside of them can be kept.
-        """
-        drafters = head_drafters(drafter)
-        before = [(each.head, each.runner) for each in drafters]
-        try:
-            for each in drafters:
-                model = copy.copy(each.head)
-                model.expand = partial(self._expand, each.head.expand)  # type: ignore[method-assign]
-                each.head, each.runner = model, Runner()
-            self._drafter = drafters[0] if drafters else None
-            yield
-        finally:
-            for each, (model, runner) in zip(drafters, before, strict=True):
-                each.head, each.runner = model, runner
-
-    def _expand(self, expand: Any, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> Any:
-        logits_BWD, state = expand(state, tokens_BW, parents_BW)
+    def _keep_expansion(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
         self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
-        return logits_BWD, state
 
     def record(self, step: StepResult, stats: Stats) -> None:
         """Record a round that has ended."""
