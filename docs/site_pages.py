@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -92,6 +93,15 @@ def heads_page() -> str:
     return "\n\n".join(parts)
 
 
+def with_options(markdown: str) -> str:
+    """A page with a table of options in the place of each `<!-- options: HEAD -->`."""
+
+    def options_of_head(comment: re.Match[str]) -> str:
+        return table(HEADS[comment[1]].config_class)
+
+    return re.sub(r"<!-- options: (\S+) -->", options_of_head, markdown)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, those of benchmarks/, and the files of examples/ that they show."""
     from mkdocs.structure.files import File
@@ -105,5 +115,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links to folders beside docs/ hold in the repository, and on the site, where `on_files` puts them into it."""
+    markdown = with_options(markdown)
     markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../examples/", "](examples/")
+    markdown = markdown.replace("](../../benchmarks/", "](../benchmarks/")  # of pages of docs/heads/
     return markdown.replace("](../docs/", "](../")  # of pages of benchmarks/
