@@ -191,12 +191,23 @@ def test_every_head_has_a_page_with_its_options_and_a_picture():
 
 
 def test_the_figures_of_the_readme_are_those_that_were_measured():
-    text = PAGES["README.md"].partition("## What it gains")[2].partition("\n## ")[0]
+    text = PAGES["README.md"].partition("## What it gains on a CPU")[2].partition("\n## ")[0]
     shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(shown) == 6
     for processor, kind, *cells in shown:
         row = section("cpu.md", f"### {processor}")[kind.lower().replace("-", "_")]
         assert cells == [*row[:3], *(row[column].split()[0] for column in (4, 5))]
+
+
+def test_the_gpu_figures_of_the_readme_are_those_that_were_measured():
+    text = PAGES["README.md"].partition("## On a GPU")[2].partition("\n## ")[0]
+    shown = [line.strip("| ").split(" | ")[-1] for line in text.splitlines() if line.startswith("| ")][1:]
+    lines = (ROOT / "benchmarks" / "gpu.md").read_text("utf-8").splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rate = {tuple(row[:3]): row[3] for row in cells if len(row) > 3}
+    slowest = rate["transformers generate", "512", "1"]
+    engines = [rate[engine, "512", nodes] for engine in ("eager", "cuda graphs") for nodes in ("1", "60")]
+    assert shown == [f"{slowest} to 27", *engines]
 
 
 def test_supported_families_are_those_of_the_tests():
