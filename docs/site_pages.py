@@ -69,8 +69,16 @@ def table(kind: type) -> str:
     for name, annotation, default, text in documented_options(kind):
         shown = "" if default in ("", dataclasses.MISSING) else f"`{default}`"
         cells = (f"`{name}`", f"`{annotation}`", shown, " ".join(text.split()))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows.append("| " + " | ".join(escaped(cell) for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def escaped(cell: str) -> str:
+    """A cell of a table whose | divides no columns; Markdown takes a | in `code` as it is."""
+    parts = cell.split("`")
+    for number in range(0, len(parts), 2):  # the parts outside of code
+        parts[number] = parts[number].replace("|", "\\|")
+    return "`".join(parts)
 
 
 def commands_page() -> str:
