@@ -176,8 +176,8 @@ class SpeculativeLM:
             device_map: see `Target.from_pretrained`.
             revision: revision of the target's Hub id.
             head_revision: revision of the head's Hub id.
-            compile: True to compile the rounds, see the method `compile`; False not to; "auto" to compile where it
-                takes no time, on CPUs.
+            compile: how forwards run, see the method `compile`: "auto" for our kernels on a CPU and CUDA graphs on a
+                GPU, True to fuse the forward by torch.compile on a GPU too, False for transformers' own.
             drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`, `Ngram()`, a
                 smaller model, or one of them as a command line writes it, see `drafters.specs.SPECS`; or a drafter of
                 your own, whose errors cannot change the output. With a head, its drafts are joined with the head's
