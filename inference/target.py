@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..extras import require_extra
 from ..heads.base import TargetModules, dtype_name
+from .engines.attention import kernels_without_plans
 from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
 from .engines.eager import EagerEngine, chain_structure
@@ -348,13 +349,14 @@ class Target:
         """
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
-        output = self.model(
-            input_ids=tokens_BT,
-            position_ids=positions_BT,  # transformers makes the mask of packed rows from them
-            use_cache=False,
-            logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
-            output_hidden_states=sorted({*indices, last}),
-        )
+        with kernels_without_plans(self.device):  # the lengths of training rows keep changing
+            output = self.model(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,  # transformers makes the mask of packed rows from them
+                use_cache=False,
+                logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
+                output_hidden_states=sorted({*indices, last}),
+            )
         last_BTD = output.hidden_states[last].to(self.device)
         states = [output.hidden_states[index].to(self.device) for index in indices]
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD

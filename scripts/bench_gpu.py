@@ -267,7 +267,8 @@ def identity(bench: Bench) -> None:
     prompt_1T = bench.prompt(target, 77)
     expected = reference(target, prompt_1T, 48)
     truth_T = F.pad(expected[0, 77:], (0, 16))
-    for mode, nodes in itertools.product((False, "auto"), (1, 8, 60)):
+    modes: tuple[bool | str, ...] = (False, "auto")
+    for mode, nodes in itertools.product(modes, (1, 8, 60)):
         target.compile(mode)
         output = answer(forced(target, head, truth_T, nodes, TREES[nodes]), prompt_1T, 48)
         equal = torch.equal(output.sequences, expected)
@@ -279,7 +280,7 @@ def identity(bench: Bench) -> None:
     padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     mask_BT = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left")
     lm = SpeculativeLM(target, tree_drafter(head, DynamicShape(60, DEPTH, WIDTH), target.draft_modules))
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **settings).sequences[:, 77:]
     alone = [reference(target, row[None], 24)[0, len(row) :] for row in rows]
     bench.add("identity", what="float32, three rows", equal=torch.equal(written, torch.stack(alone)))

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ..engines.base import Engine
 from ..tree import DraftTree
 from ..tuning.round_costs import RoundCosts

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, DraftState, TargetModules
+from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.draft_cache import STEP, DraftCache
@@ -178,9 +178,8 @@ class HeadDrafter(Drafter):
             part = slice(start, start + CHUNK_TOKENS)
             count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
             self._extend(len(tokens_BT[0, part]))
-            self.shared.state = self.head.observe(
-                self.shared.state, chunk.features_BTF[:, part], tokens_BT[:, part], count_B
-            )
+            given = (self.shared.state, chunk.features_BTF[:, part], tokens_BT[:, part], count_B)
+            self.shared.state = self.runner.once(self.head.observe, *given)
         self.shared.empty = False
 
     def _extend(self, tokens: int) -> None:

@@ -17,7 +17,7 @@ from ..kv_cache import StateShape, TreeCache
 from ..tree import DraftTree
 
 if TYPE_CHECKING:
-    from ...heads import DraftHead
+    from ...heads.base import DraftHead
     from ..target import Target
 
 LEAST_PADDING = 2048
@@ -48,6 +48,10 @@ class Runner:
             inputs: tensors, or dataclasses, lists and tuples with tensors in them.
         """
         return function(*fixed, *inputs)
+
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The result of `function(*inputs)` for inputs of shapes that hardly occur again, such as those of prompts."""
+        return function(*inputs)
 
     def room(self, tokens: int) -> int:
         """Capacity of a cache for so many tokens."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
 from ..tree import DraftTree
 from . import cpu_kernels

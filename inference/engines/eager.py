@@ -6,20 +6,18 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
 from ..tree import DraftTree, framed
-from .attention import WITHOUT_PLANS, Mark, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
+from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
 
@@ -40,7 +38,7 @@ class EagerEngine(Engine):
     def __init__(self, target: Target, runner: Runner | None = None) -> None:
         """`runner` records and replays the forwards over trees; None to run each as it is."""
         super().__init__(target)
-        self.runner = runner or Runner()
+        self.runner = runner or PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
         self.on_cpu = target.device.type == "cpu"
@@ -49,7 +47,7 @@ class EagerEngine(Engine):
         self.spread = len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
         """Whether the layers lie on several devices."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
-            self.runner = Runner()
+            self.runner = PlanlessRunner(target.device)
 
     @property
     def model(self) -> Any:
@@ -137,8 +135,8 @@ class EagerEngine(Engine):
         last = size - kept[0] if kept else 1
         wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
-        with self._kernels():
-            logits_BKV, features_BNF = self._model_forward(tokens_BT, positions_BT, masks, cache, layers, wanted)
+        given = (tokens_BT, positions_BT, masks, cache, layers, wanted)
+        logits_BKV, features_BNF = self.runner.once(self._model_forward, *given)
         if self.spread:  # logits from the first wanted position to the last token
             logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
         cache.advance(torch.full_like(cache.lengths_B, size))
@@ -147,8 +145,7 @@ class EagerEngine(Engine):
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         cache.reserve(tree.tokens_BN.shape[1], longest)
-        with self._kernels():
-            output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
+        output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
     def _tree_forward(
@@ -171,8 +168,7 @@ class EagerEngine(Engine):
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.reserve(new, longest, nodes - new)
         given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
-        with self._kernels():
-            output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
+        output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
         return output
 
     def _nodes_forward(
@@ -244,11 +240,6 @@ class EagerEngine(Engine):
         if states:
             return output.logits, torch.cat(states, dim=-1)
         return output.logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
-
-    def _kernels(self) -> AbstractContextManager[Any]:
-        """The attention kernels to choose from: recorded forwards repeat their shapes, others rarely do."""
-        plans_pay = self.runner.replays or self.target.device.type != "cuda"
-        return nullcontext() if plans_pay else sdpa_kernel([*WITHOUT_PLANS])
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""

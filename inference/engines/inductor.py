@@ -108,7 +108,7 @@ class InductorEngine(EagerEngine):
     ) -> tuple[Tensor, Tensor]:
         def sizes() -> list[tuple[Tensor, int]]:
             nodes = tokens_BN.shape[1]
-            every_mask = masks.values() if isinstance(masks, dict) else [masks]
+            every_mask: list[Any] = list(masks.values()) if isinstance(masks, dict) else [masks]
             found = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             found += [(mask, i) for mask in every_mask for i in (0, 2, 3) if nodes > 1 or i != 2]
             if isinstance(logits_to_keep, Tensor):
