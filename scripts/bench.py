@@ -340,7 +340,6 @@ def _table(report: dict[str, Any]) -> Any:
 
 def _profile_line(profile: dict[str, Any]) -> str:
     """The parts of a round beside its lower bounds."""
-    milliseconds = profile["milliseconds"]
     floors = profile["floors"]
     shares = profile["of_the_round"]
     return (

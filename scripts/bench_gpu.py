@@ -129,7 +129,7 @@ def bench_gpu(config: BenchGpuConfig) -> dict[str, Any]:
 
 
 class Bench:
-    """What is measured so far, and the device."""
+    """Results so far, and the device."""
 
     def __init__(self, config: BenchGpuConfig) -> None:
         if len(config.training) != 2 or min(config.training) < 1:

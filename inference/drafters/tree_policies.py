@@ -199,7 +199,7 @@ class HeadDrafter(Drafter):
             self.head = engine.draft_head(self.head)
             self.runner = engine.runner
         elif isinstance(self.head, AssistantModel):
-            self.head.model.compile(engine.target.compile_mode)
+            self.head.model.compile(engine.mode)
 
     def renew(self, force: bool = False) -> None:
         if isinstance(self.head, AssistantModel):

@@ -39,7 +39,7 @@ WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """What the nodes of a tree attend to, without a mask of all slots; see `tree_kernel.tree_attention`."""
+    """Slots that the nodes of a tree attend to, without a mask of all; see `tree_kernel.tree_attention`."""
 
     ancestors_BNM: Tensor
     depths_BM: Tensor

@@ -7,7 +7,7 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
+from ..target_model import TargetModel
 from ..tree import DraftTree, framed
 from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
-
-if TYPE_CHECKING:
-    from ..target import Target
 
 PADDING_ON_CPU = 64
 """Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one costs little."""
@@ -35,7 +33,7 @@ class EagerEngine(Engine):
 
     name = "eager"
 
-    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         """`runner` records and replays the forwards over trees; None to run each as it is."""
         super().__init__(target)
         self.runner = runner or PlanlessRunner(target.device)
@@ -43,8 +41,9 @@ class EagerEngine(Engine):
             self.name = "cuda graphs"
         self.on_cpu = target.device.type == "cpu"
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
-        self.flex = self.model.config._attn_implementation == "flex_attention"
-        self.spread = len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+        model = target.model
+        self.flex = model.config._attn_implementation == "flex_attention"
+        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         """Whether the layers lie on several devices."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
             self.runner = PlanlessRunner(target.device)
@@ -270,7 +269,7 @@ class EagerEngine(Engine):
 
 
 def visible_slots(
-    target: Target, framed_BNX: Tensor, depths_BM: Tensor, lengths_B: Tensor, slots: int
+    target: TargetModel, framed_BNX: Tensor, depths_BM: Tensor, lengths_B: Tensor, slots: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Position ids [B, N] of the last N of M nodes, and by kind of attention the slots they attend to [B, N, S]."""
     new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
@@ -292,7 +291,7 @@ def visible_slots(
     return positions_BN, visible
 
 
-def node_positions(target: Target, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
+def node_positions(target: TargetModel, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
     """Position ids [B, N] of the last `new` of M nodes.
 
     A node beyond the last position is never returned, but must not break an embedding table.
@@ -301,7 +300,7 @@ def node_positions(target: Target, depths_BM: Tensor, lengths_B: Tensor, new: in
     return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
 
 
-def in_window(target: Target, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+def in_window(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
     """Visible slots [B, N, S] that lie within the sliding window of each node."""
     return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window)
 

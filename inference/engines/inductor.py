@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..kv_cache import TreeCache
+from ..target_model import TargetModel
 from .base import Runner
 from .eager import EagerEngine, Masks
-
-if TYPE_CHECKING:
-    from ..target import Target
 
 GRAPHS = 64
 """Variants of one function, at most; torch's own limit is too small for batches that shrink."""
@@ -91,7 +89,7 @@ class CompiledFunction:
 class InductorEngine(EagerEngine):
     """The transformers model with its forward compiled, and on a GPU recorded as a CUDA graph as well."""
 
-    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
         self.name = f"compiled, {self.name}"
         self.tree_kernel = False

@@ -181,13 +181,13 @@ class Clock:
     """A forward takes a step, and a tenth of one for each node beyond the first."""
 
     def __init__(self, target, monkeypatch):
-        self.now, original = 0.0, target.forward_nodes
+        self.now, original = 0.0, target.forward_tree
 
-        def forward(tokens_BN, *rest):
-            self.now += STEP + NODE * (tokens_BN.shape[1] - 1)
-            return original(tokens_BN, *rest)
+        def forward(tree, *rest):
+            self.now += STEP + NODE * (tree.tokens_BN.shape[1] - 1)
+            return original(tree, *rest)
 
-        monkeypatch.setattr(target, "forward_nodes", forward)
+        monkeypatch.setattr(target, "forward_tree", forward)
 
     def __call__(self):
         return self.now
