@@ -50,7 +50,7 @@ from .inputs import (
 )
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
-from .loop import Decoding, Verification, speculate
+from .loop import Decoding, Verification, speculate, verification_by
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
@@ -501,7 +501,7 @@ class SpeculativeLM:
         if not sampling:
             return self.greedy_rule
         if process_logits.one_by_one:
-            return Verification(top_down_rule(self.acceptance, self.drafter.kind))
+            return verification_by(top_down_rule(self.acceptance, self.drafter.kind))
         return self.sampling_rule
 
     def _speculate(self, call: Call, decoding: Decoding, drafter: Drafter, sequences: Sequences) -> Stats:
