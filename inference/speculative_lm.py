@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -252,8 +252,9 @@ class SpeculativeLM:
     def refresh(self) -> SpeculativeLM:
         """Copy the weights of target, head and draft model again; conversations read their text again.
 
-        Needed only after a change that each call's comparison of sampled weights cannot see: a write through `.data` to
-        a few rows of an embedding or LM head, or to so few elements that none of the sampled ones differs.
+        Needed on a CPU only after a change that each call's comparison of sampled weights cannot see: a write through
+        `.data` to a few rows of an embedding or LM head, or to so few elements that none of the sampled ones differs.
+        On a GPU weights are read where they lie; call it before a conversation goes on after any write through `.data`.
         """
         with self.target.lock:
             self.target.refresh()
@@ -468,8 +469,8 @@ class SpeculativeLM:
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
             target.renew()
-            self.drafter.use(target.engine)
-            self.drafter.renew()
+            drafter.use(target.engine)
+            drafter.renew()
             self._check_size(prompts, new_tokens, call.max_batch_size)
             sequences = Sequences(
                 prompts,
@@ -582,7 +583,8 @@ class SpeculativeLM:
             encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
             running.append((target, past))
             try:
-                with as_loaded_together([model.model for model in assistants(drafter)]):
+                as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()
+                with as_it_is, as_loaded_together([model.model for model in assistants(drafter)]):
                     yield drafter
             finally:
                 running.pop()

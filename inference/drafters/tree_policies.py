@@ -111,7 +111,7 @@ class HeadDrafter(Drafter):
         return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{sampled})"
 
     def begin(self, context: DraftContext) -> None:
-        capacity = self.runner.room(context.capacity)
+        capacity = self.runner.rounded_capacity(context.capacity)
         state = self.head.begin(self.modules, context.batch_size, capacity, *self.room)
         self.shared = Progress(self._in_a_known_cache(state))
         self._gumbel = context.gumbel if self.kind == "top_k" else None
@@ -185,7 +185,7 @@ class HeadDrafter(Drafter):
             count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
             self._extend(len(tokens_BT[0, part]))
             given = (self.shared.state, chunk.features_BTF[:, part], tokens_BT[:, part], count_B)
-            self.shared.state = self.runner.once(self.head.observe, *given)
+            self.shared.state = self.runner.run_unrecorded(self.head.observe, *given)
         self.shared.empty = False
 
     def _extend(self, tokens: int) -> None:
@@ -196,7 +196,7 @@ class HeadDrafter(Drafter):
             return
         attended = -(-self.shared.longest // STEP) * STEP
         if self.runner.replays:
-            attended = self.runner.room(attended) + 1
+            attended = self.runner.rounded_capacity(attended) + 1
         cache.attended = cache.nodes + attended
 
     def use(self, engine: Engine) -> None:
