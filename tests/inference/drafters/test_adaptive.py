@@ -181,13 +181,20 @@ class Clock:
     """A forward takes a step, and a tenth of one for each node beyond the first."""
 
     def __init__(self, target, monkeypatch):
-        self.now, original = 0.0, target.forward_tree
+        self.now = 0.0
+        engine = target.engine
+        forward_tree, forward_nodes = engine.forward_tree, engine.forward_nodes
 
-        def forward(tree, *rest):
+        def over_a_tree(tree, *rest):
             self.now += STEP + NODE * (tree.tokens_BN.shape[1] - 1)
-            return original(tree, *rest)
+            return forward_tree(tree, *rest)
 
-        monkeypatch.setattr(target, "forward_tree", forward)
+        def over_nodes(tokens_BN, *rest):
+            self.now += STEP + NODE * (tokens_BN.shape[1] - 1)
+            return forward_nodes(tokens_BN, *rest)
+
+        monkeypatch.setattr(engine, "forward_tree", over_a_tree)
+        monkeypatch.setattr(engine, "forward_nodes", over_nodes)
 
     def __call__(self):
         return self.now
