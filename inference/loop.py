@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..heads.layers.constants import counting
+from ..heads.layers.constants import counting, upload
 from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk, ShrunkDrafter, StepResult
 from .engines.base import Runner, TargetOutput
 from .kv_cache import TreeCache
@@ -381,7 +381,7 @@ def replace_ended(
     sequences.active, sequences.leaving = [sequences.active[slot] for slot in kept], set()
     if not kept:
         return roots_B
-    kept_R = torch.tensor(kept, device=roots_B.device)
+    kept_R = upload(kept, roots_B.device)
     cache.select(kept_R)
     drafter.select(kept_R)
     return roots_B[kept_R]
@@ -447,7 +447,7 @@ def prefill_slots(
     roots_B: Tensor,
 ) -> Tensor:
     """Read the prompts of rows that take these slots of the batch; return the roots [B]."""
-    fresh, into_R = drafter.fresh(), torch.tensor(slots, device=roots_B.device)
+    fresh, into_R = drafter.fresh(), upload(slots, roots_B.device)
     fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
     cache.replace(into_R, fresh_cache)
     drafter.replace(into_R, fresh)

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...heads.layers.constants import counting
+from ...heads.layers.constants import counting, upload
 from ..tree import DraftTree
 from .base import Drafter, StepResult, constant
 from .prompt_lookup import PromptLookupDrafter, Trie
@@ -80,7 +80,7 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     device, more = tree.tokens_BN.device, max(len(trie.tokens) for trie in tries) - 1
     if more == 0:
         return tree, torch.full_like(tree.tokens_BN, HEAD)
-    found = torch.tensor([_row(trie, more) for trie in tries], device=device)
+    found = upload([_row(trie, more) for trie in tries], device)
     tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
     powers = (0, *(c_int64(pow(FACTOR, depth, WORD)).value for depth in range(1, tree.max_depth + 1)))
     powers_D = constant(powers, torch.int64, device)  # 0 for the root, which is on every path

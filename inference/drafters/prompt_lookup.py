@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...heads.layers.constants import upload
 from ..tree import DraftTree
 from .base import DraftContext, Drafter, PrefillChunk, StepResult
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
@@ -66,7 +67,7 @@ def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
         tokens = [*trie.tokens, *[trie.tokens[0]] * (nodes - size)]
         parents = [*trie.parents, *[0] * (nodes - size)]
         columns.append([*tokens, *parents, size])
-    tokens_BN, parents_BN, sizes_B1 = torch.tensor(columns, device=device).split([nodes, nodes, 1], dim=1)
+    tokens_BN, parents_BN, sizes_B1 = upload(columns, device).split([nodes, nodes, 1], dim=1)
     return DraftTree(tokens_BN, parents_BN, sizes_B1[:, 0], max_depth=max(max(trie.depths()) for trie in tries))
 
 
