@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads.layers.constants import upload
-from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
+from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from .kv_cache import TreeCache
 from .stats import RoundRecord, Stats
 
@@ -199,7 +199,7 @@ class Conversation:
         """Drop the text and its state."""
         self.tokens, self.cache, self.draft_state = [], None, None
 
-    def resume(self, context: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
+    def resume(self, context: DraftContext, drafter: BatchDrafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
         """Crop the state to the prefix that text and prompt share, and resume the drafter if anything is kept.
 
         Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -24,14 +23,16 @@ from ..tuning.tree_spec import (
     tree_policies,
 )
 from .adaptive import AdaptiveDrafter, candidate_trees
-from .base import Drafter, HostDrafter, NoDraft, ValidatedDrafter
+from .base import BatchDrafter, Drafter, NoDraft
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
 from .lookahead import LookaheadDrafter
+from .model_rows import DraftModel
 from .ngram_index import Datastore
 from .ngram_model import NgramModel
-from .prompt_lookup import NgramDrafter, PromptLookupDrafter
+from .on_host import HostDrafter
+from .prompt_lookup import PromptLookupDrafter
 from .specs import (
     DrafterSpec,
     Lookahead,
@@ -42,7 +43,8 @@ from .specs import (
     SmallerModel,
     drafter_spec,
 )
-from .tree_policies import DraftModel, DynamicTree, HeadDrafter, StaticTree
+from .tree_policies import DynamicTree, HeadDrafter, StaticTree, draft_models
+from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
 """A drafter as a user gives it: a spec or its text (see `SPECS`), one that is made already, or a smaller model."""
@@ -59,7 +61,7 @@ def make_drafter(
     head: DraftHead | None = None,
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
-) -> Drafter:
+) -> BatchDrafter:
     """The drafter that a user names; `NoDraft` if nothing is.
 
     Args:
@@ -73,7 +75,7 @@ def make_drafter(
         adaptive: whether autoregressive steps replace drafts where they are faster.
     """
     if head is None:
-        drafter = NoDraft() if source is None else _from_source(source, target, tree)
+        drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
         drafter = _head_drafter(target, head, metadata or head.metadata or CheckpointMetadata(), tree, adaptive)
         if source is not None:
@@ -129,7 +131,7 @@ def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, cost
 
 def _head_drafter(
     target: Target, head: DraftHead, metadata: CheckpointMetadata, tree: TreeSpec, adaptive: bool
-) -> Drafter:
+) -> BatchDrafter:
     modules = target.draft_modules
     if tree != "auto":
         return tree_drafter(head, tree, modules)
@@ -141,13 +143,13 @@ def _head_drafter(
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
-def assistants(drafter: Drafter) -> list[Target]:
+def assistants(drafter: BatchDrafter) -> list[Target]:
     """The smaller models that draft in a drafter."""
-    heads = [part.head for part in drafter.nested() if isinstance(part, HeadDrafter)]
-    return [head.model for head in heads if isinstance(head, AssistantModel)]
+    models = [rows.model for rows in draft_models(drafter)]
+    return [model.model for model in models if isinstance(model, AssistantModel)]
 
 
-def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Drafter:
+def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A drafter without a head, whose tree is `tree` if it has probabilities."""
     spec = drafter_spec(source) if isinstance(source, str) else source
     if isinstance(spec, PreTrainedModel):
@@ -168,16 +170,10 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Draft
         return _lookup_drafter(spec, target)
     if tree != "auto":
         raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-    return _fenced(spec, target)
+    return validated(spec, target.info.vocab_size)
 
 
-def _fenced(drafter: Any, target: Target) -> Drafter:
-    """A drafter that is made already; one of the user's own is not trusted."""
-    ours = HeadDrafter | NgramDrafter | NoDraft | HostDrafter | ValidatedDrafter | AdaptiveDrafter | HeadAndLookup
-    return drafter if isinstance(drafter, ours) else ValidatedDrafter(drafter, target.info.vocab_size)
-
-
-def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) -> Drafter:
+def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) -> BatchDrafter:
     if isinstance(spec, Lookahead):
         return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
     if isinstance(spec, PromptLookup):
@@ -186,13 +182,14 @@ def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) 
     return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest=min(2, spec.ngram), corpus=corpus)
 
 
-def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: TreeSpec) -> Drafter:
+def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: TreeSpec) -> BatchDrafter:
     tree = NGRAM_TREE if tree == "auto" else tree
-    drafter = tree_drafter(NgramModel(target.info, order, _deepest(tree), corpus), tree, target.draft_modules)
+    model = NgramModel(target.info, order, _deepest(tree), corpus)
+    drafter = tree_drafter(model, tree, target.draft_modules)
     return drafter if target.device.type == "cpu" else HostDrafter(drafter)
 
 
-def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
+def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A smaller model that drafts for the target; the same ids must mean the same tokens."""
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
         raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")

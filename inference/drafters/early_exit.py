@@ -17,7 +17,8 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeKind, TreeShape
 from .base import NoDraft
-from .tree_policies import DraftModel, HeadDrafter
+from .model_rows import DraftModel
+from .tree_policies import HeadDrafter
 
 
 def confidence(logits_BV: Tensor, estimate_B: Tensor | None = None) -> Tensor:
@@ -55,18 +56,17 @@ class EarlyExitChain(HeadDrafter):
         longest = self.depth
         if self.budget is not None:
             longest = min(longest, self.budget // len(roots_B) - 1)
-        gumbel_BKD = None
-        if self._gumbel is not None and longest > 0:
-            gumbel_BKD = self.gumbel_noise(longest)
+        gumbel_BKD = self.gumbel_noise(longest) if longest > 0 else None
 
-        state = self.catch_up()
+        state = self.rows.catch_up()
         parents_B1 = torch.full_like(roots_B[:, None], -1)
         tokens = [roots_B]
         probs = []
         size = torch.ones_like(roots_B[0])
         goes_on = torch.ones_like(size, dtype=torch.bool)
         for depth in range(longest):
-            logits_B1V, state = self.runner(self.head.expand, (), state, tokens[-1][:, None], parents_B1)
+            given = (state, tokens[-1][:, None], parents_B1)
+            logits_B1V, state = self.rows.runner(self.rows.expand, (), *given)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
             estimate_BW = getattr(state, "confidence_BW", None)  # not every model's state has one
