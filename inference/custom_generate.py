@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..heads import DraftHead
+from ..heads.base import DraftHead
 from .drafters.by_name import DrafterSource
 from .inputs import Prompts, with_tokenizer
 from .logits import RandomSampler

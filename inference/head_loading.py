@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from ..heads import CheckpointMetadata, DraftHead
+from ..heads.base import CheckpointMetadata, DraftHead
 from ..heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
 from .target import Target
 

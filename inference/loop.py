@@ -338,7 +338,7 @@ class Verification:
         scores_BNV: Tensor,
         numbers: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As `verify`, and move the accepted nodes' entries together; this function is recorded."""
+        """Verify, and move the accepted nodes' entries together; this function is recorded."""
         verified = self.verify(tree, features_BNF, scores_BNV, numbers)
         if not tree.in_order:
             cache.slots_BN = slots_BN

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..heads import DraftHead
+from ..heads.base import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
 from .target import Target
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ..heads import DraftHead
+from ..heads.base import DraftHead
 from .chat import Chat
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft

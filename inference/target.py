@@ -9,8 +9,7 @@ of the chosen layers side by side.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,24 +21,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..extras import require_extra
 from ..heads.base import TargetModules, dtype_name
+from .engines.attention import kernels_without_plans
 from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
+from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine, chain_structure
-from .kv_cache import Pool, TreeCache
+from .kv_cache import TreeCache
 from .models.changes import WeightWatch
 from .models.dtypes import chosen_dtype
-from .models.info import active_adapters, attention_kinds, fingerprint, target_info, target_modules
-from .models.interface import CacheInterface, cache_interface, first_block_index
+from .models.info import active_adapters, fingerprint, target_modules
 from .models.loading import (
     MAPS,
     check_model_options,
     default_device,
     downloaded_commit,
-    end_tokens_of,
     load_model,
     refuse_loading_options,
     without_peft,
 )
+from .target_model import TargetModel
 from .tree import DraftTree
 
 
@@ -64,7 +64,7 @@ MERGED_ADAPTER = "_headstart_merged_adapter"
 provenance of the model without it."""
 
 
-class Target:
+class Target(TargetModel):
     """A causal LM that is neither trained nor changed; `from_pretrained` loads it frozen, in eval mode."""
 
     loader: Any = AutoModelForCausalLM
@@ -73,8 +73,8 @@ class Target:
     """Whether rows with the same prompt may be read once."""
     eager_engine: type[EagerEngine] = EagerEngine
     """The engine that runs the model as it is."""
-    kinds = staticmethod(attention_kinds)
-    """Kinds of attention masks that the model's layers need."""
+    packed_engine: type[EagerEngine] = PackedLinearEngine
+    """The engine that runs it with linear layers in our CPU kernels."""
 
     def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
         """Wrap a loaded model, with the name and the Hub's commit that it was loaded by.
@@ -82,44 +82,19 @@ class Target:
         Raises:
             ValueError: an architecture that cannot run draft trees, with the reason.
         """
-        self._model: Callable[[], Any] = lambda: model
-        self.config = model.config.get_text_config()
-        self.name = name or str(model.config._name_or_path or type(model).__name__)
+        super().__init__(model, name)
         self.commit: str | None = commit or getattr(model.config, "_commit_hash", None)
         """Commit of the Hub's repository; None for files that are not the Hub's, or unknown."""
-        self.device = model.device
-        self.dtype: torch.dtype = model.dtype
         merged = vars(model).get(MERGED_ADAPTER)
         self.adapter: str | None = None if merged is None else merged[0]
         """Folder of the peft adapter that was merged into the weights, by this target or an earlier one."""
-        self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
-        self.attention_kinds = self.kinds(model)
-        self.compile_mode: bool | str = False
-        """The last argument of `compile`."""
         self._compiled_version: Hashable = None
         self._weights = WeightWatch()
         self._refreshed = 0
-        self.pool = Pool()
-        """KV cache blocks of finished generations."""
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
-        self.modules = target_modules(model)
-        self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0])
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
-
-    @property
-    def model(self) -> Any:  # `generate` is mixed into its class, which no annotation says
-        """The model."""
-        return self._model()
-
-    @model.setter
-    def model(self, model: PreTrainedModel) -> None:
-        self._model = lambda: model
-
-    def hold_weakly(self) -> None:
-        """Keep the model alive no longer: its owner frees it, and whoever calls this frees the target then."""
-        self._model = weakref.ref(self.model)
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
@@ -187,11 +162,15 @@ class Target:
         if self.compile_mode == mode and self._compiled_version == version:
             return
         if self.compile_mode != mode or self.engine.copies_weights:
-            self.engine = chosen_engine(self, mode)
+            self.engine = chosen_engine(self, mode, self.eager_engine, self.packed_engine)
         else:
             self.engine.renew()
-        self.compile_mode = mode
         self._compiled_version = version
+
+    @property
+    def compile_mode(self) -> bool | str:
+        """The last argument of `compile`."""
+        return self.engine.mode
 
     @property
     def compiled(self) -> bool:
@@ -250,49 +229,9 @@ class Target:
             "weights": fingerprint(self.model),
         }
 
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """The tokens at which the model's generation config ends a text."""
-        return end_tokens_of(self.model.generation_config)
-
-    def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Refuse feature layers that the model does not have.
-
-        Raises:
-            ValueError: naming the layer and the valid range.
-        """
-        last = self.info.num_layers - 2
-        for layer in layers:
-            if not -1 <= layer <= last:
-                raise ValueError(
-                    f"feature layer {layer} is out of range for {self.name!r} with {self.info.num_layers} blocks; "
-                    f"choose from 0 to {last} for a block's output, or -1 for the state after the final norm"
-                )
-
-    def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of KV cache for `rows` × `tokens`."""
-        info, size = self.info, torch.finfo(self.dtype).bits // 8
-        return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
-
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty cache for this model; the arguments are those of `TreeCache`."""
         return self.engine.new_cache(batch_size, tokens, rows)
-
-    @cached_property
-    def cache_interface(self) -> CacheInterface:
-        """How the model takes and returns its KV cache, found by a forward over one token."""
-        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return cache_interface(self.model, input_ids=token_11)
-
-    @cached_property
-    def first_block_index(self) -> int:
-        """The index of the state after block 0 in `output_hidden_states`, found by forwards over one token."""
-        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        return first_block_index(self.model, self.info.num_layers, input_ids=token_11)
-
-    def hidden_state_indices(self, layers: tuple[int, ...]) -> list[int]:
-        """The model's indices of these feature layers, for `output_hidden_states`."""
-        return [self.first_block_index + layer % self.info.num_layers for layer in layers]
 
     @property
     def computes_logits(self) -> bool:
@@ -348,13 +287,14 @@ class Target:
         """
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
-        output = self.model(
-            input_ids=tokens_BT,
-            position_ids=positions_BT,  # transformers makes the mask of packed rows from them
-            use_cache=False,
-            logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
-            output_hidden_states=sorted({*indices, last}),
-        )
+        with kernels_without_plans(self.device):  # the lengths of training rows keep changing
+            output = self.model(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,  # transformers makes the mask of packed rows from them
+                use_cache=False,
+                logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
+                output_hidden_states=sorted({*indices, last}),
+            )
         last_BTD = output.hidden_states[last].to(self.device)
         states = [output.hidden_states[index].to(self.device) for index in indices]
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD

@@ -340,11 +340,10 @@ def _table(report: dict[str, Any]) -> Any:
 
 def _profile_line(profile: dict[str, Any]) -> str:
     """The parts of a round beside its lower bounds."""
-    milliseconds = profile["milliseconds"]
     floors = profile["floors"]
     shares = profile["of_the_round"]
     return (
-        f"of {profile['round']:.1f} ms, {milliseconds['mask']:.1f} build the mask (counted in the target's part); "
+        f"of {profile['round']:.1f} ms; "
         f"the bare forward over {profile['nodes']} nodes takes {floors['forward']:.1f} ({shares['forward']:.0%}), "
         f"reading its {profile['bytes_read'] / 1e6:.0f} MB at {profile['bytes_per_second'] / 1e9:.1f} GB/s "
         f"{floors['bytes']:.1f} ({shares['bytes']:.0%})"

@@ -74,7 +74,7 @@ TINY = LLAMA_8B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 12
 TINY |= {"num_attention_heads": 8}
 DEPTH, WIDTH = 7, 10
 """Depth and width of the trees, as in EAGLE-2 (arXiv:2406.16858)."""
-TREES = {1: 0, 4: 2, 8: 3, 60: 5}
+TREES = {1: 0, 4: 2, 8: 3, 60: 4}
 """Nodes of a round, of which so many drafts are accepted; up to eight nodes form a chain."""
 TOKENS = 150
 """New tokens that are timed."""
@@ -129,7 +129,7 @@ def bench_gpu(config: BenchGpuConfig) -> dict[str, Any]:
 
 
 class Bench:
-    """What is measured so far, and the device."""
+    """Results so far, and the device."""
 
     def __init__(self, config: BenchGpuConfig) -> None:
         if len(config.training) != 2 or min(config.training) < 1:
@@ -273,19 +273,20 @@ def identity(bench: Bench) -> None:
     prompt_1T = bench.prompt(target, 77)
     expected = reference(target, prompt_1T, 48)
     truth_T = F.pad(expected[0, 77:], (0, 16))
-    for mode, nodes in itertools.product((False, "auto"), (1, 8, 60)):
+    modes: tuple[bool | str, ...] = (False, "auto")
+    for mode, nodes in itertools.product(modes, (1, 8, 60)):
         target.compile(mode)
         output = answer(forced(target, head, truth_T, nodes, TREES[nodes]), prompt_1T, 48)
         equal = torch.equal(output.sequences, expected)
         length = round(output.stats.acceptance_length, 2)
         bench.add(
-            "identity", what=f"float32, {nodes} nodes, {engine_name(mode)}", equal=equal, acceptance_length=length
+            "identity", what=f"float32, {nodes} nodes, {target.engine.name}", equal=equal, acceptance_length=length
         )
     rows = [bench.prompt(target, length, seed=length)[0] for length in (77, 20, 45)]
     padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     mask_BT = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left")
     lm = SpeculativeLM(target, tree_drafter(head, DynamicShape(60, DEPTH, WIDTH), target.draft_modules))
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **settings).sequences[:, 77:]
     alone = [reference(target, row[None], 24)[0, len(row) :] for row in rows]
     bench.add("identity", what="float32, three rows", equal=torch.equal(written, torch.stack(alone)))
@@ -300,11 +301,6 @@ def identity(bench: Bench) -> None:
             equal = equal and torch.equal(written, reference(target, text_1T, 6))
             text_1T = torch.cat([written, bench.prompt(target, more)], dim=1)
         bench.add("identity", what=f"five turns, {dtype}, {groups} heads of keys", equal=equal)
-
-
-def engine_name(mode: bool | str) -> str:
-    """What a mode of `compile` does here, in a word."""
-    return {False: "eager", "auto": "recorded", True: "compiled and recorded"}[mode]
 
 
 def attention(bench: Bench) -> None:
@@ -399,7 +395,7 @@ def rounds(bench: Bench) -> None:
                     return
                 lm = forced(target, head, truths[length], nodes, accepted)
                 bench.add(
-                    "rounds", engine=engine_name(mode), text=length, nodes=nodes, **timed(bench, lm, length, truths)
+                    "rounds", engine=target.engine.name, text=length, nodes=nodes, **timed(bench, lm, length, truths)
                 )
 
 
@@ -502,7 +498,7 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
         "teraflops": tflops,
         "model_flop_utilisation": None if peak is None else tflops / peak,
         "milliseconds": {part: 1000 * statistics.median(turn[part] for turn in turns) for part in turns[0]},
-        "peak_memory": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "peak_memory_GB": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
     }
 
 
@@ -545,15 +541,18 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         "# On a GPU",
         "",
-        f"{report['hardware']}; torch {torch.__version__}. Made by `headstart bench-gpu --output benchmarks --tests "
-        "tests/gpu`. The model has the shape of Llama-3.1-8B and random weights: acceptance is forced, not measured: "
-        "of a round of N nodes a given number of drafts is accepted, and the head drafts at its full cost.",
+        f"{report['hardware']}; torch {report['versions']['torch']}, transformers "
+        f"{report['versions']['transformers']}. Made by `headstart bench-gpu --output benchmarks --tests tests/gpu`. "
+        "The model has the shape of Llama-3.1-8B and random weights, so acceptance is forced, not measured: of a "
+        "round's nodes a given number is accepted, and the head drafts at its full cost.",
     ]
+    for note in report.get("notes", []):
+        lines += ["", note]
     for part in PARTS:
         rows = report.get(part, [])
         if not rows:
             continue
-        lines += ["", f"## {part.capitalize()}", ""]
+        lines += ["", f"## {part.capitalize()}", "", (PARTS[part].__doc__ or "").strip(), ""]
         columns = list(dict.fromkeys(name for row in rows for name in row if name != "milliseconds"))
         lines.append("| " + " | ".join(name.replace("_", " ") for name in columns) + " |")
         lines.append("|---" * len(columns) + "|")
@@ -571,7 +570,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "" if value is None else str(value)
 
 

@@ -13,11 +13,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from ..heads import DraftHead, HeadOutput, TargetFeatures
+from ..heads.base import DraftHead, HeadOutput, TargetFeatures
 from ..heads.draft_positions import DraftPositions
 from ..heads.losses import draft_loss
 from ..heads.objective import Objective
-from ..inference import Target
+from ..inference.target import Target
 from .config import AdapterConfig
 from .data.batches import Batch
 from .features.online import target_features

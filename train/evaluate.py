@@ -20,14 +20,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar
-from ..heads import DraftHead
+from ..heads.base import DraftHead
 from ..heads.objective import Objective
-from ..inference import GenerateOutput, SpeculativeLM, Stats, Target, TreePolicy, TreeShape, spec_of
 from ..inference.detokenizer import text_pieces
 from ..inference.models.replay import BEYOND, ReplayTarget
+from ..inference.output import GenerateOutput
 from ..inference.sequences import left_padded
-from ..inference.stats import RoundRecord, acceptance_figures
+from ..inference.speculative_lm import SpeculativeLM
+from ..inference.stats import RoundRecord, Stats, acceptance_figures
+from ..inference.target import Target
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
+from ..inference.tuning.tree_spec import TreePolicy, TreeShape, spec_of
 from ..stopping import StopFlag
 from .config import EvalConfig
 from .data.batches import collate

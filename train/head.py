@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..heads import DraftHead, TargetInfo, build_head
-from ..heads.by_name import build_objective
+from ..heads.base import DraftHead, TargetInfo
+from ..heads.by_name import build_head, build_objective
 from ..heads.objective import Objective
 from .config import TrainConfig, head_options
 

@@ -33,17 +33,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar, log
-from ..heads import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
+from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..heads.objective import Objective
-from ..inference import Target, load_tokenizer
 from ..inference.chat_template import data_origin, warn_of_unread_variables
 from ..inference.models.dtypes import dtype_named
-from ..inference.models.loading import target_facts
+from ..inference.models.loading import load_tokenizer, target_facts
 from ..inference.models.replay import ReplayTarget
 from ..inference.probe import probe_drafts
 from ..inference.provenance import provenance
+from ..inference.target import Target
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig
 from .data.bad_rows import settle_unused_rows

@@ -18,11 +18,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..console import console, log
-from ..heads import DraftHead, TargetFeatures, TargetInfo, TargetModules, build_head
+from ..heads.base import DraftHead, TargetFeatures, TargetInfo, TargetModules
+from ..heads.by_name import build_head
 from ..heads.losses import positions_at_once
 from ..heads.objective import Objective
-from ..inference import Target
 from ..inference.models.dtypes import dtype_named
+from ..inference.target import Target
 from .config import TrainConfig, head_options
 from .data.batches import Share
 from .engines import check_engine, formats, with_formats

@@ -18,11 +18,11 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import duration, log, number
-from ..heads import DraftHead, HeadOutput
+from ..heads.base import DraftHead, HeadOutput
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
-from ..inference import Target
 from ..inference.stats import acceptance_figures
+from ..inference.target import Target
 from ..inference.tracing.plots import plotted
 from .data.batches import collate
 from .data.chat_template import Example

@@ -29,7 +29,8 @@ def recording() -> Iterator[list[Any]]:
 
     Nothing is kept that is made in the block: it would hold no values before the first replay.
     """
-    _recording.used = used = []
+    used: list[Any] = []
+    _recording.used = used
     try:
         yield used
     finally:

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ..tree import DraftTree
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ...heads import CheckpointMetadata, DraftHead, TargetModules
+from ...heads.base import CheckpointMetadata, DraftHead, TargetModules
 from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..models.loading import load_tokenizer, tokenizer_provenance
 from ..target import Target

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...heads import TargetInfo, TargetModules
+from ...heads.base import TargetInfo, TargetModules
 from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
 from ..target import Target

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...heads import TargetModules
+from ...heads.base import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeKind, TreeShape

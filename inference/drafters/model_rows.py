@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, DraftState, TargetModules
+from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.draft_cache import STEP, DraftCache
 from ..engines.base import Engine, Runner
 from ..target import Target
@@ -101,7 +101,7 @@ class ModelRows:
             self.model = engine.draft_head(self.model)
             self.runner = engine.runner
         elif isinstance(self.model, AssistantModel):
-            self.model.model.compile(engine.target.compile_mode)
+            self.model.model.compile(engine.mode)
 
     def renew(self, force: bool = False) -> None:
         """Before a generation: copy weights again that have changed, where copies draft; with `force` in any case."""
@@ -207,11 +207,10 @@ class ModelRows:
         for start in range(0, tokens_BT.shape[1], CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
-            features_BAF = chunk.features_BTF[:, part]
             part_BA = tokens_BT[:, part]
             self._extend(part_BA.shape[1])
-            state = self.progress.state
-            self.progress.state = self.model.observe(state, features_BAF, part_BA, count_B)
+            given = (self.progress.state, chunk.features_BTF[:, part], part_BA, count_B)
+            self.progress.state = self.runner.once(self.model.observe, *given)
         self.progress.empty = False
 
     def _extend(self, tokens: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...heads import TargetInfo, TargetModules
+from ...heads.base import TargetInfo, TargetModules
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 

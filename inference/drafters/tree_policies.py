@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads import TargetModules
+from ...heads.base import TargetModules
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..logits import RandomSampler, Sampler

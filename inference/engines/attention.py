@@ -11,6 +11,8 @@ Letters in tensor names: B batch, N queries, H query heads, G heads of keys and 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...heads.layers.draft_cache import masked_attention
+from .base import Runner
 
 BLOCK = 256
 """Queries of a prompt that share a mask."""
@@ -36,7 +39,7 @@ WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """What the nodes of a tree attend to, without a mask of all slots; see `tree_kernel.tree_attention`."""
+    """Slots that the nodes of a tree attend to, without a mask of all; see `tree_kernel.tree_attention`."""
 
     ancestors_BNM: Tensor
     depths_BM: Tensor
@@ -52,6 +55,25 @@ class Mark:
     """What the mask stands for, if it has no values; None for a causal one."""
     layers: list[torch.nn.Module] | None = None
     """Each layer that asks for attention with the mask is added here."""
+
+
+def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
+    """Attention in the block is computed by kernels that start at once for a new shape."""
+    return sdpa_kernel([*WITHOUT_PLANS]) if device.type == "cuda" else nullcontext()
+
+
+class PlanlessRunner(Runner):
+    """Runs functions as they are, by kernels that take shapes that keep changing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
+        with kernels_without_plans(self.device):
+            return function(*fixed, *inputs)
+
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        return self(function, (), *inputs)
 
 
 def marked(mask: Tensor, mark: Mark | None = None) -> Tensor:
@@ -126,8 +148,7 @@ def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, s
     queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
     grouped = query_BHNE.shape[1] != key_BGSE.shape[1]
     if query_BHNE.is_cuda:
-        with sdpa_kernel([*WITHOUT_PLANS]):
-            return _causal_on_cuda(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
+        return _causal_on_cuda(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
     if queries == slots:
         return F.scaled_dot_product_attention(
             query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=grouped

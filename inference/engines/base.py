@@ -9,16 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
+from ..target_model import TargetModel
 from ..tree import DraftTree
-
-if TYPE_CHECKING:
-    from ...heads import DraftHead
-    from ..target import Target
 
 LEAST_PADDING = 2048
 """Minimum padding tokens that an extra prefill forward must save, where launching a forward is what takes time."""
@@ -49,6 +47,10 @@ class Runner:
         """
         return function(*fixed, *inputs)
 
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The result of `function(*inputs)` for inputs of shapes that hardly occur again, such as those of prompts."""
+        return function(*inputs)
+
     def room(self, tokens: int) -> int:
         """Capacity of a cache for so many tokens."""
         return tokens
@@ -70,9 +72,11 @@ class Engine(ABC):
     copies_weights = False
     """Whether it holds a copy of the weights, which a change of the model's does not reach."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModel) -> None:
         self.target = target
         self.runner = Runner()
+        self.mode: bool | str = False
+        """The argument by which `chosen_engine` chose it."""
 
     @property
     @abstractmethod

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ..target_model import TargetModel
 from . import cuda_graph
 from .base import Engine
 from .cpu import cpu_engine
 from .cuda_graph import GraphRunner
 from .eager import EagerEngine
 
-if TYPE_CHECKING:
-    from ..target import Target
 
-
-def chosen_engine(target: Target, mode: bool | str) -> Engine:
+def chosen_engine(target: TargetModel, mode: bool | str, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
     """The engine for a target on its device.
 
     Args:
@@ -22,19 +18,22 @@ def chosen_engine(target: Target, mode: bool | str) -> Engine:
         mode: False for forwards as they are. "auto" and True for our kernels on a CPU, and for CUDA graphs on a GPU,
             which are recorded within the first rounds; with True the recorded forward has been fused by torch.compile
             before, which takes minutes, and other accelerators run it without graphs.
+        eager: the class for forwards as they are.
+        packed: the class for forwards with linear layers in our CPU kernels.
     """
+    engine = _chosen(target, mode, eager, packed)
+    engine.mode = mode
+    return engine
+
+
+def _chosen(target: TargetModel, mode: bool | str, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
     if mode is False:
-        return target.eager_engine(target)
+        return eager(target)
     if target.device.type == "cpu":
-        return cpu_engine(target)
+        return cpu_engine(target, eager, packed)
     runner = GraphRunner(target.device) if cuda_graph.records(target.device) else None
-    if mode == "auto" or target.eager_engine is not EagerEngine:
-        return target.eager_engine(target, runner)
+    if mode == "auto" or eager is not EagerEngine:
+        return eager(target, runner)
     from .inductor import InductorEngine  # imports torch's compiler
 
     return InductorEngine(target, runner)
-
-
-def speeds_up(device_type: str) -> bool:
-    """Whether "auto" chooses anything but forwards as they are."""
-    return device_type == "cpu" or device_type in cuda_graph.GRAPHS

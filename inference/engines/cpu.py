@@ -6,33 +6,31 @@ Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
+from ..target_model import TargetModel
 from ..tree import DraftTree
 from . import cpu_kernels
-from .base import Engine, TargetOutput
+from .base import Engine, Runner, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
 from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, visible_slots
-
-if TYPE_CHECKING:
-    from ..target import Target
 
 PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
 
 
-def cpu_engine(target: Target) -> Engine:
+def cpu_engine(target: TargetModel, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
     """The engine for a CPU: kernels as far as they know the model and can be built, else transformers as it is."""
     if cpu_kernels.library() is None:
-        return EagerEngine(target)
+        return eager(target)
     layers = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
-    decoder = packed_decoder(target.model, layers)
-    return PackedLinearEngine(target) if decoder is None else CpuEngine(target, decoder)
+    decoder = packed_decoder(target.model, layers) if eager is EagerEngine else None
+    return packed(target) if decoder is None else CpuEngine(target, decoder)
 
 
 def kernels_name() -> str:
@@ -45,10 +43,10 @@ class PackedLinearEngine(EagerEngine):
 
     copies_weights = True
 
-    def __init__(self, target: Target) -> None:
-        self.packed_model = cpu_kernels.packed_copy(target.model)
-        super().__init__(target)
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        super().__init__(target, runner)
         self.name = kernels_name()
+        self.packed_model = cpu_kernels.packed_copy(target.model)
 
     @property
     def model(self) -> Any:
@@ -72,7 +70,7 @@ class CpuEngine(Engine):
     least_padding = PADDING_ON_CPU
     copies_weights = True
 
-    def __init__(self, target: Target, decoder: PackedDecoder) -> None:
+    def __init__(self, target: TargetModel, decoder: PackedDecoder) -> None:
         super().__init__(target)
         self.name = kernels_name()
         self.decoder = decoder

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ...heads.eagle3 import FusionLayer
 from ...heads.layers.constants import counting
 from ...heads.layers.decoder_layer import DecoderLayer

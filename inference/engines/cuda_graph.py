@@ -23,6 +23,7 @@ from torch import Tensor
 from ...heads.layers.constants import recording
 from ...heads.layers.draft_cache import DraftCache
 from ..kv_cache import LEAST_DOUBLING, TreeCache
+from .attention import kernels_without_plans
 from .base import Runner
 
 RECORDINGS = 256
@@ -168,6 +169,10 @@ class GraphRunner(Runner):
         known.graph.replay()
         return known.result
 
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        with kernels_without_plans(self.device):
+            return function(*inputs)
+
     def room(self, tokens: int) -> int:
         """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
         return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
@@ -241,7 +246,7 @@ class Leaves:
     def _collect(self, value: Any, others: list[Hashable]) -> None:
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            others.append(Tensor)
+            others.append("tensor")
         elif isinstance(value, CACHES):
             self.caches.append(value)
             others += cache_places(value)
@@ -250,7 +255,7 @@ class Leaves:
             for part in value:
                 self._collect(part, others)
         elif holds_tensors(value):
-            others.append(type(value))
+            others.append(str(type(value)))
             for field in dataclasses.fields(value):
                 self._collect(getattr(value, field.name), others)
         else:

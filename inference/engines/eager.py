@@ -6,25 +6,21 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
+from ..target_model import TargetModel
 from ..tree import DraftTree, framed
-from .attention import WITHOUT_PLANS, Mark, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
+from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
-
-if TYPE_CHECKING:
-    from ..target import Target
 
 PADDING_ON_CPU = 64
 """Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one costs little."""
@@ -37,19 +33,20 @@ class EagerEngine(Engine):
 
     name = "eager"
 
-    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         """`runner` records and replays the forwards over trees; None to run each as it is."""
         super().__init__(target)
-        self.runner = runner or Runner()
+        self.runner = runner or PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
         self.on_cpu = target.device.type == "cpu"
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
-        self.flex = self.model.config._attn_implementation == "flex_attention"
-        self.spread = len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+        model = target.model
+        self.flex = model.config._attn_implementation == "flex_attention"
+        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         """Whether the layers lie on several devices."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
-            self.runner = Runner()
+            self.runner = PlanlessRunner(target.device)
 
     @property
     def model(self) -> Any:
@@ -137,8 +134,8 @@ class EagerEngine(Engine):
         last = size - kept[0] if kept else 1
         wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
-        with self._kernels():
-            logits_BKV, features_BNF = self._model_forward(tokens_BT, positions_BT, masks, cache, layers, wanted)
+        given = (tokens_BT, positions_BT, masks, cache, layers, wanted)
+        logits_BKV, features_BNF = self.runner.once(self._model_forward, *given)
         if self.spread:  # logits from the first wanted position to the last token
             logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
         cache.advance(torch.full_like(cache.lengths_B, size))
@@ -147,8 +144,7 @@ class EagerEngine(Engine):
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         cache.reserve(tree.tokens_BN.shape[1], longest)
-        with self._kernels():
-            output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
+        output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
     def _tree_forward(
@@ -171,8 +167,7 @@ class EagerEngine(Engine):
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.reserve(new, longest, nodes - new)
         given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
-        with self._kernels():
-            output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
+        output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
         return output
 
     def _nodes_forward(
@@ -245,11 +240,6 @@ class EagerEngine(Engine):
             return output.logits, torch.cat(states, dim=-1)
         return output.logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
 
-    def _kernels(self) -> AbstractContextManager[Any]:
-        """The attention kernels to choose from: recorded forwards repeat their shapes, others rarely do."""
-        plans_pay = self.runner.replays or self.target.device.type != "cuda"
-        return nullcontext() if plans_pay else sdpa_kernel([*WITHOUT_PLANS])
-
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
         if self.flex:
@@ -279,7 +269,7 @@ class EagerEngine(Engine):
 
 
 def visible_slots(
-    target: Target, framed_BNX: Tensor, depths_BM: Tensor, lengths_B: Tensor, slots: int
+    target: TargetModel, framed_BNX: Tensor, depths_BM: Tensor, lengths_B: Tensor, slots: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Position ids [B, N] of the last N of M nodes, and by kind of attention the slots they attend to [B, N, S]."""
     new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
@@ -301,7 +291,7 @@ def visible_slots(
     return positions_BN, visible
 
 
-def node_positions(target: Target, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
+def node_positions(target: TargetModel, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
     """Position ids [B, N] of the last `new` of M nodes.
 
     A node beyond the last position is never returned, but must not break an embedding table.
@@ -310,7 +300,7 @@ def node_positions(target: Target, depths_BM: Tensor, lengths_B: Tensor, new: in
     return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
 
 
-def in_window(target: Target, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+def in_window(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
     """Visible slots [B, N, S] that lie within the sliding window of each node."""
     return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..kv_cache import TreeCache
+from ..target_model import TargetModel
 from .base import Runner
 from .eager import EagerEngine, Masks
-
-if TYPE_CHECKING:
-    from ..target import Target
 
 GRAPHS = 64
 """Variants of one function, at most; torch's own limit is too small for batches that shrink."""
@@ -91,7 +89,7 @@ class CompiledFunction:
 class InductorEngine(EagerEngine):
     """The transformers model with its forward compiled, and on a GPU recorded as a CUDA graph as well."""
 
-    def __init__(self, target: Target, runner: Runner | None = None) -> None:
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
         self.name = f"compiled, {self.name}"
         self.tree_kernel = False
@@ -108,7 +106,7 @@ class InductorEngine(EagerEngine):
     ) -> tuple[Tensor, Tensor]:
         def sizes() -> list[tuple[Tensor, int]]:
             nodes = tokens_BN.shape[1]
-            every_mask = masks.values() if isinstance(masks, dict) else [masks]
+            every_mask: list[Any] = list(masks.values()) if isinstance(masks, dict) else [masks]
             found = [(tensor, i) for tensor in (tokens_BN, positions_BN, cache.slots_BN) for i in (0, 1)]
             found += [(mask, i) for mask in every_mask for i in (0, 2, 3) if nodes > 1 or i != 2]
             if isinstance(logits_to_keep, Tensor):

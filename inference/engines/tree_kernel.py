@@ -34,7 +34,7 @@ CHANGING = ["nodes", "uncommitted", "window", "ancestors_row", "ancestors_node",
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def _attend_to_part(
+def _attend_to_part(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
@@ -128,7 +128,7 @@ def _attend_to_part(
 
 
 @triton.jit(do_not_specialize=["nodes"])
-def _add_parts(
+def _add_parts(  # type: ignore[no-untyped-def]
     parts,
     log_sums,
     output,

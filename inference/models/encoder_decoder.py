@@ -16,9 +16,11 @@ from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCach
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..engines.base import Runner, TargetOutput
+from ..engines.cpu import PackedLinearEngine
 from ..engines.eager import EagerEngine, Masks
 from ..kv_cache import TreeCache
 from ..target import Target
+from ..target_model import TargetModel
 from ..tree import DraftTree
 from .interface import CacheInterface, cache_interface
 from .loading import config_of
@@ -44,8 +46,8 @@ class Seq2SeqEngine(EagerEngine):
     target: Seq2SeqTarget
     own_attention = False
 
-    def __init__(self, target: Target, runner: Runner | None = None) -> None:
-        super().__init__(target)
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        super().__init__(target)  # and never recorded
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         cache = super().new_cache(batch_size, tokens, rows)
@@ -85,10 +87,15 @@ class Seq2SeqEngine(EagerEngine):
         return kept, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
 
 
+class PackedSeq2SeqEngine(PackedLinearEngine, Seq2SeqEngine):
+    """The same with linear layers in our CPU kernels."""
+
+
 class Seq2SeqTarget(Target):
     """Frozen encoder-decoder target."""
 
     eager_engine = Seq2SeqEngine
+    packed_engine = PackedSeq2SeqEngine
     loader = AutoModelForSeq2SeqLM
     shares_prompts = False
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from ...heads import TargetInfo, TargetModules
+from ...heads.base import TargetInfo, TargetModules
 
 
 def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:

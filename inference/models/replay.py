@@ -99,6 +99,10 @@ class ReplayEngine(Engine):
     name = "replay"
     target: ReplayTarget
 
+    def __init__(self, target: ReplayTarget) -> None:
+        super().__init__(target)
+        self._computes_logits = target.original.computes_logits  # tried now: later there is no forward
+
     @property
     def state_shapes(self) -> list[StateShape]:
         return [StateShape(1, 1, torch.int64, self.target.device)] * 2
@@ -109,7 +113,7 @@ class ReplayEngine(Engine):
 
     @property
     def computes_logits(self) -> bool:
-        return self.target.original.computes_logits
+        return self._computes_logits
 
     @property
     def features_are_free(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead
+from ...heads.base import DraftHead
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..drafters.base import BatchDrafter, StepResult
 from ..drafters.model_rows import DraftModel

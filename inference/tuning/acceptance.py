@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead, TargetFeatures
+from ...heads.base import DraftHead, TargetFeatures
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import DynamicTree
+from ..engines.base import TargetOutput
 from ..logits import RandomSampler
-from ..target import Target, TargetOutput
+from ..target import Target
 from .tree_spec import DynamicShape
 
 RANKS = 10

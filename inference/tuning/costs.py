@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads import DraftHead
-from ...heads.base import dtype_name
+from ...heads.base import DraftHead, dtype_name
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
 from ..engines.cpu_decoder import is_packed

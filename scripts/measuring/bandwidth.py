@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.inference import DraftTree, SpeculativeLM, Stats, Target, TreeShape
+from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.tuning.costs import forward_seconds
 from headstart.inference.tuning.machine import seconds_in_turns
 
@@ -45,34 +45,15 @@ def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
     target, nodes = lm.target, lm.drafter.max_nodes
     parts = {part: 1000 * seconds for part, seconds in stats.round_parts.items()}
     forward = 1000 * forward_seconds(target, text_1T, [nodes], lm.drafter.feature_layers)[nodes]
-    mask = 1000 * _mask_seconds(target, text_1T, nodes)
     bandwidth = memory_bandwidth(target.device)
     read = weight_bytes(target) + target.cache_bytes(1, text_1T.shape[1])
     whole = sum(parts.values())
     return {
         "nodes": nodes,
-        "milliseconds": parts | {"mask": mask, "target": max(parts["target"] - mask, 0.0)},
+        "milliseconds": parts,
         "round": whole,
-        "floors": {"forward": forward - mask, "bytes": 1000 * read / bandwidth},
-        "of_the_round": {"forward": (forward - mask) / whole, "bytes": 1000 * read / bandwidth / whole},
+        "floors": {"forward": forward, "bytes": 1000 * read / bandwidth},
+        "of_the_round": {"forward": forward / whole, "bytes": 1000 * read / bandwidth / whole},
         "bytes_read": read,
         "bytes_per_second": bandwidth,
     }
-
-
-def _mask_seconds(target: Target, text_1T: Tensor, nodes: int) -> float:
-    """Seconds of building the attention mask of a chain of `nodes` nodes."""
-    cache, length = target.new_cache(1), text_1T.shape[1]
-    target.read_chunk(text_1T, length, cache, (), [0])
-    cache.reserve(nodes, length)
-    shape = TreeShape.chain(nodes - 1)
-    parents_1N = torch.tensor([shape.parents], device=target.device)
-    tokens_1N, sizes_1 = torch.zeros_like(parents_1N), torch.tensor([nodes], device=target.device)
-    taken = []
-    for _ in range(REPEATS):
-        start = now(target.device)
-        tree = DraftTree(tokens_1N, parents_1N, sizes_1, shape.depth)
-        known = tree.structure
-        target._masks(target.visible_slots(known.framed_BNX, known.depths_BN, cache, length)[1])
-        taken.append(now(target.device) - start)
-    return statistics.median(taken)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import VOCAB, build_model, head_for
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import HEADS
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target
@@ -201,3 +202,31 @@ def test_what_prompts_share(on_cpu, there, device, mode, slots):
     expected = text(SpeculativeLM(on_cpu), padded).sequences
     assert torch.equal(text(here, padded).sequences, expected)
     assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_turns_that_begin_anywhere(device, mode, groups):
+    """In float32, whose kernels are not those of float64."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=groups, bos_token_id=None)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    lm = SpeculativeLM.from_pretrained(Target(copy.deepcopy(model).to(device)), compile=mode)
+    past, prompt = Conversation(), torch.arange(1, 22)[None]
+    for more in (5, 6, 7, 300):
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        there = prompt.to(device)
+        found = lm.generate(there, attention_mask=torch.ones_like(there), past_key_values=past, **settings).sequences
+        assert torch.equal(found.cpu(), expected)
+        prompt = torch.cat([expected, torch.arange(1, more + 1)[None] % 63 + 1], dim=1)
+
+
+def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
+    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
+    expected = text(SpeculativeLM(on_cpu), PADDED[1:2], tokens=40).sequences
+    for _ in range(2):  # recorded, then replayed in another thread
+        settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        prompt = PADDED[1:2].to(device)
+        found = list(away.stream(prompt, attention_mask=torch.ones_like(prompt), **settings))
+        assert [token for tokens in found for token in tokens] == expected[0, 5:].tolist()

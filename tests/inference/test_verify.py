@@ -9,8 +9,8 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headstart.inference import DraftTree
+from headstart.inference.engines.base import TargetOutput
 from headstart.inference.loop import Verification
-from headstart.inference.target import TargetOutput
 from headstart.inference.verify import VerifyResult, emitted_tokens, follow, greedy, point_mass
 
 PROCESSORS = {

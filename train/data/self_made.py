@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerBase
 from ...console import ProgressBar, log
 from ...files import write_whole
 from ...heads.base import dtype_name
-from ...inference import SpeculativeLM, tokenizer_provenance
 from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
 from ...inference.load import load_speculative_lm
-from ...inference.models.loading import target_facts
+from ...inference.models.loading import target_facts, tokenizer_provenance
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
+from ...inference.speculative_lm import SpeculativeLM
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
 from ..run_folder import check_options

@@ -30,9 +30,9 @@ from transformers import PreTrainedTokenizerBase
 from ...console import ProgressBar, log
 from ...files import write_whole
 from ...heads.checkpoints.public import public_url
-from ...inference import load_tokenizer, tokenizer_provenance
 from ...inference.chat_template import REASONING_KEYS, prompt_ids
 from ...inference.messages import check_conversation
+from ...inference.models.loading import load_tokenizer, tokenizer_provenance
 from ...options import template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ...inference import Target
 from ...inference.chat_template import check_tokenizer
 from ...inference.models.loading import TargetFacts
+from ...inference.target import Target
 from ..config import TrainConfig
 from .chat_template import NEEDS_NO_TEMPLATE, Example
 from .conversations import Source

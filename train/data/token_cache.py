@@ -37,8 +37,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console import console
 from ...files import write_whole
-from ...inference import tokenizer_provenance
 from ...inference.messages import format_of
+from ...inference.models.loading import tokenizer_provenance
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ...options import template_variables
 from ..run_folder import check_options

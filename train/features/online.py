@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ...console import ProgressBar, log
-from ...heads import DraftHead, TargetFeatures
-from ...inference import Target
+from ...heads.base import DraftHead, TargetFeatures
+from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
 from ..config import FeaturesConfig, TrainConfig
 from ..data.batches import Batch, budgeted, collate

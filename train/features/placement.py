@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ...inference import Target
 from ...inference.models.dtypes import dtype_named
 from ...inference.models.loading import locate
+from ...inference.target import Target
 from ..config import TrainConfig
 
 

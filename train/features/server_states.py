@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...inference import Target
+from ...inference.target import Target
 from ..data.chat_template import Example
 from .cached import FeatureCache, key_of
 

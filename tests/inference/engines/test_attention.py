@@ -4,12 +4,12 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headstart.inference import SpeculativeLM
+from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.engines import attention
 from headstart.inference.engines.attention import causal_attention, causal_mask, marked
 
@@ -80,3 +80,29 @@ def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, heads, grou
     key, value = (states.repeat_interleave(heads // groups, 1) for states in (key, value))
     expected = (query @ key.mT * 0.3).masked_fill(~seen, float("-inf")).softmax(-1) @ value
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
+    """Over turns that begin anywhere: kernels on CUDA require that addresses are multiples of 16 bytes."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        **shape, num_attention_heads=8, num_key_value_heads=groups, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    offsets, attend = set(), torch.nn.functional.scaled_dot_product_attention
+
+    def looked_at(query, key, value, attn_mask=None, *rest, **named):
+        if attn_mask is not None:
+            offsets.add(attn_mask.storage_offset() * attn_mask.element_size() % 16)
+        return attend(query, key, value, attn_mask, *rest, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", looked_at)
+    lm, past, text = SpeculativeLM(target), Conversation(), torch.arange(21)[None]
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    for more in (5, 6, 7, 300):
+        mask = torch.ones_like(text)
+        written = lm.generate(text, attention_mask=mask, past_key_values=past, **settings).sequences
+        text = torch.cat([written, torch.arange(more)[None] % 64], dim=1)
+    assert offsets == {0}
