@@ -1,4 +1,4 @@
-"""What a drafter is: two methods for one of a user's own, some more for those that the decoding loop calls.
+"""The interfaces of drafters: two methods for one of a user's own, some more for those that the decoding loop calls.
 
 `Drafter` is the interface of a user's own drafter, which runs inside a fence (`validated`). `BatchDrafter` is that of
 the loop: it also begins, reads prompts, and follows the rows of a batch that come and go.

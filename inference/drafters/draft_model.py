@@ -2,7 +2,7 @@
 
 It has the interface of a head, so every tree and every acceptance rule fits it. Its KV cache follows the accepted text:
 after each step it reads what was emitted, whose last token is the next root, and from there drafts level by level;
-drafted entries lie behind the text until the next step overwrites them.
+drafted entries lie after the text until the next step overwrites them.
 
 Letters in tensor names: B batch, A accepted, W frontier, M drafted nodes, V vocabulary.
 """
@@ -24,7 +24,7 @@ from ..tree import framed
 
 @dataclass(frozen=True)
 class AssistantState:
-    """The KV cache of the small model, and the tree that it has drafted behind the text."""
+    """The KV cache of the small model, and the tree that it has drafted after the text."""
 
     cache: TreeCache
     longest: int
@@ -36,7 +36,7 @@ class AssistantState:
     seen_BWM: Tensor | None = None
     """Attention mask of the newest frontier over the drafted nodes; None before the root was expanded."""
     depths_BM: Tensor | None = None
-    """Positions of the drafted nodes behind the text."""
+    """Positions of the drafted nodes after the text."""
 
     def select(self, rows_R: Tensor) -> AssistantState:
         self.cache.select(rows_R)
@@ -72,7 +72,9 @@ class AssistantModel:
 
     def __init__(self, model: Target, target: TargetInfo, max_depth: int) -> None:
         """Hold a smaller model, to draft up to `max_depth` tokens of a target."""
-        self.model, self.target, self.max_depth = model, target, max_depth
+        self.model = model
+        self.target = target
+        self.max_depth = max_depth
         self.draft_vocab_size = min(model.info.vocab_size, target.vocab_size)
 
     def begin(
