@@ -1,10 +1,12 @@
 """Adaptive speculation: autoregressive steps, or one of several trees, step by step, by measured tokens per second.
 
-A candidate's speed is the tokens that its steps emit over the time that they take; the fastest that was timed leads.
-Others are probed for a few steps: `PROBE_SHARE` of the tokens that are generated goes into a budget, and what probes
-lose is paid from it. So the loss is bounded however slow a candidate is, and cheap probes are frequent.
+A candidate's speed is the tokens that its steps emit over the time that they take; the fastest
+that was timed leads. Others are probed for a few steps: `PROBE_SHARE` of the tokens that are
+generated goes into a budget, and what probes lose is paid from it. So the loss is bounded however
+slow a candidate is, and cheap probes are frequent.
 
-The choice depends on the clock and on past acceptance alone, so the output stays exact whatever is chosen.
+The choice depends on the clock and on past acceptance alone, so the output stays exact whatever is
+chosen.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ class Speeds:
     def __init__(self, candidates: list[Candidate], plain: int | None, measured: bool) -> None:
         """Begin with candidates, of which number `plain` is autoregressive steps; among equals the first one leads.
 
-        Where their costs were not `measured`, nothing is known: the first probe need not be saved for, and the first
-        steps tell more than what was expected.
+        Where their costs were not `measured`, nothing is known: the first probe need not be saved
+        for, and the first steps tell more than what was expected.
         """
         self.candidates = candidates
         self.plain = plain
@@ -167,7 +169,8 @@ class Speeds:
             self.probe_seconds += seconds
             if self.probe == 0:
                 spent = self.probe_seconds
-                if len(ran.seconds) == PROBE_STEPS:  # its first: work that is done once in a process is not the probe's
+                if len(ran.seconds) == PROBE_STEPS:
+                    # Its first: work that is done once in a process does not count.
                     spent = PROBE_STEPS * self.cost(self.running)
                 self.budget -= max(spent * self.speed(self.leader) - self.probe_tokens, 0.0)
         elif self.plain is not None and self.running != self.plain:
@@ -176,9 +179,9 @@ class Speeds:
     def _to_probe(self) -> int | None:
         """The next candidate to probe, if what it may lose is saved.
 
-        That is the best of those that may be faster, or else the one that was idle for longest. Each has its own share
-        of what is saved, so that one that is expensive to probe does not hold up the others. Where autoregressive steps
-        lead, only the best tree is probed.
+        That is the best of those that may be faster, or else the one that was idle for longest.
+        Each has its own share of what is saved, so that one that is expensive to probe does not
+        hold up the others. Where autoregressive steps lead, only the best tree is probed.
         """
         others = [number for number in range(len(self.candidates)) if number != self.leader]
         if not others or len(self.candidates[self.leader].seconds) < PROBE_STEPS:
@@ -199,15 +202,16 @@ class Speeds:
 
     def _lost(self, number: int) -> float:
         """Tokens that a probe is expected to lose."""
-        return PROBE_STEPS * (self.cost(number) * self.speed(self.leader) - self.candidates[number].length)
+        tokens_of_leader = self.cost(number) * self.speed(self.leader)
+        return PROBE_STEPS * (tokens_of_leader - self.candidates[number].length)
 
 
 class AdaptiveDrafter(BatchDrafter):
     """Autoregressive steps, or one of several trees of one head: whichever has been fastest.
 
-    Measurements are kept from one generation to the next. A step's time is all of it: draft, forward, verification,
-    host, and what the drafter reads. Prompts, and tokens of autoregressive steps, are read by a head when it drafts
-    again, or when other rows join the batch.
+    Measurements are kept from one generation to the next. A step's time is all of it: draft,
+    forward, verification, host, and what the drafter reads. Prompts, and tokens of autoregressive
+    steps, are read by a head when it drafts again, or when other rows join the batch.
 
     When sampling from sampled trees, it always uses the first tree, so that a seed fixes the text.
     """
@@ -221,7 +225,8 @@ class AdaptiveDrafter(BatchDrafter):
     ) -> None:
         """Wrap one drafter of any kind, or several trees of one head; `plain` adds autoregressive steps.
 
-        `costs` of steps on this machine serve for the first choices; None if they were not measured.
+        `costs` of steps on this machine serve for the first choices; None if they were not
+        measured.
         """
         if not trees:
             raise ValueError("adaptive drafting needs a drafter")
@@ -304,7 +309,7 @@ class AdaptiveDrafter(BatchDrafter):
         self.reader.observe(step)
         if self._running is None:  # nothing was chosen, or another drafter decided not to draft
             return
-        if self._drafted:  # an autoregressive step does not pay for what drafts take to follow the text
+        if self._drafted:  # autoregressive steps do not pay for a head that follows the text
             now = self.clock()
         emitted = sum(len(tokens) for tokens in step.tokens)
         self._running.record(now - self._started, emitted / len(step.tokens))
@@ -319,9 +324,14 @@ class AdaptiveDrafter(BatchDrafter):
     def _speeds(self, rows: int, device: torch.device) -> Speeds:
         """The candidates at this number of rows; at a new one, as at the nearest that is known."""
         here = (self._sampling, rows)
+
+        def distance(other: tuple[bool, int]) -> tuple[bool, float]:
+            sampling, other_rows = other
+            return sampling != self._sampling, abs(math.log(other_rows / rows))
+
         if here not in self.speeds:
             if self.speeds:
-                nearest = min(self.speeds, key=lambda other: (other[0] != here[0], abs(math.log(other[1] / rows))))
+                nearest = min(self.speeds, key=distance)
                 self.speeds[here] = self.speeds[nearest].elsewhere()
             else:
                 self.speeds[here] = self._expected_speeds(device)
@@ -339,7 +349,8 @@ class AdaptiveDrafter(BatchDrafter):
             if isinstance(tree, HeadDrafter):
                 depth = tree.depth
                 shape = tree.shape
-            candidates.append(Candidate(costs.seconds(tree.max_nodes, depth), default_length(shape)))
+            seconds = costs.seconds(tree.max_nodes, depth)
+            candidates.append(Candidate(seconds, default_length(shape)))
         lengths = [candidate.length for candidate in candidates]
         plain = lengths.index(1) if 1 in lengths else None
         return Speeds(candidates, plain, self.costs is not None)
@@ -348,22 +359,23 @@ class AdaptiveDrafter(BatchDrafter):
 def _of_one_head(trees: Sequence[BatchDrafter]) -> list[BatchDrafter]:
     """The trees, of which all share the state of the first one's head."""
     first = trees[0]
+    if len(trees) == 1:
+        return [first]
+    heads = [tree.head if isinstance(tree, HeadDrafter) else tree for tree in trees]
+    if any(head is not heads[0] for head in heads):
+        raise ValueError("several trees to choose from must be of the same head")
     for tree in trees[1:]:
-        same = isinstance(first, HeadDrafter) and isinstance(tree, HeadDrafter) and tree.head is first.head
-        if not same and tree is not first:
-            raise ValueError("several trees to choose from must be of the same head")
-    for tree in trees[1:]:
-        if isinstance(tree, HeadDrafter) and isinstance(first, HeadDrafter):
-            tree.share(first.rows)
+        assert isinstance(tree, HeadDrafter) and isinstance(first, HeadDrafter)
+        tree.share(first.rows)
     return list(trees)
 
 
 def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
     """The trees to choose from where none is named, the most promising first: one token, and dynamic trees.
 
-    The size of `hint`, a tree that was fast on another machine, replaces the nearest. A head that estimates its
-    acceptance rate also offers a chain that ends, or a round without drafts, where one token more is less likely to be
-    accepted than the share of a plain step that it costs.
+    The size of `hint`, a tree that was fast on another machine, replaces the nearest. A head that
+    estimates its acceptance rate also offers a chain that ends, or a round without drafts, where
+    one token more is less likely to be accepted than the share of a plain step that it costs.
     """
     sizes = list(CANDIDATE_SIZES)
     if costs.seconds(LARGE_SIZE, 0) < LARGE_COST * costs.seconds(1, 0):
@@ -381,7 +393,8 @@ def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts)
             trees.append(default_dynamic_tree(depth, size))
     if head.estimates_acceptance and head.max_depth > 1:
         longest = head.max_depth
-        seconds_per_token = (costs.seconds(longest + 1, longest) - costs.seconds(2, 1)) / (longest - 1)
+        more_seconds = costs.seconds(longest + 1, longest) - costs.seconds(2, 1)
+        seconds_per_token = more_seconds / (longest - 1)
         share = seconds_per_token / costs.seconds(1, 0)
         trees.append(EarlyExitShape(longest, min(max(share, 0.0), 1.0)))
     lengths = {}

@@ -1,10 +1,11 @@
 """The interfaces of drafters: two methods for one of a user's own, some more for those that the decoding loop calls.
 
-`Drafter` is the interface of a user's own drafter, which runs inside a fence (`validated`). `BatchDrafter` is that of
-the loop: it also begins, reads prompts, and follows the rows of a batch that come and go.
+`Drafter` is the interface of a user's own drafter, which runs inside a fence (`validated`).
+`BatchDrafter` is that of the loop: it also begins, reads prompts, and follows the rows of a batch
+that come and go.
 
-Letters in tensor names: B batch, T time, A accepted, N nodes, R selected rows, V vocabulary, F width of the chosen
-layers side by side.
+Letters in tensor names: B batch, T time, A accepted, N nodes, R selected rows, V vocabulary, F
+width of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class DraftContext:
     decoding."""
     gumbel: Callable[[int], Tensor] | None = None
     """Gumbel noise [B, count, V] of the next `count` positions, where sampling uses fixed random numbers for each
-    position. Added to the draft logits, it makes the token that will be sampled likely to be the best one. None where
-    the noise is not known."""
+    position. Added to the draft logits, it makes the token that will be sampled likely to be the
+    best one. None where the noise is not known."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,14 @@ class StepResult:
 class Drafter(Protocol):
     """A source of draft trees, to be written by a user: `max_nodes` and two methods.
 
-    It makes top-k drafts, on any device. Whatever it does, the output is the target's: after an error or an invalid
-    tree the text is decoded without drafts, with a warning.
+    It makes top-k drafts, on any device. Whatever it does, the output is the target's: after an
+    error or an invalid tree the text is decoded without drafts, with a warning.
 
-    It may also have the attribute `feature_layers`, the target's layers whose features it reads, and the methods
-    `begin(context)` (a `DraftContext`: forget the last generation), `prefill(chunk)` (a `PrefillChunk`: read the
-    prompts, which end with the token that the target chose), and, if it keeps a state of each row of a batch,
-    `select(rows_R)` and `replace(rows_R, other)`. For rows that join a batch a shallow copy of it begins anew.
+    It may also have the attribute `feature_layers`, the target's layers whose features it reads,
+    and the methods `begin(context)` (a `DraftContext`: forget the last generation),
+    `prefill(chunk)` (a `PrefillChunk`: read the prompts, which end with the token that the target
+    chose), and, if it keeps a state of each row of a batch, `select(rows_R)` and `replace(rows_R,
+    other)`. For rows that join a batch a shallow copy of it begins anew.
     """
 
     max_nodes: int
@@ -136,7 +138,8 @@ class KeepsRows(Protocol):
 class BatchDrafter(Drafter):
     """A drafter as the decoding loop calls it.
 
-    What it does not override does nothing. One that wraps others names them in `parts` and calls them itself.
+    What it does not override does nothing. One that wraps others names them in `parts` and calls
+    them itself.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -168,7 +171,8 @@ class BatchDrafter(Drafter):
     def saved_state(self) -> Any:
         """State from which a later generation can `resume`.
 
-        None if there is none: a drafter that reads features is then given the text from its start again.
+        None if there is none: a drafter that reads features is then given the text from its start
+        again.
         """
         return None
 

@@ -66,10 +66,12 @@ def make_drafter(
 
     Args:
         target: the model whose tokens are drafted.
-        source: a drafter without a head. With a head, what it looks up is joined with the head's tree.
-        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams, random tokens, a
-            smaller model). "auto" for the head's fastest tree on this machine, or trees to choose from, for which the
-            cost of rounds is measured if it is not known, see `needs_costs`.
+        source: a drafter without a head. With a head, what it looks up is joined with the head's
+            tree.
+        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams,
+            random tokens, a smaller model). "auto" for the head's fastest tree on this machine, or
+            trees to choose from, for which the cost of rounds is measured if it is not known, see
+            `needs_costs`.
         head: a head that fits the target.
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
@@ -77,20 +79,25 @@ def make_drafter(
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
-        drafter = _head_drafter(target, head, metadata or head.metadata or CheckpointMetadata(), tree, adaptive)
+        metadata = metadata or head.metadata or CheckpointMetadata()
+        drafter = _head_drafter(target, head, metadata, tree, adaptive)
         if source is not None:
             drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
     if not adaptive or isinstance(drafter, NoDraft):
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):
         return AdaptiveDrafter([drafter])
-    return drafter if drafter.plain else AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+    if drafter.plain:
+        return drafter
+    return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
 
 
 def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
     """Whether `make_drafter` needs the cost of rounds on this machine, to choose between trees."""
-    metadata = CheckpointMetadata() if head is None else head.metadata or CheckpointMetadata()
-    return head is not None and adaptive and tree == "auto" and fastest_tree(metadata, _machine(target)) is None
+    if head is None or not adaptive or tree != "auto":
+        return False
+    metadata = head.metadata or CheckpointMetadata()
+    return fastest_tree(metadata, _machine(target)) is None
 
 
 def tree_drafter(
@@ -139,7 +146,10 @@ def _head_drafter(
     policies = auto_trees(head, metadata, _machine(target), costs)
     if not adaptive:
         policies = policies[:1]
-    trees = [_policy_drafter(head, policy, modules, batch_budget(policy, target.device)) for policy in policies]
+    trees = []
+    for policy in policies:
+        budget = batch_budget(policy, target.device)
+        trees.append(_policy_drafter(head, policy, modules, budget))
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
@@ -179,7 +189,8 @@ def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) 
     if isinstance(spec, PromptLookup):
         return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram)
     corpus = _datastore(spec.folder, target)
-    return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest=min(2, spec.ngram), corpus=corpus)
+    shortest = min(2, spec.ngram)
+    return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest, corpus)
 
 
 def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: TreeSpec) -> BatchDrafter:
@@ -206,7 +217,8 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
             "their probabilities would not be those of the tokens that are verified, and the output not exact"
         )
     tree = MODEL_TREE if tree == "auto" else tree
-    return tree_drafter(AssistantModel(model, target.info, _deepest(tree)), tree, target.draft_modules)
+    assistant = AssistantModel(model, target.info, _deepest(tree))
+    return tree_drafter(assistant, tree, target.draft_modules)
 
 
 def _deepest(tree: TreeSpec) -> int:

@@ -1,8 +1,8 @@
 """Chains that end where the draft is no longer confident.
 
-Whether the next token is drafted is decided from the draft's own distribution before that token is chosen or sampled:
-from the chain so far, and never from the target. So every acceptance rule stays exact; a token that was sampled is
-never taken back, which would favour confident ones.
+Whether the next token is drafted is decided from the draft's own distribution before that token is
+chosen or sampled: from the chain so far, and never from the target. So every acceptance rule stays
+exact; a token that was sampled is never taken back, which would favour confident ones.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .tree_policies import HeadDrafter
 def confidence(logits_BV: Tensor, estimate_B: Tensor | None = None) -> Tensor:
     """Probability that a draft's next token is accepted, [B].
 
-    That is the head's own estimate if it makes one (`estimate_B`, its logits), else the probability
-    of the draft's best token.
+    That is the head's own estimate if it makes one (`estimate_B`, its logits), else the
+    probability of the draft's best token.
     """
     if estimate_B is not None:
         return at_least_fp32(estimate_B).sigmoid()
@@ -36,7 +36,8 @@ class EarlyExitChain(HeadDrafter):
     """A chain that is continued while any row of the batch is confident enough.
 
     On a CPU the decision is made after each token. On an accelerator, where that would be a
-    synchronization, the whole chain is drafted, and the tokens after its end are padding of the tree.
+    synchronization, the whole chain is drafted, and the tokens after its end are padding of the
+    tree.
     """
 
     shape: EarlyExitShape

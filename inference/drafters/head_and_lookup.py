@@ -1,14 +1,15 @@
 """A head's tree joined with looked-up branches, whose common prefixes are shared.
 
-The head's nodes come first, those that only the lookup has after them. Both are top-k drafts, so the rule for these is
-exact for them together.
+The head's nodes come first, those that only the lookup has after them. Both are top-k drafts, so
+the rule for these is exact for them together.
 
-A head's tree is on the device and a lookup's on the host. To avoid a synchronization they are joined on the device,
-where nodes are compared by a hash of their path: the sum of (token + 1) K^depth over its nodes, modulo 2^64. If two
-paths had the same hash, a draft would get a wrong parent: it would be rejected, and the output still be exact.
+A head's tree is on the device and a lookup's on the host. To avoid a synchronization they are
+joined on the device, where nodes are compared by a hash of their path: the sum of (token + 1)
+K^depth over its nodes, modulo 2^64. If two paths had the same hash, a draft would get a wrong
+parent: it would be rejected, and the output still be exact.
 
-Letters in tensor names: B batch, N nodes of the head's tree, S of the lookup's without the root, M of both, A accepted,
-R selected rows.
+Letters in tensor names: B batch, N nodes of the head's tree, S of the lookup's without the root, M
+of both, A accepted, R selected rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from ctypes import c_int64
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -42,8 +42,8 @@ class HeadAndLookup(BatchDrafter):
         """Wrap both.
 
         Raises:
-            ValueError: a drafter beside the head that looks nothing up, or a head whose drafts are sampled, which must
-                not be mixed with others.
+            ValueError: a drafter beside the head that looks nothing up, or a head whose drafts are
+                sampled, which must not be mixed with others.
         """
         if not isinstance(lookup, PromptLookupDrafter):
             raise ValueError("beside a head, a drafter must be one that looks things up: prompt-lookup or retrieval")
@@ -133,27 +133,32 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     is_shared_BS = same_BSN.any(-1)
     is_new_BS = (tokens_BS >= 0) & ~is_shared_BS
 
-    # New nodes are appended to each row's tree; what is not wanted goes to a last column, which is discarded.
+    # New nodes are appended to each row's tree; what is not wanted goes to a last column, which is
+    # discarded.
     new_place_BS = tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1)
     place_BS = torch.where(is_shared_BS, same_BSN.byte().argmax(-1), new_place_BS)
     into_BS = torch.where(is_new_BS, place_BS, size)
     shared_BS = torch.where(is_shared_BS, place_BS, size)
-    place_of_parent_BS = torch.cat([torch.zeros_like(place_BS[:, :1]), place_BS], dim=1).gather(1, parents_BS)
-    # What stays empty is read, too: the root is a token of the text, while token 0 might have weights that are NaN.
+    root_B1 = torch.zeros_like(place_BS[:, :1])
+    place_of_parent_BS = torch.cat([root_B1, place_BS], dim=1).gather(1, parents_BS)
+    # What stays empty is read, too: the root is a token of the text, while token 0 might have
+    # weights that are NaN.
     roots_BM = tree.tokens_BN[:, :1].expand(-1, more + 1)
     zeros_BM = tree.tokens_BN.new_zeros(batch, more + 1)
-    tokens_BM = torch.cat([tree.tokens_BN, roots_BM], dim=1).scatter(1, into_BS, tokens_BS)
-    parents_BM = torch.cat([tree.parents_BN, zeros_BM], dim=1).scatter(1, into_BS, place_of_parent_BS)
+    tokens_BM = torch.cat([tree.tokens_BN, roots_BM], dim=1)
+    tokens_BM = tokens_BM.scatter(1, into_BS, tokens_BS)
+    parents_BM = torch.cat([tree.parents_BN, zeros_BM], dim=1)
+    parents_BM = parents_BM.scatter(1, into_BS, place_of_parent_BS)
     owners_BM = torch.full_like(tree.tokens_BN[:, :1], HEAD).repeat(1, size + 1)
     owners_BM = owners_BM.scatter(1, into_BS, SOURCE).scatter(1, shared_BS, BOTH)
 
     depth = tree.max_depth
     for trie in tries:
         depth = max(depth, *trie.depths())
-    joint = DraftTree(tokens_BM[:, :size], parents_BM[:, :size], tree.sizes_B + is_new_BS.sum(-1), max_depth=depth)
+    sizes_B = tree.sizes_B + is_new_BS.sum(-1)
     if device.type == "cpu":  # no synchronization there: nothing is computed for nodes that stay empty
-        size = int(joint.sizes_B.max())
-        joint = replace(joint, tokens_BN=tokens_BM[:, :size], parents_BN=parents_BM[:, :size])
+        size = int(sizes_B.max())
+    joint = DraftTree(tokens_BM[:, :size], parents_BM[:, :size], sizes_B, max_depth=depth)
     return joint, owners_BM[:, :size]
 
 

@@ -1,12 +1,13 @@
 """Lookahead decoding (arXiv:2402.02057): n-grams that the target generates itself, while it verifies others.
 
-A window of `width` columns holds Jacobi trajectories: its first row is any draft of the next tokens, and each row below
-is the target's output for the row above. The window lies in the draft tree, the first row as a path from the root and
-each column as a path below its token: one forward gives the next row, and every column with its new token is an
-n-gram. The n-grams that begin with the root are the candidates of a step (section 3.2).
+A window of `width` columns holds Jacobi trajectories: its first row is any draft of the next
+tokens, and each row below is the target's output for the row above. The window lies in the draft
+tree, the first row as a path from the root and each column as a path below its token: one forward
+gives the next row, and every column with its new token is an n-gram. The n-grams that begin with
+the root are the candidates of a step (section 3.2).
 
-The paper's attention mask, the first row up to a token's column and then that column, is the mask of this tree; hence
-the window may be accepted, too, at no cost.
+The paper's attention mask, the first row up to a token's column and then that column, is the mask
+of this tree; hence the window may be accepted, too, at no cost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A draft model that follows the text of a batch: its state of each row, and what it has not read yet.
 
-This is the one object that calls a head's `begin` and `observe`. Several trees of one head share it, each of which
-expands the state that `catch_up` returns.
+This is the one object that calls a head's `begin` and `observe`. Several trees of one head share
+it, each of which expands the state that `catch_up` returns.
 
-Letters in tensor names: B batch, T time, A accepted, W frontier, R selected rows, D tokens of the draft vocabulary,
-V of the target's.
+Letters in tensor names: B batch, T time, A accepted, W frontier, R selected rows, D tokens of the
+draft vocabulary, V of the target's.
 """
 
 from __future__ import annotations

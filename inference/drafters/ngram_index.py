@@ -1,8 +1,9 @@
 """Indexes of n-grams: of the text that is being generated, and of a corpus on disk.
 
-Both tell what followed an n-gram. `NgramIndex` indexes every n-gram as the text grows. A `Datastore` is a suffix array:
-all positions of a corpus sorted by the tokens that follow them, so that the occurrences of an n-gram lie side by side
-and two binary searches find them (REST, arXiv:2311.08252); its files are memory-mapped.
+Both tell what followed an n-gram. `NgramIndex` indexes every n-gram as the text grows. A
+`Datastore` is a suffix array: all positions of a corpus sorted by the tokens that follow them, so
+that the occurrences of an n-gram lie side by side and two binary searches find them (REST,
+arXiv:2311.08252); its files are memory-mapped.
 """
 
 from __future__ import annotations

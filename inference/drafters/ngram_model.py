@@ -2,8 +2,9 @@
 
 P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 
-with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
-smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is the uniform distribution.
+with h' the context h without its first token and types(h) the number of different tokens that
+followed h: Witten-Bell smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is
+the uniform distribution.
 
 Counting runs on the host; for a target on another device a `HostDrafter` grows the trees there.
 

@@ -1,8 +1,9 @@
 """Prompt lookup: drafts are continuations of the newest tokens where these occurred before.
 
-Prompt lookup (Saxena, 2023) searches the text itself, retrieval (REST, arXiv:2311.08252) a datastore. Of the n-grams at
-the text's end the longest that occurs anywhere is taken; its continuations are merged into a tree, of which those nodes
-are kept that most continuations share, newer ones first among equals.
+Prompt lookup (Saxena, 2023) searches the text itself, retrieval (REST, arXiv:2311.08252) a
+datastore. Of the n-grams at the text's end the longest that occurs anywhere is taken; its
+continuations are merged into a tree, of which those nodes are kept that most continuations share,
+newer ones first among equals.
 
 All this runs on the host, which knows the tokens anyway; a step's tree is uploaded at once.
 """
@@ -80,7 +81,8 @@ def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie
     shared: Counter[int] = Counter()
     for path in continuations:
         shared.update(whole.add(path))
-    # A child is shared by no more continuations than its parent, and comes later: what is kept is a tree.
+    # A child is shared by no more continuations than its parent, and comes later: what is kept is
+    # a tree.
     best_first = sorted(shared, key=lambda node: (-shared[node], node))
     part = Trie([root])
     kept = {0: 0}

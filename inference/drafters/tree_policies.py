@@ -1,13 +1,15 @@
 """Tree policies: how a draft tree grows, depth by depth, from a head or from anything that gives next-token logits.
 
-    StaticTree     a fixed shape: top-k children (Medusa, arXiv:2401.10774, section 2.1.2), or sampled ones: without
-                   replacement (Sequoia, 2402.12374; RSD, 2402.14160), or independently (SpecInfer, 2305.09781)
+    StaticTree     a fixed shape: top-k children (Medusa, arXiv:2401.10774, section 2.1.2), or
+                   sampled ones: without replacement (Sequoia, 2402.12374; RSD, 2402.14160), or
+                   independently (SpecInfer, 2305.09781)
     DynamicTree    the most probable paths, another shape in each step (EAGLE-2, 2406.16858)
 
-A chain that ends early is in `early_exit`. The state from which a tree grows belongs to `ModelRows`.
+A chain that ends early is in `early_exit`. The state from which a tree grows belongs to
+`ModelRows`.
 
-Letters in tensor names: B batch, N nodes, W frontier, R children of a node, C candidates, K depths, D tokens of the
-draft vocabulary, V of the target's.
+Letters in tensor names: B batch, N nodes, W frontier, R children of a node, C candidates, K
+depths, D tokens of the draft vocabulary, V of the target's.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class HeadDrafter(BatchDrafter):
     ) -> None:
         """Hold a head and the shape of its trees.
 
-        `budget` is the number of tokens that one forward of the target should hold: in a batch the trees shrink to it,
-        down to the roots alone. With None they are always as large as `tree`.
+        `budget` is the number of tokens that one forward of the target should hold: in a batch the
+        trees shrink to it, down to the roots alone. With None they are always as large as `tree`.
 
         Raises:
             ValueError: a tree deeper than the head drafts.
@@ -130,11 +132,13 @@ class HeadDrafter(BatchDrafter):
     def sample_children(self, logits_BWV: Tensor, frontier: int, count: int) -> tuple[Tensor, Tensor]:
         """Sample `count` children R of each of `frontier` nodes W; in the logits W is 1 if they are the same for all.
 
-        They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take longer than the
-        draft. What logits processors leave to other tokens is not sampled from, and so not in the distribution either.
+        They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take
+        longer than the draft. What logits processors leave to other tokens is not sampled from,
+        and so not in the distribution either.
 
         Returns:
-            tokens [B, W, R], and the distribution that each node's children were sampled from, [B, W, V].
+            tokens [B, W, R], and the distribution that each node's children were sampled from, [B,
+            W, V].
         """
         assert self._draft_probs is not None
         draft_vocab_D = self.rows.draft_vocab(logits_BWV.device)
@@ -304,10 +308,11 @@ def _next_level(level: PlannedLevel, ranked_BWR: Tensor) -> tuple[Tensor, Tensor
 class DynamicTree(HeadDrafter):
     """A tree of the most probable paths (EAGLE-2, arXiv:2406.16858), for any head.
 
-    A node's value is the product of the draft's probabilities on its path. Level by level the `width` best nodes are
-    expanded, each to its `width` best children (section 4.1); of all candidates the best `size - 1` stay (4.2). Ties
-    go to the shallower node: a child whose log-probability rounds to 0 must not push out its parent. Children of a node
-    whose logits hold NaN or inf have the value -inf: in sorting, NaN would come before the root.
+    A node's value is the product of the draft's probabilities on its path. Level by level the
+    `width` best nodes are expanded, each to its `width` best children (section 4.1); of all
+    candidates the best `size - 1` stay (4.2). Ties go to the shallower node: a child whose
+    log-probability rounds to 0 must not push out its parent. Children of a node whose logits hold
+    NaN or inf have the value -inf: in sorting, NaN would come before the root.
     """
 
     def __init__(
@@ -353,7 +358,8 @@ class DynamicTree(HeadDrafter):
         tokens_BC, parents_BC, values_BC = self.candidates(state, roots_B, depth, gumbel_BKD, root)
         best_first_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
         chosen_BN = best_first_BC[:, :size].sort(dim=-1).values
-        # A candidate's index in the tree is its rank among the chosen ones; the root's parent, -1, precedes them all.
+        # A candidate's index in the tree is its rank among the chosen ones; the root's parent, -1,
+        # precedes them all.
         parents_BN = torch.searchsorted(chosen_BN, parents_BC.gather(1, chosen_BN), right=True) - 1
         return tokens_BC.gather(1, chosen_BN), parents_BN
 
@@ -401,7 +407,8 @@ class DynamicTree(HeadDrafter):
             values_BW1 = values_BW[..., None]
             numbers.append(chosen_BW + first)
             first += tokens[-1].shape[1]
-        # The first level's nodes are children of the root, and those of each later one of the frontier before.
+        # The first level's nodes are children of the root, and those of each later one of the
+        # frontier before.
         parents.append(torch.cat(numbers, 1).repeat_interleave(self.width, dim=1))
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1)
 

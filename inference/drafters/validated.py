@@ -1,6 +1,7 @@
 """The fence round a user's own drafter: nothing that it does can change the output.
 
-After an error, or an invalid tree, the rest of the text is decoded without drafts, with one warning.
+After an error, or an invalid tree, the rest of the text is decoded without drafts, with one
+warning.
 
 Letters in tensor names: B batch, N nodes, R selected rows.
 """
@@ -48,8 +49,8 @@ class ValidatedDrafter(BatchDrafter):
         """Wrap a drafter for a target with `vocab_size` tokens.
 
         Raises:
-            ValueError: not a drafter, or one whose drafts are sampled: with wrong draft probabilities sampling would
-                not be exact.
+            ValueError: not a drafter, or one whose drafts are sampled: with wrong draft
+                probabilities sampling would not be exact.
         """
         name = type(drafter).__name__
         if not isinstance(drafter, Drafter) or not hasattr(drafter, "max_nodes"):
